@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +31,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.generation import RequestState
 from edgellm.hub.directories import local_directory
+from edgellm.kernels.made import Made
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
@@ -48,6 +51,13 @@ from edgellm.vision.opening import LazyVisionEncoder, open_texts, open_vision_en
 
 if TYPE_CHECKING:
     from edgellm.vision.encoder import VisionEncoder
+
+logger = logging.getLogger("edgellm.runtime")
+
+#: Steps that are captured when a model is opened, or drafting changes: all of one sequence at a time, and without rules
+#: all of several. The rest of more (batches of up to 8 with adapters, rules and adaptive drafting have 800) is for idle
+#: moments.
+CAPTURED_AT_ONCE = 256
 
 #: The engine directory that is installed with the package.
 SHIPPED_MODEL = Path(str(resources.files("edgellm"))) / "shipped"
@@ -149,10 +159,10 @@ class SpecDecodeRuntime:
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
-            if chosen is not None:
-                self.use_drafting(chosen)
+            self.use_drafting(chosen)
             for path in snapshots:
                 self.load_snapshot(path)
+            logger.info("%s is open: %s", self.directory.path, opened.made)
         except BaseException:
             self.close()
             opened.close()
@@ -167,6 +177,11 @@ class SpecDecodeRuntime:
     def has_draft_model(self) -> bool:
         """Whether a draft model is loaded."""
         return self._open_runner().draft is not None
+
+    @property
+    def made(self) -> Made:
+        """What was compiled, loaded, built and captured so far."""
+        return self._open_runner().backend.made
 
     @property
     def planned_memory(self) -> Mapping[str, int]:
@@ -206,15 +221,37 @@ class SpecDecodeRuntime:
         Raises RequestError where no draft model is loaded that it needs, EngineError where the engines cannot serve the
         setting.
         """
-        self._open_runner()
+        runner = self._open_runner()
         check_drafting(drafting)
         with self._exclusive():
             if self._drafters.use(drafting):
                 self._forget_contents()
+            if runner.backend.fixed_shapes:
+                runner.forget_planned()
+                runner.plan_captures(*self._drafters.plans)
+                self._capture(CAPTURED_AT_ONCE)
+
+    def _capture(self, most: int) -> int:
+        """Capture up to so many steps of those that are planned; how many. Where one fails, as where memory is short,
+        the rest are captured when they come up."""
+        runner, count = self._open_runner(), 0
+        try:
+            while count < most and runner.capture_next():
+                count += 1
+        except EdgeLLMError as error:
+            runner.forget_planned()
+            logger.warning("not all steps are captured before they come up: %s", error)
+        return count
+
+    def idle(self) -> bool:
+        """See `edgellm.serving.server.Engine`: it captures a step that was left for later."""
+        with self._exclusive():
+            return self._capture(1) > 0
 
     def capture_decoding_cuda_graph(self) -> bool:
-        """Capture what decoding runs as CUDA graphs now, rather than when it first comes up: for every batch size and
-        key range plain steps and, with drafting, the rounds of its plans (draft proposal, draft accept, base verify).
+        """Capture what decoding runs as CUDA graphs now, as far as opening has left it for later: for every batch size
+        and key range plain steps and, with drafting, the rounds of its plans (draft proposal, draft accept, base
+        verify).
 
         True only if every stage was captured; `uncaptured_stages` names the others, which run uncaptured, slower and no
         different. On NumPy nothing is captured.
@@ -224,7 +261,8 @@ class SpecDecodeRuntime:
             if not runner.backend.fixed_shapes:
                 self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
             else:
-                self.uncaptured_stages = tuple(runner.capture_steps(self._drafters.plans))
+                self._capture(sys.maxsize)
+                self.uncaptured_stages = tuple(runner.uncaptured)
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:

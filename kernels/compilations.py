@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from edgellm.kernels.compiler import CompiledModule, ModuleSource, compile_module, compiled_now
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.kept import KeptKernels
+from edgellm.kernels.made import COMPILED, Made
 
 logger = logging.getLogger("edgellm.kernels")
 
@@ -29,8 +30,9 @@ def compiling_threads() -> int:
 class Compilations:
     """The compiled modules for one GPU: as they were kept, or compiled now by threads of their own."""
 
-    def __init__(self, architecture: str, kept: KeptKernels) -> None:
-        self._architecture, self._kept = architecture, kept
+    def __init__(self, architecture: str, kept: KeptKernels, made: Made | None = None) -> None:
+        """What is compiled is counted in `made`."""
+        self._architecture, self._kept, self._made = architecture, kept, made or Made()
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[ModuleSource, Future[CompiledModule]] = {}
         #: What nothing loads yet.
@@ -55,7 +57,7 @@ class Compilations:
             return False
         if self._pool is None:
             self._pool = ThreadPoolExecutor(compiling_threads(), "edgellm-kernels")
-        self._futures[source] = self._pool.submit(compiled_now, source, self._architecture)
+        self._futures[source] = self._pool.submit(self._compiled, source)
         return True
 
     def module(self, source: ModuleSource) -> CompiledModule:
@@ -67,12 +69,16 @@ class Compilations:
             if found is not None:
                 return found
         try:
-            return compiled_now(source, self._architecture) if future is None else future.result()
+            return self._compiled(source) if future is None else future.result()
         except MissingDependencyError as error:
             refusal = self._kept.refusal(source)
             if refusal is None:
                 raise
             raise MissingDependencyError(f"{refusal}. Here it cannot be compiled: {error}") from error
+
+    def _compiled(self, source: ModuleSource) -> CompiledModule:
+        with self._made.counting(COMPILED):
+            return compiled_now(source, self._architecture)
 
     def wait(self) -> None:
         """Wait for all that was begun. Raises what `module` raises, but for what is optional."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from edgellm.kernels.compilations import Compilations
@@ -17,6 +17,7 @@ from edgellm.kernels.compiler import CompiledModule, ModuleSource
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.gpu import GPU, find_gpu
 from edgellm.kernels.kept import KeptKernels
+from edgellm.kernels.made import LOADED, Made
 
 
 class Kernel(NamedTuple):
@@ -32,9 +33,10 @@ class KernelModule:
     A module of them is loaded, once, when it is first asked for: as it was kept, or compiled now.
     """
 
-    def __init__(self, gpu: GPU, stream: Any, kept: KeptKernels | None = None) -> None:
+    def __init__(self, gpu: GPU, stream: Any, kept: KeptKernels | None = None, made: Made | None = None) -> None:
         """Loads kernels for `gpu`, on a stream of pycuda's; those that are `kept` need no compiler (None: those in the
-        user's cache). Raises MissingDependencyError without cuda.bindings."""
+        user's cache). What is compiled and loaded is counted in `made`. Raises MissingDependencyError without
+        cuda.bindings."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -45,10 +47,13 @@ class KernelModule:
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
         self.stream, self.prepared_stream = driver.CUstream(stream.handle), stream
-        self._compilations = Compilations(gpu.architecture, kept or KeptKernels(gpu))
+        self._made = made or Made()
+        self._compilations = Compilations(gpu.architecture, kept or KeptKernels(gpu), self._made)
         self._collects = False
         #: What is loaded when it was compiled, each by what loads it.
         self._begun: dict[tuple[ModuleSource, Any], None] = {}
+        #: What is loaded then if it can be had.
+        self._optional: dict[ModuleSource, None] = {}
         self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
@@ -78,12 +83,22 @@ class KernelModule:
             self._compilations.wait()
             for source, load in self._begun:
                 load(source)
-            self._begun = {}
+            for source in self._optional:
+                with suppress(MissingDependencyError):  # which was logged
+                    self.load_for_any(source)
+            self._begun, self._optional = {}, {}
 
     def prepare(self, source: ModuleSource) -> None:
-        """Have a module compiled if it was kept nowhere; it is loaded when it is first used, and only then is it an
-        error that there is no compiler."""
+        """Have a module compiled, and loaded by the end of `side_by_side` for launches of either kind. Where it was
+        kept nowhere and there is no compiler, that is an error when it is first used."""
         self._compilations.begin(source, optional=True)
+        self._optional[source] = None
+
+    def load_for_any(self, source: ModuleSource) -> None:
+        """Loads as `load` does, for launches of either kind that the GPU takes."""
+        self.load_prepared(source)
+        if self.can_overlap:
+            self.load(source)
 
     def _must_wait(self, source: ModuleSource, load: Any) -> bool:
         """Whether a module is being compiled and nobody waits for that now; `load` will load it."""
@@ -106,7 +121,8 @@ class KernelModule:
         if source in self._loaded or self._must_wait(source, self.load):
             return
         compiled = self._compilations.module(source)
-        status, module = self.driver.cuModuleLoadData(compiled.code)
+        with self._made.counting(LOADED):
+            status, module = self.driver.cuModuleLoadData(compiled.code)
         if status != self.driver.CUresult.CUDA_SUCCESS:
             raise refused_by_driver(self.architecture, compiled, status)
         self._loaded[source] = module, compiled.lowered_names
@@ -119,7 +135,8 @@ class KernelModule:
 
         compiled = self._compilations.module(source)
         try:
-            self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
+            with self._made.counting(LOADED):
+                self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
         except cuda.Error as error:
             raise refused_by_driver(self.architecture, compiled, error) from error
 

@@ -25,9 +25,7 @@ class Launcher:
     def load(self, source: ModuleSource) -> None:
         """Have a module of kernels compiled and loaded, for launches of either kind: not while the stream's work is
         captured. Raises MissingDependencyError or KernelError."""
-        self._module.load_prepared(source)
-        if self._module.can_overlap:
-            self._module.load(source)
+        self._module.load_for_any(source)
 
     def _launch(
         self,

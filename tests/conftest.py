@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -152,57 +154,89 @@ NOT_FAST = (
 
 #: Files whose `slow` cases take seconds, which are marked `ci`.
 SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
-#: Files whose `slow` cases are many such: a fourth of them, the same ones every time, are marked `ci`.
-MANY_OF_SECONDS = (
-    "engines/speculation/test_drafted_answers.py",
-    "engines/speculation/test_eagle_equality.py",
-    "engines/speculation/test_image_rounds.py",
-    "kernels/acceptance",
-)
 
-#: Files with many like cases, each a process of its own: three in four of them are `slow`, the same ones every time.
-SAMPLED = ("commands/test_hostile_models.py", "commands/test_hostile_settings.py")
-#: Files whose cases are families times drafts, or the like, in several tests: every other one is `slow`, in each test
-#: others, the same ones every time.
-HALVED = (
+#: Files, and tests of others, whose cases are families times drafts, or the like: a fourth of each test's cases show as
+#: many of the values as so many can, the others are `slow`.
+QUARTERED = (
+    "commands/test_hostile_models.py",
+    "commands/test_hostile_settings.py",
+    "engines/backends/test_encoder_engine.py::test_equals_operations",
     "engines/backends/test_kernel_launches.py",
-    "engines/backends/test_tensorrt_operations.py",
-    "engines/building/test_window_build.py",
+    "engines/backends/test_tensorrt_operations.py::test_every_phase_of_every_family_builds",
+    "engines/building/test_family_builds.py::test_tensorrt_builds_what_a_family_varies",
+    "engines/building/test_vision_build.py::test_every_family_builds",
+    "engines/building/test_window_build.py::test_a_directory_is_built_and_its_kernels_compile",
+    "engines/families/test_families_logits.py::test_every_prefix_then_single_tokens",
+    "engines/families/test_recurrent_families.py::test_chunks_and_steps_leave_the_same_states",
+    "engines/families/test_windows.py::test_trees_give_the_tokens_of_plain_decoding",
     "engines/quantization/test_scaling.py",
+    "engines/quantization/test_quantizer.py::test_every_family_computes_nearly_what_it_did",
     "engines/speculation/test_constrained_equality.py",
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py",
+    "engines/speculation/test_given_rounds.py",
     "engines/speculation/test_image_rounds.py",
     "engines/speculation/test_recurrent_rounds.py",
     "engines/speculation/test_suffix_answers.py",
     "kernels/acceptance/test_acceptance_lossless.py",
     "kernels/decode/test_decode_attention.py",
     "serving/test_constrained_answers.py",
+    "serving/test_logprobs.py",
     "serving/test_preempted_answers.py",
+    "serving/test_preempted_images.py",
     "serving/test_preempted_rows.py",
+    "serving/test_preempted_turns.py",
     "serving/test_recurrent_conversations.py",
     "serving/test_recurrent_images.py",
+    "serving/test_runtime.py::test_closing_frees_the_engines_in_that_thread",
     "serving/test_window_conversations.py",
-    "tool_calls/test_single_arguments.py",
-    "tools/test_bench_quantization.py",
+    "snapshots/test_recurrent_snapshots.py",
+    "tool_calls/test_single_arguments.py::test_every_call_that_the_grammar_allows_is_read_whole_and_valid",
+    "vision/test_runtime_whole_images.py",
 )
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what is fast, what of many like cases is slow, and what of all that is slow takes seconds."""
-    path = item.path.relative_to(Path(__file__).parent).as_posix()
-    number = zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4
-    if item.get_closest_marker("slow") and path.startswith(SECONDS if number else (*SECONDS, *MANY_OF_SECONDS)):
-        item.add_marker(pytest.mark.ci)
-    if (path in SAMPLED and number) or (path in HALVED and number % 2 and hasattr(item, "callspec")):
-        item.add_marker(pytest.mark.slow)
-    if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
-        item.add_marker(pytest.mark.fast)
+def a_fourth(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """A fourth of a test's cases, at least one, and the same ones every time: one after another that which has the most
+    words in its name that none before it has; of equals the checksum of the whole name decides, for each test anew."""
+    words = {case: set(re.findall(r"[\w.]+", case.nodeid.partition("[")[2])) for case in cases}
+    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    chosen: list[pytest.Item] = []
+    seen: set[str] = set()
+    while 4 * len(chosen) < len(cases):
+        best = max(left, key=lambda case: len(words[case] - seen))
+        left.remove(best)
+        chosen.append(best)
+        seen |= words[best]
+    return chosen
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where they cannot run, with the reason; those that have to be alone come last."""
+def mark_by_time(items: Sequence[pytest.Item]) -> None:
+    """Mark what of many like cases is slow, what of all that is slow takes seconds, and what is fast."""
+    many: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").partition("[")[0]
+        path = name.partition("::")[0]
+        if item.get_closest_marker("slow"):
+            if path in SECONDS:
+                item.add_marker(pytest.mark.ci)
+        elif path in QUARTERED or name in QUARTERED:
+            many.setdefault(name, []).append(item)
+    for cases in many.values():
+        for item in set(cases) - set(a_fourth(cases)):
+            item.add_marker(pytest.mark.slow)
+    for item in items:
+        path = item.nodeid.removeprefix("tests/").partition("::")[0]
+        if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.fast)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests before they are selected. Of what is selected, skip tests marked `gpu` where they cannot run, with the
+    reason; those that have to be alone come last."""
+    mark_by_time(items)
+    yield
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
     count = config.getoption("sample")
     if count is not None and count < len(items):
@@ -216,6 +250,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay till the end: no collection of garbage walks them again, which took a tenth of the time
+    of all."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,7 @@ def test_the_captured_step_equals_the_uncaptured_one(
 ) -> None:
     with open_runner("tensorrt", directory) as runner:
         captured = [greedy_tokens(runner, prompt, 16) for prompt in prompts[:4]]
-        assert runner._steps.captures
+        assert runner.steps.captures
     with open_runner("tensorrt", directory) as runner:
         monkeypatch.setattr(runner.backend, "capture", lambda step, name: step)
         assert [greedy_tokens(runner, prompt, 16) for prompt in prompts[:4]] == captured

@@ -12,13 +12,8 @@ import pytest
 
 from edgellm import Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.backends.executors import (
-    kernel_executor,
-    kernel_refusal,
-    plan_refusal,
-    planned_shapes,
-    split_refusal,
-)
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, planned_shapes, split_refusal
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -121,8 +116,8 @@ def test_wrong_kinds_are_refused(tiny_engines: Path, tmp_path: Path) -> None:
 def test_kernels_take_every_step_and_no_plan_is_needed(int8_engines: Path) -> None:
     directory = EngineDirectory.read(int8_engines)
     for shape in directory.limits.engine_shapes():
-        executor, reason = kernel_executor(directory.config, shape, "float16", 227 << 10)
-        assert executor is not None, reason
+        choice, reason = kernel_choice(directory.config, shape, "float16", 227 << 10)
+        assert choice is not None, reason
     wide = EngineLimits(1, 512, 1024, kv_cache="int8")
     assert planned_shapes(directory.models, wide, "float16", "sm_90") == []
     every = planned_shapes(directory.models, wide, "float16", "sm_90", needless=True)

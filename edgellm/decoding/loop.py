@@ -244,7 +244,8 @@ class DecodingLoop:
             if chosen is not None:
                 plan, trees = chosen
         if plan is None and self._chooser is not None and not now.raw:
-            plan = self._chooser.next_plan(now.room, batch)
+            ready = None if not self._runner.planned else lambda plan: self._runner.is_ready(batch, plan, now.ruled)
+            plan = self._chooser.next_plan(now.room, batch, ready)
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)

@@ -11,6 +11,7 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.runners.adapter_slots import require_adapters
+from edgellm.engines.speculation.draft_plan import given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.tree_verification import GIVEN_SIZES, given_tree_bytes
 from edgellm.errors import DeviceMemoryError, RequestError
@@ -26,13 +27,14 @@ def open_runner(
 ) -> DecodingRunner:
     """A runner with the directory's draft model if the `drafting` needs one; RequestError where it has none.
 
-    `vision_memory` is what a vision encoder takes (bytes by name). Trees of what was said before are planned for where
-    they are asked for and no draft model has larger ones; smaller ones where memory is short.
+    `vision_memory` is what a vision encoder takes (bytes by name). Trees of given candidates are planned for where no
+    draft model has larger ones, and they are asked for, as drafts of what was said before are, or captured ahead, as
+    those of tokens that rules force; smaller ones where memory is short.
     """
     opened = partial(DecodingRunner.open, backend, directory, progress, adapters)
-    if drafting is None:
+    if drafting is None and not backend.fixed_shapes:
         return opened(vision_memory, drafts=False)
-    if drafting.needs_draft_model:
+    if drafting is not None and drafting.needs_draft_model:
         if directory.draft is None:
             raise RequestError(
                 f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
@@ -45,12 +47,13 @@ def open_runner(
         try:
             runner = opened({**(vision_memory or {}), f"trees of {nodes} candidates": trees}, drafts=False)
         except DeviceMemoryError:
-            if nodes == GIVEN_SIZES[-1]:
+            if nodes == GIVEN_SIZES[-1] and drafting is not None:
                 raise
             continue
-        runner.verification.reserve(nodes)
+        if drafting is not None or runner.verification.takes(1, given(nodes - 1, 1)):
+            runner.verification.reserve(nodes)
         return runner
-    raise AssertionError("there are sizes")
+    return opened(vision_memory, drafts=False)
 
 
 def read_adapters(

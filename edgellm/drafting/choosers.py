@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
+
+#: Whether a round of a plan can be launched now, since it waits for no capture (see `DecodingRunner.is_ready`); None
+#: where all are.
+Ready = Callable[[DraftPlan], bool] | None
 
 
 class PlanChooser(Protocol):
@@ -14,8 +18,9 @@ class PlanChooser(Protocol):
     #: What it picks of, where there is room.
     plans: Sequence[DraftPlan]
 
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
-        """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
+        """The plan, one that is `ready`, for `batch` sequences that may emit at most `room` tokens each; None decodes
+        one token plainly."""
 
     def likely(self, room: int, batch: int) -> DraftPlan | None:
         """What `next_plan` would give now, tries aside; nothing is noted."""
@@ -31,14 +36,19 @@ class FixedDrafting:
     """Always the same plan, shorter where there is less room."""
 
     def __init__(self, plan: DraftPlan) -> None:
-        self.plan = plan
-        self.plans: Sequence[DraftPlan] = (plan,)
+        shorter = [plan.shortened(steps) for steps in range(plan.steps - 1, 0, -1)]
+        self.plans: Sequence[DraftPlan] = (plan, *shorter)
 
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
         """See `PlanChooser`."""
-        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
+        for plan in self.plans:
+            if plan.longest <= room and (ready is None or ready(plan)):
+                return plan
+        return None
 
-    likely = next_plan
+    def likely(self, room: int, batch: int) -> DraftPlan | None:
+        """The same."""
+        return self.next_plan(room, batch)
 
     def plain_seconds(self, batch: int) -> float | None:
         """Nothing is measured."""

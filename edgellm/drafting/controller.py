@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.drafting.acceptance import AcceptanceModel, expected_tokens, tree_gain
+from edgellm.drafting.choosers import Ready
 from edgellm.drafting.costs import PLAIN, RoundCosts
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 
@@ -142,13 +143,13 @@ class DraftingController:
         self._batch = 1
         self._outlook: dict[str, Forecast] = {}
 
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
         """The plan of the next round, or None for a plain step.
 
         `room` is how many tokens the sequence with the least room may still get, `batch` the number of sequences. Only
-        plans that cannot emit more than `room` tokens are considered.
+        plans that are `ready` and cannot emit more than `room` tokens are considered.
         """
-        possible, best = self._best(room, batch)
+        possible, best = self._best(room, batch, ready)
         self._current = best
         tried = self._worth_trying(possible)
         if tried is None:
@@ -159,18 +160,22 @@ class DraftingController:
 
     def likely(self, room: int, batch: int) -> DraftPlan | None:
         """What `next_plan` would give now, tries aside; nothing is noted."""
-        return self._best(room, batch)[1].plan
+        return self._best(room, batch, None)[1].plan
 
     def plain_seconds(self, batch: int) -> float | None:
         """What a plain step should take."""
         return self._costs.seconds(PLAIN, batch)
 
-    def _best(self, room: int, batch: int) -> tuple[list[Candidate], Candidate]:
-        """The candidates for which there is room, and what looks best of them."""
+    def _best(self, room: int, batch: int, ready: Ready) -> tuple[list[Candidate], Candidate]:
+        """The candidates that are ready and for which there is room, and what looks best of them."""
         if batch != self._batch or not self._outlook:
             self._batch = batch
             self._outlook = self._look_ahead()
-        possible = [candidate for candidate in self._candidates if candidate.steps < max(1, room)]
+        possible = [
+            candidate
+            for candidate in self._candidates
+            if candidate.steps < max(1, room) and (ready is None or candidate.plan is None or ready(candidate.plan))
+        ]
         best = max(possible, key=self._rate)
         if self._current in possible and self._rate(self._current) * (1.0 + SWITCHING_GAIN) >= self._rate(best):
             best = self._current

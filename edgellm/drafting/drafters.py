@@ -55,11 +55,11 @@ class Drafters:
         return (self._runner is not None and self._runner.draft is not None) or self._proposes
 
     @property
-    def plans(self) -> Sequence[DraftPlan]:
-        """What rounds are taken of, but for tokens that rules force."""
+    def plans(self) -> tuple[Sequence[DraftPlan], Sequence[DraftPlan]]:
+        """What rounds are taken of, and of what beside that under rules alone, which force tokens."""
         chosen = () if self.chooser is None else self.chooser.plans
-        given = self.given if self._proposes else None
-        return [*chosen, *(() if given is None else (*given.plans, *given.joint_plans))]
+        own, joint = ((), ()) if self.given is None else (self.given.plans, self.given.joint_plans)
+        return ([*chosen, *own, *joint], ()) if self._proposes else (chosen, [*own, *joint])
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""

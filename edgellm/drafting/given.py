@@ -32,8 +32,8 @@ CAPTURED_COST, COMPUTED_COST = (1.1, 0.005), (1.4, 0.07)
 #: The most given candidates of joint trees, and a first guess of what each adds to the draft model's rounds.
 CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 CAPTURED_JOINT_COST, COMPUTED_JOINT_COST = 0.005, 0.03
-#: Rounds of a tree that are not timed: the first loads code, the second captures a graph.
-CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
+#: Rounds of a tree that are not timed: the first meets cold caches.
+WARM_UPS = 1
 #: The most candidates below one token.
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
@@ -57,8 +57,8 @@ FORCED_CHANCE = 0.97
 class Runs(Protocol):
     """The runner, as far as it matters here."""
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
-        """Whether a round of the plan can run now."""
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
+        """Whether a round of the plan can run now, under rules or not."""
 
 
 class Proposer(Protocol):
@@ -102,10 +102,7 @@ class GivenDrafting:
         )
         sizes = CAPTURED_TREES if captured else COMPUTED_TREES
         self.plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes)
-        self._first_cost, self._warm_ups = (
-            (CAPTURED_COST, CAPTURED_WARM_UPS) if captured else (COMPUTED_COST, COMPUTED_WARM_UPS)
-        )
-        self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
+        self._first_cost = CAPTURED_COST if captured else COMPUTED_COST
         self._rates: dict[tuple[int, bool], Rates] = {}
         #: The plans of given candidates alone: each with its name and places, by size.
         self._own = [(plan, plan.name, plan.given_nodes) for plan in self.plans]
@@ -116,7 +113,6 @@ class GivenDrafting:
         #: Of the rounds under way, in order, whether the index proposed what was given.
         self._indexed: deque[bool] = deque()
         self._rounds: dict[str, int] = {}
-        self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
         #: How many tokens the latest sequence to end was let go for at last, without rules and with.
         self._patience = [0, 0]
@@ -247,7 +243,8 @@ class GivenDrafting:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
         found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
-        best = self._best(runner, rates, found, room, waited, ahead)
+        ruled = any(sequence.constraint is not None for sequence in sequences)
+        best = self._best(runner, rates, found, room, waited, ahead, ruled)
         if best is None:
             self._ask_less(sequences)
         else:
@@ -277,9 +274,7 @@ class GivenDrafting:
         if rates is not None:
             rates.record(taken, emitted, seconds, waited, asked, indexed)
         elif taken is None:
-            self._steps[key] = self._steps.get(key, 0) + 1
-            if self._steps[key] > self._untimed:
-                self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
+            self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), WARM_UPS)
 
     def report(self) -> DraftingReport:
         """What was chosen so far, and the forecasts of the latest choice between a round and what is done otherwise."""
@@ -290,7 +285,7 @@ class GivenDrafting:
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
     def _best(
-        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool
+        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
     ) -> DraftPlan | None:
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or rates.rounds >= MOST_ROUNDS:
@@ -321,7 +316,7 @@ class GivenDrafting:
                 break
         ranked.sort(key=_margin, reverse=True)
         for margin, plan, tokens, seconds in ranked:
-            if runner.takes_given(batch, plan):
+            if runner.takes_given(batch, plan, ruled):
                 self._latest = other, Forecast(plan.name, tokens, seconds, tokens / seconds)
                 if plan.is_joint:
                     rates.promise(tokens)

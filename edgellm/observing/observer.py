@@ -75,6 +75,7 @@ class ObservedRunner:
     def __init__(self, runner: DecodingRunner, observer: Observer) -> None:
         self.base, self.draft, self.backend, self.limits = runner.base, runner.draft, runner.backend, runner.limits
         self.draft_rows, self.takes_given, self.logits = runner.draft_rows, runner.takes_given, runner.logits
+        self.is_ready, self.planned = runner.is_ready, runner.planned
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None

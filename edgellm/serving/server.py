@@ -72,6 +72,11 @@ class RequestQueue:
         """Whether nothing more is taken."""
         return self._refusal is not None
 
+    @property
+    def wakes(self) -> bool:
+        """Whether there is an entry, or the queue is closed."""
+        return bool(self._entries) or self.closed
+
     def check(self) -> None:
         """Raise the error that the queue was closed with."""
         if self._refusal is not None:
@@ -120,9 +125,9 @@ class RequestQueue:
         return late
 
     def wait(self) -> None:
-        """Return when there is an entry, or the queue is closed."""
+        """Return when it `wakes`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._entries or self._refusal is not None)
+            self._changed.wait_for(lambda: self.wakes)
 
     def close(self, refusal: Callable[[], Exception]) -> None:
         """Refuse what comes from now on with the error that `refusal` makes; the first one stays."""
@@ -143,6 +148,9 @@ class Engine(Protocol):
 
     def loop(self) -> DecodingLoop:
         """The loop to answer requests with; asked for again after each call, which may have changed something."""
+
+    def idle(self) -> bool:
+        """Do a little, some milliseconds, of what was put off until nobody waits; whether there was any."""
 
     def close(self) -> None:
         """Free everything."""

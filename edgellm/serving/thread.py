@@ -132,6 +132,8 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server = RequestServer(engine, self._queue, self.metrics)
         while True:
             if not server.running and not server.preempted:
+                while not self._queue.wakes and engine.idle():
+                    pass
                 self._queue.wait()
             if self._queue.closed:
                 break

@@ -20,6 +20,7 @@ from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
+from edgellm.kernels.made import Made
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
@@ -94,6 +95,8 @@ class Backend(Protocol):
     prompt_step: int | None
     #: True where a call is done when it returns, so that its time can be taken by the clock
     computes_at_once: bool
+    #: what was compiled, loaded, built and captured so far
+    made: Made
 
     @property
     def draft_tree(self) -> TreeKernels:

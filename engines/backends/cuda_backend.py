@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,15 +14,15 @@ from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, plan_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, runs_whole, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.backends.planned_engines import CODE
-from edgellm.engines.backends.prompt_executor import PromptRows, load_prompts
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
@@ -79,7 +80,7 @@ class CudaBackend(CudaDevice):
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu))
+            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu), self.made)
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
@@ -222,7 +223,8 @@ class CudaBackend(CudaDevice):
                     engine.load_kernels(self._loaded)
 
     def prepare_steps(self) -> None:
-        """Have compiled what steps may ask for beside engines, as far as it is known which weights are packed."""
+        """Have compiled and loaded what steps may ask for beside engines, as far as it is known which weights are
+        packed."""
         models = self._directory.models
         for source in step_modules(models, self.compute_dtype, self._loaded):
             self._module.prepare(source)
@@ -248,7 +250,7 @@ class CudaBackend(CudaDevice):
         if self._prefers_plan(shape):
             return False
         return (
-            kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
+            kernel_choice(config, shape, self.compute_dtype, limit)[0] is not None
             or split_refusal(config, shape, self.compute_dtype, limit) is None
         )
 
@@ -281,6 +283,7 @@ class CudaBackend(CudaDevice):
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
             self.executor == "tensorrt"
+            and runs_whole(shape)
             and split_refusal(config, shape, self.compute_dtype, limit) is not None
             and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
         )
@@ -292,16 +295,17 @@ class CudaBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         program = model_program(config, shape)
         packed = self._packed_of(shape.model, program) if self._packed else None
-        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module), packed)
-        if executor is None:
+        choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed)
+        if choice is None:
             if shape.segment is None:
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
-        kernels = self._step_kernels(config)
-        if executor is PromptRows and shape.tokens == self._directory.limits.prefill_chunk:
-            load_prompts(program, kernels, PROMPT_STEP)
-        return KernelEngine(kernels, executor, config, shape, dtype, limit, packed)
+        kernels, prompt_step = self._step_kernels(config), 0
+        if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
+            prompt_step = PROMPT_STEP
+            choice.load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """A vision encoder on kernels, where they take it."""
@@ -350,7 +354,7 @@ class CudaBackend(CudaDevice):
         if refusal is not None:
             raise EngineError(refusal)
         if self._plans is None:
-            self._plans = TensorRTPlans(self._directory, self.gpu)
+            self._plans = TensorRTPlans(self._directory, self.gpu, self.made)
         return self._plans.engine(shape)
 
     def scratch_bytes(self) -> int:

@@ -22,6 +22,7 @@ from edgellm.engines.backends.base import check_rows, row_pieces
 from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.made import CAPTURED, Made
 
 logger = logging.getLogger("edgellm.cuda")
 
@@ -142,6 +143,8 @@ class CudaDevice:
         self._cuda = cuda
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         self._first_event: tuple[Any, float] | None = None
+        #: What has to be made before it runs; see `Backend.made`.
+        self.made = Made()
         self._context = device.retain_primary_context()
         self._context.push()
         if gpu.enter_partition is not None:
@@ -330,7 +333,8 @@ class CudaDevice:
         Where that fails, one warning is logged and `step` itself is returned: slower, not wrong.
         """
         try:
-            return self._capture(step)
+            with self.made.counting(CAPTURED):
+                return self._capture(step)
         except Exception as error:
             reason = str(error)  # as text: whoever keeps the log's record keeps no device by the error's traceback
             logger.warning("CUDA graph capture of %s failed (%s); it runs uncaptured, which is slower", name, reason)
@@ -351,10 +355,13 @@ class CudaDevice:
                     driver.cuGraphDestroy(*graphs)
                 raise
             graph = checked(driver, driver.cuStreamEndCapture(stream))
+        free, _ = self.free_memory()
         try:
             executable = checked(driver, driver.cuGraphInstantiate(graph, 0))
+            checked(driver, driver.cuGraphUpload(executable, stream))  # which its first launch would do
         finally:
             driver.cuGraphDestroy(graph)
+        self.made.graph_bytes += max(0, free - self.free_memory()[0])
         return _GraphLaunch(driver, executable, stream)
 
     def timestamp(self) -> DeviceTimestamp:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import (
     Add,
     AveragePool,
     DropFirst,
@@ -27,7 +28,6 @@ from edgellm.engines.model.program import (
     NormLinear,
     Prepend,
     Product,
-    Program,
     Reshape,
     Step,
 )
@@ -287,23 +287,24 @@ def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | No
 def _step_refusal(step: Step, limit: int) -> str | None:
     if type(step) not in _LOWER:
         return "encoders have no kernel for it"
-    if isinstance(step, EncoderAttention):
-        if (refusal := heads_refusal(step.head_size)) is not None:
-            return refusal
-        needed = attention_bytes(step.head_size, step.windows[1])
-        return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
-    if isinstance(step, Normed):
-        return _norm_refusal(step.norm)
-    if isinstance(step, NormLinear):
-        return _norm_linear_refusal(step)
-    if isinstance(step, LinearResidual):
-        if step.norm is not None or step.keep is not None or step.selects:
-            return "encoders keep and choose no rows, and norm nothing before it is added"
-        return _width_refusal(step.linear.weight.shape[0])
-    return None
+    refusal = _REFUSALS.get(type(step))
+    return None if refusal is None else refusal(step, limit)
 
 
-def _norm_linear_refusal(step: NormLinear) -> str | None:
+def _attention_refusal(step: EncoderAttention, limit: int) -> str | None:
+    if (refusal := heads_refusal(step.head_size)) is not None:
+        return refusal
+    needed = attention_bytes(step.head_size, step.windows[1])
+    return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
+
+
+def _residual_refusal(step: LinearResidual, limit: int) -> str | None:
+    if step.norm is not None or step.keep is not None or step.selects:
+        return "encoders keep and choose no rows, and norm nothing before it is added"
+    return _width_refusal(step.linear.weight.shape[0])
+
+
+def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
     norms = [norm for given in step.inputs for norm in given.norms]
     if step.keep is not None or step.selects:
         return "encoders keep and choose no rows"
@@ -324,16 +325,26 @@ def _width_refusal(width: int) -> str | None:
     return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
 
 
+_REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
+    EncoderAttention: _attention_refusal,
+    Normed: lambda step, limit: _norm_refusal(step.norm),
+    NormLinear: _norm_linear_refusal,
+    LinearResidual: _residual_refusal,
+}
+
+
 def _laid_out(calls: list[Call], sizes: list[int]) -> tuple[list[int], int]:
     """Where each buffer begins, in bytes, and the bytes of all.
 
     Two share memory where one's last use comes before the other's first.
     """
-    used = [[number for number, call in enumerate(calls) if buffer in call.memory] for buffer in range(len(sizes))]
+    used: dict[str | int, tuple[int, int]] = {}  # its first and its last call; tensors have theirs, too
+    for number, call in enumerate(calls):
+        used |= {each: (used.get(each, (number,))[0], number) for each in call.memory}
     begins, placed, total = [0] * len(sizes), list[int](), 0
     for buffer in sorted(range(len(sizes)), key=lambda each: used[each][0]):
         size = -(-sizes[buffer] // _ALIGNMENT) * _ALIGNMENT
-        beside = [other for other in placed if used[other][-1] >= used[buffer][0]]
+        beside = [other for other in placed if used[other][1] >= used[buffer][0]]
         begin = 0
         for first, end in sorted((begins[other], begins[other] + sizes[other]) for other in beside):
             if first - begin >= size:

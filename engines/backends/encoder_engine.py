@@ -15,7 +15,7 @@ from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, Call, EncoderCa
 from edgellm.engines.backends.padded_weights import padded_weights
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Linear
+from edgellm.engines.model.steps import Linear
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.encoder.contract import EncoderKernels

@@ -1,4 +1,4 @@
-"""What runs an engine's shape on a GPU: hand-written kernels of few or of many rows, or TensorRT and why, whole or with
+"""What runs an engine's shape on a GPU: hand-written kernels (`steps/table.py`), or TensorRT and why, whole or with
 kernels for its attention and recurrent layers."""
 
 from __future__ import annotations
@@ -7,20 +7,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgellm.engines.backends.encoder_calls import encoder_refusal
-from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
-from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal
-from edgellm.engines.backends.prompt_executor import PromptRows
-from edgellm.engines.backends.recurrent_steps import recurrent_refusal
+from edgellm.engines.backends.platform import find_tensorrt
+from edgellm.engines.backends.split_engine import between_engines
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import segment_shapes
-from edgellm.kernels.decode.tilings import Capacity, fastest
+from edgellm.engines.model.segments import BETWEEN, segment_shapes
 from edgellm.kernels.gpu import find_gpu
-from edgellm.kernels.prefill.contract import prefill_refusal
-from edgellm.kernels.prefill.launcher import attention_bytes
-from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
@@ -30,56 +25,15 @@ SHARED_MEMORY = {
 }
 
 
-def kernel_executor(
-    config: ModelConfig,
-    shape: EngineShape,
-    dtype: str,
-    shared_limit: int,
-    capacity: Capacity | None = None,
-    packed: Mapping[str, DeviceLayout] | None = None,
-) -> tuple[Executor | None, str]:
-    """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
-    memory, and why no faster one; or None, and the first step of the program that none can run, with the reason.
-
-    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
-    are read packed, by name.
-
-    A step of more rows than one launch takes runs in passes, each of some of its sequences. Kernels of prompts run what
-    those of few and of many rows refuse; a segment between TensorRT's engines is not theirs.
-    """
-    if dtype not in ("float16", "bfloat16"):
-        return None, f"kernels compute in float16 and bfloat16, not {dtype}"
-    if shape.model == "vision":
-        return None, "vision encoders have kernels of their own"
-    program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
-    capacity, rows = capacity or Capacity(shared_limit=shared_limit), most_rows(program)
-    order: list[Executor] = []
-    if rows <= ManyRows.most_rows:
-        possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
-        few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
-        order = [FewRows, ManyRows] if few_first else [ManyRows, FewRows]
-    if shape.segment is None and shape.phase in PromptRows.phases:
-        order.append(PromptRows)
-    if not order:
-        return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
-    reasons: list[str] = []
-    for executor in order:
-        reason = executor.refusal(program, shared_limit)
-        if reason is None:
-            return executor, reasons[0] if reasons else ""
-        reasons.append(reason)
-    return None, reasons[order.index(ManyRows)] if ManyRows in order else reasons[0]
-
-
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
     """Why no hand-written kernels run a shape, or the whole that a segment is of; None if they do, or run the
     segment."""
     if shape.model == "vision":
         return encoder_refusal(model_program(config, shape), dtype, shared_limit)
-    executor, reason = kernel_executor(config, replace(shape, segment=None), dtype, shared_limit)
-    if executor is None and shape.segment is not None:
-        executor, _ = kernel_executor(config, shape, dtype, shared_limit)
-    return reason if executor is None else None
+    choice, reason = kernel_choice(config, replace(shape, segment=None), dtype, shared_limit)
+    if choice is None and shape.segment is not None:
+        choice, _ = kernel_choice(config, shape, dtype, shared_limit)
+    return reason if choice is None else None
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
@@ -104,18 +58,12 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return "attention between TensorRT's engines is that of tokens which see all before them"
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
-    int8, program = shape.kv_cache == "int8", model_program(config, shape)
+    program = model_program(config, shape)
     for step in program.steps:
-        refusal = recurrent_refusal(step, program, shared_limit)
-        if refusal is not None:
-            return f"kernels cannot run {step.title}: {refusal}"
-    for heads, kv_heads, size in {step.heads for step in program.attentions}:
-        refusal = prefill_refusal(heads, kv_heads, size, int8) or ring_refusal(shape)
-        if refusal is not None:
-            return refusal
-        needed = attention_bytes(size, 2 if size <= 64 else 1, int8)
-        if needed > shared_limit:
-            return f"attention needs {needed} bytes of shared memory, a block of the GPU has {shared_limit}"
+        if type(step) in BETWEEN:
+            refusal = between_engines(step).refusal(step, program, shared_limit)
+            if refusal is not None:
+                return f"kernels cannot run {step.title}: {refusal}"
     return None
 
 
@@ -158,6 +106,12 @@ def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: s
     return limit is not None and split_refusal(config, shape, dtype, limit) is None
 
 
+def runs_whole(shape: EngineShape) -> bool:
+    """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
+    library = find_tensorrt()
+    return library is None or not library.lacks or shape.segment is not None or shape.model == "vision"
+
+
 def planned_shapes(
     models: Mapping[str, ModelConfig],
     limits: EngineLimits,
@@ -168,18 +122,20 @@ def planned_shapes(
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
     compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
-    kernels run, whole or as segments."""
+    kernels run, whole or as segments, as far as the TensorRT that is there has their layers."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
-        if not needless and refusal_on(config, shape, dtype, capability) is None:
+        splits, refused = splits_on(config, shape, dtype, capability), refusal_on(config, shape, dtype, capability)
+        if refused is None and not (needless and (splits or runs_whole(shape))):
             continue
-        splits = splits_on(config, shape, dtype, capability)
         if not splits and (shape.kv_cache != "compute" or shape.model in packed or _lacks_layers(config, shape)):
             continue  # TensorRT has none of these
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [
         shape
         for shape in found
-        if needless or shape.segment is None or refusal_on(models[shape.model], shape, dtype, capability) is not None
+        if (needless and runs_whole(shape))
+        or shape.segment is None
+        or refusal_on(models[shape.model], shape, dtype, capability) is not None
     ]

@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_executors import Executor, StepKernels
-from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, passes, scratch_of
-from edgellm.engines.backends.recurrent_steps import layer_begins
+from edgellm.engines.backends.steps.attention import PARTIAL
+from edgellm.engines.backends.steps.launching import Launching, StepKernels
+from edgellm.engines.backends.steps.table import Choice, adapter_words, most_rows, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, Program
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import without_layer
+from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
 
@@ -45,18 +46,19 @@ class KernelEngine:
     def __init__(
         self,
         kernels: StepKernels,
-        executor: Executor,
+        choice: Choice,
         config: ModelConfig,
         shape: EngineShape,
         dtype: str,
-        shared_limit: int,
         packed: Mapping[str, DeviceLayout] | None = None,
+        prompt_step: int = 0,
     ) -> None:
-        """`executor` is one that takes the shape, as `kernel_executor` finds it; `packed` are the weights that will be
-        bound packed, by name."""
-        self.shape, self.executor = shape, executor
-        self.reads_attention_mask = shape.phase != "decode" and not executor.many_tokens
-        self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
+        """`choice` is what runs the shape's steps, as `kernel_choice` finds it; `packed` are the weights that will be
+        bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
+        many tokens (0: none are)."""
+        self.shape, self.choice = shape, choice
+        self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
+        self._kernels, self._dtype, self._prompt_step = kernels, dtype, prompt_step
         programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
         self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
         self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
@@ -81,7 +83,7 @@ class KernelEngine:
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
-            if "partial" in arrays:  # not in the shared scratch: the counters must be zero between steps
+            if PARTIAL in arrays:  # not in the shared scratch: the counters must be zero between steps
                 most = max(step.heads[1] for step in program.attentions)
                 arrays["counters"] = device.zeros((most_rows(program), most), "uint32")
             self._scratch.append(arrays)
@@ -96,9 +98,12 @@ class KernelEngine:
             return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
-        layouts = {name: loaded[name] for name in self._program.weights}
-        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items() if layout is not None}
+        layouts = {name: layout for name in self._program.weights if (layout := loaded[name]) is not None}
+        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
         self._prepare()
+        if layouts and self._prompt_step:
+            program = replace(self._program, packed=layouts)
+            self.choice.load_prompts(program, self._kernels, self._prompt_step, are_packed=True)
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
@@ -153,14 +158,14 @@ class KernelEngine:
         lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
             arrays = partial(self._array, slots, scratch)
-            executor = self.executor(self._kernels, program, arrays, lows, self._shared_limit)
-            starts = dict(layer_begins(program.steps))
-            first = next((n - 1 for n, step in enumerate(program.steps) if isinstance(step, Attention)), None)
-            for number, step in enumerate(program.steps):
+            run = Launching(self._kernels, program, arrays, lows)
+            starts = dict(_layer_begins(program.steps))
+            first = program.steps.index(program.attentions[0]) - 1 if program.attentions else None
+            for number, (way, step) in enumerate(zip(self.choice.implementations, program.steps, strict=True)):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
-                launches += executor.launches(step, next_early=number != first)
+                launches += way.launches(step, run, next_early=number != first)
         return launches
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
@@ -177,11 +182,21 @@ class KernelEngine:
     def _layout(self, program: Program) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
         """Offset, shape and dtype of every intermediate result, and the bytes of all."""
         layout, offset = {}, 0
-        for name, (size, kind) in scratch_of(program, self.executor.many_tokens).items():
+        for name, (size, kind) in self.choice.scratch(program).items():
             layout[name] = (offset, size, self._own(kind))
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
+
+
+def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
+    """Places of steps and layers: where what touches a layer's states begins, with the step before its first one that
+    has any, which makes what that one takes."""
+    known: set[int] = set()
+    for step in stateful(steps):
+        if step.index not in known:
+            known.add(step.index)
+            yield steps.index(step) - 1, step.index
 
 
 def stand_in(layout: DeviceLayout, memory: Any) -> Any:

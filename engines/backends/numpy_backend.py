@@ -19,22 +19,25 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.families.programs import ModelConfig, model_program, model_weights
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, available_memory
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.made import Made
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.twin import NumpyTree
 
-#: Models of fewer parameters compute on one thread (see `blas_threads`).
+#: Engines of fewer parameters compute on one thread (see `one_blas_thread`).
 _SMALL_MODEL = 100_000_000
+_KEPT_PROGRAMS = 64
 
 
 class NumpyReadback:
@@ -72,12 +75,12 @@ class NumpyEngine:
 
     reads_attention_mask = True
 
-    def __init__(self, config: ModelConfig, shape: EngineShape) -> None:
-        self.shape = shape
+    def __init__(self, program: Program) -> None:
+        self.shape = program.shape
         self._bindings: dict[str, np.ndarray] = {}
-        operations = NumpyOperations(self._bindings, self._bindings, wide=shape.kv_cache == "int8")
-        self._graph = ProgramGraph(operations, model_program(config, shape))
-        parameters = sum(math.prod(spec.shape) for spec in model_weights(config))
+        operations = NumpyOperations(self._bindings, self._bindings, wide=program.shape.kv_cache == "int8")
+        self._graph = ProgramGraph(operations, program)
+        parameters = sum(math.prod(spec.shape) for spec in program.weights.values())
         self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
@@ -106,6 +109,8 @@ class NumpyBackend:
         self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
     ) -> None:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
+        self._programs: dict[EngineShape, Program] = {}
+        self.made = Made()
         self.kernels = NumpySampling()
 
     # What kernels do, made when it is first asked for.
@@ -186,7 +191,11 @@ class NumpyBackend:
         if config is None:
             what = "vision encoder" if shape.model == "vision" else "draft model"
             raise EngineError(f"{shape.name} was asked for, but there is no {what}")
-        return NumpyEngine(config, shape)
+        program = self._programs.pop(shape, None) or model_program(config, shape)
+        self._programs[shape] = program  # the latest are kept: engines of prompts are made anew for each
+        if len(self._programs) > _KEPT_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return NumpyEngine(program)
 
     def scratch_bytes(self) -> int:
         """NumPy's temporaries are small and short-lived."""

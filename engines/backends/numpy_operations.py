@@ -14,7 +14,7 @@ import numpy as np
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.program import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import GatedDelta, ShortConvolution
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns

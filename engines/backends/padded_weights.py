@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.model.program import LinearResidual, NormLinear, Program
+from edgellm.engines.model.program import Program
 from edgellm.kernels.encoder.contract import padded_width
 
 
@@ -93,9 +93,9 @@ def padded_weights(program: Program) -> dict[str, Padding]:
     """The weights of a program's linear layers that have zeros behind them in memory, by name."""
     found = {}
     for step in program.steps:
-        if isinstance(step, NormLinear | LinearResidual):
-            parts = 2 if isinstance(step, NormLinear) and step.gated else 1
-            for spec in (step.linear.weight, step.linear.bias):
+        if (linear := step.multiplies) is not None:
+            parts = 2 if getattr(step, "gated", False) else 1
+            for spec in (linear.weight, linear.bias):
                 if spec is not None:
                     padding = Padding(spec.shape[0], spec.shape[1] if len(spec.shape) > 1 else None, parts)
                     if padding.shape != spec.shape:

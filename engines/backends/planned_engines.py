@@ -9,14 +9,16 @@ from typing import Any, cast
 
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import NormLinear, Program
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.steps import NormLinear
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.prefill.twin import NumpyPrefill
@@ -43,9 +45,9 @@ def planned_engines(
         if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
             continue
         config, own = models[shape.model], {**packed.get("base", {}), **packed.get(shape.model, {})}
-        executor, _ = kernel_executor(config, shape, dtype, _SHARED_LIMIT, packed=own)
-        if executor is not None:
-            engine: Any = KernelEngine(_NO_KERNELS, executor, config, shape, dtype, _SHARED_LIMIT, own)
+        choice, _ = kernel_choice(config, shape, dtype, _SHARED_LIMIT, packed=own)
+        if choice is not None:
+            engine: Any = KernelEngine(_NO_KERNELS, choice, config, shape, dtype, own)
         elif split_refusal(config, shape, dtype, _SHARED_LIMIT) is None:
             engine = _split_engine(config, shape, dtype, own)
         else:
@@ -57,7 +59,7 @@ def planned_engines(
 def _split_engine(config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, Any]) -> SplitEngine:
     engines: dict[int, Any] = {}  # what they need: they are never run
     for part in segment_shapes(model_program(config, shape)):
-        on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
+        on_kernels = kernel_choice(config, part, dtype, _SHARED_LIMIT)[0] is not None
         needed = 0 if on_kernels else tensorrt_scratch(model_program(config, part), dtype)
         engines[part.segment or 0] = SimpleNamespace(takes_packed=on_kernels, scratch_bytes=needed)
     return SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, packed)

@@ -17,8 +17,9 @@ from typing import Any
 from edgellm.engines.errors import MissingDependencyError
 from edgellm.kernels.gpu import current_compute_capability
 
-#: Layers that the networks need and that TensorRT has since 10.15 (and TensorRT-RTX since 1.4).
-_NEEDED_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding", "add_normalization_v2")
+#: Layers of whole decoders that TensorRT has since 10.15 (and TensorRT-RTX since 1.4). Segments between attention steps
+#: and encoders without rotary embeddings do without: 10.3, which JetPack 6 has, runs these.
+_LATER_LAYERS = ("add_kv_cache_update", "add_attention", "add_rotary_embedding")
 _RTX_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
 
 
@@ -37,6 +38,11 @@ class TensorRTLibrary:
         targets = _RTX_TARGETS if self.flavour == "rtx" else ()
         return targets if present is None or present in targets else (present, *targets)
 
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """What it has not of the layers that whole decoders need."""
+        return tuple(name for name in _LATER_LAYERS if not hasattr(self.module.INetworkDefinition, name))
+
     def compute_capability(self, target: str) -> Any:
         """TensorRT-RTX's enumeration member for `target`; the present GPU's where it has none of its own."""
         return getattr(self.module.ComputeCapability, target.replace("_", "").upper(), None) or (
@@ -54,15 +60,9 @@ def _search() -> tuple[TensorRTLibrary | None, str]:
             continue
         try:
             module = importlib.import_module(name)
-            missing = [layer for layer in _NEEDED_LAYERS if not hasattr(module.INetworkDefinition, layer)]
-            version = str(module.__version__)
+            return TensorRTLibrary(flavour, str(module.__version__), module), ""
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
             reasons.append(f"{name} is installed but does not load ({error})")
-            continue
-        if missing:
-            reasons.append(f"{name} {version} is too old: it lacks {', '.join(missing)} (10.15 or newer is needed)")
-            continue
-        return TensorRTLibrary(flavour, version, module), ""
     return None, "; ".join(reasons)
 
 

@@ -17,12 +17,16 @@ from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
-from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, gated_heads, recurrent_launches
-from edgellm.engines.model.program import LAST_SEEN, Attention, Program, Stateful
+from edgellm.engines.backends.steps.attention import UNGATED
+from edgellm.engines.backends.steps.implementation import Implementation
+from edgellm.engines.backends.steps.launching import Launching, StepKernels
+from edgellm.engines.backends.steps.table import TABLE
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
+from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RotaryPart, RowScales
+from edgellm.kernels.prefill.contract import Launchable, PromptKernels
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 
@@ -213,7 +217,7 @@ class SplitEngine:
         arrays, steps = self._bound | self._scratch, []
         for number, (segment, wiring) in enumerate(zip(self._segments, self._wiring, strict=True)):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
-            layer = next((step.index for step in segment.between if isinstance(step, Stateful)), 0)
+            layer = next((step.index for step in stateful(segment.between)), 0)
             dense, launches = self._dequantizing(segment, wiring), self._between(number, arrays)
             steps.append(_Step(self._engines[segment.number], bindings, dense, layer, launches))
         return steps
@@ -225,12 +229,11 @@ class SplitEngine:
         def array(name: str) -> Array:
             return arrays[places.get(name, name)]
 
+        run = Launching(
+            StepKernels(None, None, recurrent=self._recurrent, prefill=self._kernels), self._program, array, iter(())
+        )
         for step in self._segments[number].between:
-            if isinstance(step, Attention):
-                launches += self._attention(step, array)
-            else:
-                assert self._recurrent is not None and isinstance(step, RECURRENT)
-                launches += recurrent_launches(step, self._program, self._recurrent, array)
+            launches += between_engines(step).launches(step, run, next_early=True)
         return launches
 
     def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
@@ -249,30 +252,7 @@ class SplitEngine:
         names = [(name, segment.name_in_whole(name)) for name in segment.program.weights]
         return [(name, whole) for name, whole in names if whole in self._packed]
 
-    def _attention(self, step: Attention, array: Callable[[str], Array]) -> list[Launchable]:
-        """The launches of one layer's attention."""
-        value, context, norms = array(step.value), array(step.output), None
-        if step.q_norm is not None and step.k_norm is not None:
-            query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
-            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
-        rotary = array("rope_rotary_cos_sin") if step.rotary else None
-        keys, values, *scales = (array(name) for name in step.state(self.shape).names)
-        rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
-        row_scales = RowScales(*scales) if scales else None
-        part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
-        qkv = array(UNGATED) if step.gated else value
-        launches = [  # queries are where the context will be
-            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
-            self._kernels.attention_ahead(context, rows, step.scale, context, row_scales, array(LAST_SEEN))
-            if step.looks_ahead
-            else self._kernels.causal_attention(context, rows, step.scale, context, row_scales),
-        ]
-        if not step.gated:
-            return launches
-        assert self._recurrent is not None
-        heads = gated_heads(step)
-        return [
-            self._recurrent.separate_gates(value, heads, qkv),
-            *launches,
-            self._recurrent.sigmoid_gate(value, heads, context),
-        ]
+
+def between_engines(step: Step) -> Implementation[Any]:
+    """What runs a step between TensorRT's engines."""
+    return TABLE[type(step)][-1]

@@ -21,6 +21,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU
+from edgellm.kernels.made import BUILT, Made
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -44,10 +45,7 @@ class TensorRTEngine:
                 f"TensorRT {library.version} refused the plan {shape.name}. "
                 "Rebuild it with edgellm build --refresh-plans ENGINE_DIR."
             )
-        configuration = self._engine.create_runtime_config()
-        configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        cache.attach(configuration)
-        self._context = self._engine.create_execution_context(configuration)
+        self._context = self._engine.create_execution_context(self._settings(trt, cache))
         if self._context is None:
             raise EngineError(
                 f"TensorRT {library.version} made no execution context for {shape.name}; its log line says why, most "
@@ -63,6 +61,16 @@ class TensorRTEngine:
         self._stream_handle = 0
         self._scratch: DeviceArray | None = None
         self._keep: dict[str, DeviceArray] = {}
+
+    def _settings(self, trt: Any, cache: RuntimeCache) -> Any:
+        """What a context is made with: memory of ours, and kernels that are kept where the release keeps any."""
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(self._engine, "create_runtime_config"):  # as in 10.3
+            return strategy
+        configuration = self._engine.create_runtime_config()
+        configuration.set_execution_context_allocation_strategy(strategy)
+        cache.attach(configuration)
+        return configuration
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -95,9 +103,9 @@ class TensorRTEngine:
 class TensorRTPlans:
     """TensorRT, on the primary context of a GPU: makes engines of the plans of a directory."""
 
-    def __init__(self, directory: EngineDirectory, gpu: GPU) -> None:
-        """Raises MissingDependencyError without TensorRT."""
-        self._directory, self._library = directory, load_tensorrt()
+    def __init__(self, directory: EngineDirectory, gpu: GPU, made: Made) -> None:
+        """Plans that are built are counted in `made`. Raises MissingDependencyError without TensorRT."""
+        self._directory, self._library, self._made = directory, load_tensorrt(), made
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = gpu_platform(gpu, self._library)
         self._cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
@@ -110,7 +118,8 @@ class TensorRTPlans:
             stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
             logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
             config = directory.model_config(shape.model)
-            return build_plan(config, shape, directory.dtype, directory.attention, capability)
+            with self._made.counting(BUILT):
+                return build_plan(config, shape, directory.dtype, directory.attention, capability)
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
         return TensorRTEngine(self._library, self._runtime, plan, shape, self._cache)

@@ -13,7 +13,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.program import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import GatedDelta, ShortConvolution
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
@@ -157,7 +157,7 @@ class TensorRTOperations(Operations[Any]):
     def rotary_embedding(self, x: Any, cos_sin: Any) -> Any:
         rotary = cos_sin.shape[2]
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
-        return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
+        return self._layer(self._later("add_rotary_embedding")(x, cos, sin, False, rotary), "rotary_embedding")
 
     def kv_cache_update(
         self, cache: Any, update: Any, start_index: Any, scales: Any | None = None, wraps: bool = False
@@ -167,7 +167,16 @@ class TensorRTOperations(Operations[Any]):
         if scales is not None:
             raise EngineError("TensorRT's KV caches are not of 8 bits: leave out --kv-cache int8")
         mode = self.trt.KVCacheMode.LINEAR
-        return self._layer(self.network.add_kv_cache_update(cache, update, start_index, mode), "kv_cache_update")
+        return self._layer(self._later("add_kv_cache_update")(cache, update, start_index, mode), "kv_cache_update")
+
+    def _later(self, name: str) -> Any:
+        """A method of the network that older releases lack."""
+        if (method := getattr(self.network, name, None)) is None:
+            raise EngineError(
+                f"TensorRT {self.trt.__version__} has no {name}, which 10.15 has: kernels run such layers. Leave out "
+                "--executor tensorrt"
+            )
+        return method
 
     def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any) -> Any:
         batch, kv_heads, rows, size = keys.shape
@@ -181,7 +190,7 @@ class TensorRTOperations(Operations[Any]):
 
     def _native_attention(self, query: Any, keys: Any, values: Any, mask: Any | None) -> Any:
         operation = self.trt.AttentionNormalizationOp.SOFTMAX
-        layer = self.network.add_attention(query, keys, values, operation, False)
+        layer = self._later("add_attention")(query, keys, values, operation, False)
         if mask is not None:
             layer.mask = mask
         layer.decomposable = True

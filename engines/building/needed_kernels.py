@@ -46,7 +46,7 @@ class AbsentModule:
         """Note a module that is loaded as a whole."""
         self.sources[source] = None
 
-    prepare = load_prepared = load
+    prepare = load_prepared = load_for_any = load
 
     def function(self, kernel: Kernel, shared_bytes: int) -> None:
         """Note the module of a kernel. Raises KernelError where the GPU refuses it."""

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import NamedWeights
 from edgellm.engines.model.limits import EngineShape, vision_shape
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import (
     Add,
     AveragePool,
     DropFirst,
@@ -27,11 +29,9 @@ from edgellm.engines.model.program import (
     NormLinear,
     Prepend,
     Product,
-    Program,
     Reshape,
     Step,
 )
-from edgellm.engines.model.states import Edge
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
+from edgellm.engines.model.states import DeltaMatrix, Edge
+from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
@@ -20,16 +22,10 @@ from edgellm.engines.model.program import (
     Norm,
     NormLinear,
     NormParts,
-    Program,
     Scale,
     ShortConvolution,
     Step,
-    kept_states,
-    single_weight,
-    state_inputs,
-    token_inputs,
 )
-from edgellm.engines.model.states import DeltaMatrix, Edge
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Columns of a packed head of 4 bits that may share a scale, best first: fewer are better, and take more memory.

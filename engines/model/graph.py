@@ -13,7 +13,9 @@ from typing import Any, Generic
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import PRESENT
+from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
@@ -33,14 +35,12 @@ from edgellm.engines.model.program import (
     NormParts,
     Prepend,
     Product,
-    Program,
     Reshape,
     Scale,
     ShortConvolution,
     SideBySide,
     Stateful,
 )
-from edgellm.engines.model.states import PRESENT
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3

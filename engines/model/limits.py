@@ -32,7 +32,8 @@ GIVEN_TREES = (4, 8, 16, GIVEN_NODES)
 WINDOW_SLACK = 256
 #: The rows of a window are whole tiles of the attention kernels (`RING_STEP` there).
 WINDOW_STEP = 64
-#: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
+#: Of engines with fixed shapes, which are TensorRT's (kernels take any number of tokens at once): what a chunk costs
+#: beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
 #: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
 #: Of packed weights, the chunk that kernels compute without dequantizing them, and what dequantizing costs the others,

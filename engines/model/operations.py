@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from edgellm.engines.model.program import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import GatedDelta, ShortConvolution
 
 Tensor = TypeVar("Tensor")
 

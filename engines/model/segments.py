@@ -14,25 +14,23 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import (
     Attention,
     GatedDelta,
     GatedNorm,
     Keep,
-    LinearResidual,
-    NormLinear,
-    Program,
     Reshape,
     ShortConvolution,
     SideBySide,
     Step,
 )
-from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
 #: The steps at which a program is cut: kernels run them.
-_BETWEEN = Attention | ShortConvolution | GatedDelta | GatedNorm
+BETWEEN = (Attention, ShortConvolution, GatedDelta, GatedNorm)
 #: Elements of the matrices that a segment has, unless it has one alone: 192 MiB. A layer of Llama-3.1-8B's shapes is of
 #: three segments, whose largest has 224 of its 416 MiB; smaller models' layers stay whole, which saves the host time.
 MOST_WEIGHTS = 96 << 20
@@ -68,8 +66,8 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
     found: list[Segment] = []
     made: dict[tuple[str, frozenset[str]], Segment] = {}  # by steps as they print, but for the number of their layer
     for part in reversed(parts):
-        steps = [step for step in part if not isinstance(step, _BETWEEN)]
-        between = tuple(step for step in part if isinstance(step, _BETWEEN))
+        steps = [step for step in part if type(step) not in BETWEEN]
+        between = tuple(step for step in part if type(step) in BETWEEN)
         for step in reversed(between):
             needed = (needed - {step.output}) | set(step.reads)
         written = {name for step in steps for name in step.writes}
@@ -101,12 +99,13 @@ def _parts(program: Program) -> list[list[Step]]:
     parts: list[list[Step]] = [[]]
     places: dict[str, int] = {}
     for step in program.steps:
-        if parts[-1] and isinstance(parts[-1][-1], _BETWEEN) and not isinstance(step, _BETWEEN):
+        if parts[-1] and type(parts[-1][-1]) in BETWEEN and type(step) not in BETWEEN:
             parts.append([])
-        if isinstance(step, NormLinear | LinearResidual) and step.keep is not None and _is_shared(program, step.keep):
-            target, place = step.keep.target, step.keep.place
+        if (keep := step.keeps) is not None and _is_shared(program, keep):
+            target, place = keep.target, keep.place
             places[target] = max(places.get(target, 0), place + 1)
-            part = replace(step, keep=replace(step.keep, target=f"{target}.{place}", place=0))
+            part: Any = step  # which has a field `keep`
+            part = replace(part, keep=replace(keep, target=f"{target}.{place}", place=0))
             parts[-1].append(part)
         else:
             parts[-1].append(step)

@@ -10,7 +10,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, Program
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import Linear
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics

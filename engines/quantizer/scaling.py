@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, NormParts, Step
+from edgellm.engines.model.steps import Attention, Linear, LinearResidual, Norm, NormLinear, NormParts, Step
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.rounding import COARSE_CLIPPING, rounded
 from edgellm.engines.quantizer.statistics import InputStatistics

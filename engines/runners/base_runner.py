@@ -7,7 +7,7 @@ Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,9 +23,9 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name, looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
-from edgellm.engines.model.program import LAST_SEEN
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
+from edgellm.engines.model.steps import LAST_SEEN
 from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
@@ -39,8 +39,8 @@ from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState
 
 _PHASES = ("prefill", "decode")
-#: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
-StepKey = tuple[int, int, bool, bool, bool]
+#: Of a decode step: sequences, KV rows, whether one has an adapter, whether all draw by argmax.
+StepKey = tuple[int, int, bool, bool]
 
 
 class FeatureUser(Protocol):
@@ -123,8 +123,9 @@ class BaseEngineRunner(PrefillingRunner):
                 self.adapters.add(name, adapter)
         self._kept = self.states.kept_inputs(limits.max_batch, 1)
         self._allocate_state(start)
-        self._steps = CapturedSteps(backend)
-        self._stages: dict[StepKey, tuple[Stages, Stages, Stages]] = {}
+        #: What decode steps run.
+        self.steps = CapturedSteps(backend)
+        self._stages: dict[Hashable, Stages] = {}
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths = [0] * limits.max_batch
 
@@ -205,50 +206,53 @@ class BaseEngineRunner(PrefillingRunner):
         It changes nothing: whichever step comes instead writes the same KV rows again. It counts until a slot is
         started, stopped, moved or forced. Raises EngineError as `decode` does.
         """
-        key = self._step_key(batch, True)
-        self._steps.run((key, "forward"), self._stages_of(key)[1])
+        key = self._step_key(batch)
+        self.steps.run(("forward", *key[:3]), self._forward_step(*key[:3]))
         return key
 
     def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
 
         With `rules` it is two launches: they fill the masks while the first computes the logits, which may have
-        `begun`. Raises EngineError where a sequence has no KV row left.
+        `begun`. So it is with biases. Raises EngineError where a sequence has no KV row left.
         """
-        key = begun or self._step_key(batch, rules is not None)
-        whole, forward, choice = self._stages_of(key)
+        constrained = rules is not None or begun is not None or self.sampling.biased(slice(0, batch))
+        key = begun or (self.begin(batch) if constrained else self._step_key(batch))
         if rules is None:
             self.sampling.clear_masks()
-        if rules is None and begun is None:
-            self._steps.run(key, whole)
         else:
-            if begun is None:
-                self._steps.run((key, "forward"), forward)
-            if rules is not None:
-                self.sampling.fill_masks(rules, key[0])
-            self._steps.run((key, "choice"), choice)
+            self.sampling.fill_masks(rules, key[0])
+        if not constrained:
+            self.steps.run(key, self._whole_step(*key))
+        else:
+            self.steps.run(("choice", key[0], key[3]), self._choice_step(key[0], key[3]))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slice(0, batch), slice(0, key[0]))
 
-    def capture_steps(self) -> list[str]:
-        """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
+    def plan_steps(self) -> None:
+        """Plan the capture of decode steps of every kind, those without rules first (see `CapturedSteps`)."""
+        kinds = [
+            (batch, key_range, adapts)
+            for batch, adapts in product(self.limits.batches, self.adapter_kinds)
+            for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts))
+        ]
+        for kind, plain in product(kinds, (True, False)):
+            key = *kind, plain
+            self.steps.plan(key, partial(self._whole_step, *key), partial(self._read_all, kind[0]))
+        for kind in kinds:
+            self.steps.plan(("forward", *kind), partial(self._forward_step, *kind))
+        for batch, plain in product(self.limits.batches, (True, False)):
+            stages = partial(self._choice_step, batch, plain)
+            self.steps.plan(("choice", batch, plain), stages, partial(self._read_all, batch))
 
-        No slot may have a sequence. It is for backends of fixed shapes: elsewhere there are too many kinds.
-        """
-        uncaptured = []
-        for batch, plain, adapts in product(self.limits.batches, (True, False), self.adapter_kinds):
-            every = slice(0, batch)
-            for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts)):
-                key = (batch, key_range, plain, adapts, False)
-                whole, _, _ = self._stages_of(key)
-                self._steps.run(key, whole)
-                self._emitted.read(every, every).wait()
-                uncaptured += self._steps.capture(key, whole)
-        return uncaptured
+    def _read_all(self, batch: int) -> None:
+        """Read what a step emitted in the leading slots, none of which has a sequence."""
+        every = slice(0, batch)
+        self._emitted.read(every, every).wait()
 
-    def _step_key(self, batch: int, constrained: bool) -> StepKey:
-        """The key of the next step in the leading slots, under masks where it is `constrained`."""
+    def _step_key(self, batch: int) -> StepKey:
+        """The key of the next step in the leading slots."""
         longest = max(self.lengths[:batch]) + 1
         if longest > self.limits.kv_rows:
             raise EngineError(
@@ -259,22 +263,37 @@ class BaseEngineRunner(PrefillingRunner):
         slots = slice(0, batch)
         adapts = self.adapts(slots)
         key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
-        return bucket, key_range, self.sampling.plain(slots), adapts, constrained or self.sampling.biased(slots)
+        return bucket, key_range, adapts, self.sampling.plain(slots)
 
-    def _stages_of(self, key: StepKey) -> tuple[Stages, Stages, Stages]:
-        """A decode step as one stage, and its two parts: the logits of so many sequences, over so many rows, with
-        adapters, and the choice of their tokens, plainly, under masks or biases."""
+    def _whole_step(self, batch: int, rows: int, adapts: bool, plain: bool) -> Stages:
+        """A decode step without masks and biases: the logits of so many sequences, over so many rows, with adapters,
+        and the choice of their tokens, plainly."""
+        key = batch, rows, adapts, plain
         if key not in self._stages:
-            batch, rows, plain, adapts, _ = key
-            kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
-            name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
-            forward, choose = self._decode_step(*key)
+            forward, choose = self._forward(batch, rows, adapts), self._choose(batch, plain, False)
 
             def whole() -> None:
                 forward()
                 choose()
 
-            self._stages[key] = {name: whole}, {f"logits of {name}": forward}, {f"choice of {name}": choose}
+            kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
+            self._stages[key] = {f"plain decode of {batch} sequences, {rows} rows, {kind}": whole}
+        return self._stages[key]
+
+    def _forward_step(self, batch: int, rows: int, adapts: bool) -> Stages:
+        """The first half of a step under masks or biases, which every way of drawing shares."""
+        key = "forward", batch, rows, adapts
+        if key not in self._stages:
+            name = f"logits of {batch} sequences, {rows} rows{', with adapters' if adapts else ''}"
+            self._stages[key] = {name: self._forward(batch, rows, adapts)}
+        return self._stages[key]
+
+    def _choice_step(self, batch: int, plain: bool) -> Stages:
+        """The second half."""
+        key = "choice", batch, plain
+        if key not in self._stages:
+            name = f"choice for {batch} sequences, {'greedy' if plain else 'sampled'}"
+            self._stages[key] = {name: self._choose(batch, plain, True)}
         return self._stages[key]
 
     def force_token(self, slot: int, token_id: int) -> None:
@@ -313,7 +332,7 @@ class BaseEngineRunner(PrefillingRunner):
             self.backend.synchronize()
         finally:
             self._feature_user = None  # which holds this runner: both go at once, and in this thread
-            self._steps.clear()
+            self.steps.clear()
             self._stages.clear()
             self.engines.clear()
             self.weights.clear()
@@ -370,24 +389,27 @@ class BaseEngineRunner(PrefillingRunner):
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
-    def _decode_step(
-        self, batch: int, key_range: int, plain: bool, adapts: bool, constrained: bool
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What enqueues the logits for each of the leading slots, and the choice of a token, from device state to
-        device state. All that they work on is looked up here, once."""
+    def _forward(self, batch: int, key_range: int, adapts: bool) -> Callable[[], None]:
+        """What enqueues the logits for each of the leading slots, from device state to device state. All that it works
+        on is looked up here, once."""
         slots = slice(0, batch)
         shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
         engine = self._engine(shape, slots)
-        inputs = self._step_inputs(shape)
-        state = self.sequences(slots)
-        prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), state.token_ids, inputs)
-        sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)
-        logits, tokens = self._logits[slots], self._tokens[slots]
-        commit = self.states.commit_step(slots, state.active, self._kept.of(batch, 1))
+        inputs, token_ids = self._step_inputs(shape), self.sequences(slots).token_ids
+        prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), token_ids, inputs)
 
         def forward() -> None:
             prepare()
             engine.enqueue()
+
+        return forward
+
+    def _choose(self, batch: int, plain: bool, constrained: bool) -> Callable[[], None]:
+        """The same of the choice of a token by these logits."""
+        slots = slice(0, batch)
+        state, sampling, user = self.sequences(slots), self.sampling, self._feature_user
+        features, logits, tokens = self._buffers.features(batch, 1), self._logits[slots], self._tokens[slots]
+        commit = self.states.commit_step(slots, state.active, self._kept.of(batch, 1))
 
         def choose() -> None:
             if constrained:
@@ -398,7 +420,7 @@ class BaseEngineRunner(PrefillingRunner):
             if user is not None:
                 user.take_tokens(slots, tokens, features)
 
-        return forward, choose
+        return choose
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 from edgellm.engines.backends.base import Backend, Engine
 from edgellm.engines.model.limits import EngineShape
@@ -18,13 +19,23 @@ _KEY_RANGE_STEP = 64
 Stages = Mapping[str, Callable[[], None]]
 
 
+class Planned(NamedTuple):
+    """A step that is captured before it comes up: what makes its stages, what is to be done once they have run, and
+    what tells it apart beside the names of the stages."""
+
+    stages: Callable[[], Stages]
+    ran: Callable[[], object]
+    kind: str
+
+
 class CapturedSteps:
     """Runs steps by key and keeps their captures.
 
-    The first run of a key is uncaptured: it loads code, which a capture must not do. The second captures all stages as
-    one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. `seconds` adds up the
-    time of each stage by name, on a backend that computes at once. With `around`, which gives what is to surround a
-    stage of a name, stages are captured one by one.
+    A step runs once as it is before it is captured: that loads code, which a capture must not do. All stages are
+    captured as one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. Steps that
+    are `planned` are captured by `capture_next` alone, and until then run as they are; others when they come up the
+    second time. `seconds` adds up the time of each stage by name, on a backend that computes at once. With `around`,
+    which gives what is to surround a stage of a name, stages are captured one by one.
     """
 
     around: Callable[[str], AbstractContextManager[None]] | None = None
@@ -32,8 +43,12 @@ class CapturedSteps:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._warm: set[Hashable] = set()
+        #: What is still to be captured, in order.
+        self.planned: dict[Hashable, Planned] = {}
         #: What runs for each key that was captured: one launch of all its stages, or one of each.
         self.captures: dict[Hashable, list[Callable[[], None]]] = {}
+        #: What could not be captured of what was planned: stages, with their step's kind.
+        self.uncaptured: list[str] = []
         self.seconds: dict[str, float] = {}
 
     def run(self, key: Hashable, stages: Stages) -> None:
@@ -44,28 +59,39 @@ class CapturedSteps:
         if self.around is not None:
             self._run_surrounded(key, stages, self.around)
             return
-        if key in self._warm and key not in self.captures:
+        if key in self._warm and key not in self.captures and key not in self.planned:
             self.captures[key] = self._capture(key, stages)
         for launch in self.captures.get(key, stages.values()):
             launch()
         self._warm.add(key)
 
-    def capture(self, key: Hashable, stages: Stages) -> list[str]:
-        """Run and capture the step that `key` names now, if it was not; the names of stages that cannot be captured.
+    def plan(
+        self, key: Hashable, stages: Callable[[], Stages], ran: Callable[[], object] = lambda: None, kind: str = ""
+    ) -> None:
+        """Let the step that `key` names be captured by a later `capture_next`, if it was not; see `Planned`."""
+        if key not in self.captures and not self._backend.computes_at_once:
+            self.planned.setdefault(key, Planned(stages, ran, kind))
 
-        What it runs on must be there, as for `run`.
-        """
-        if key not in self.captures:
-            if key not in self._warm:
-                for stage in stages.values():
-                    stage()
-                self._warm.add(key)
-            self.captures[key] = self._capture(key, stages)
-        launches = self.captures[key]
-        return [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+    def capture_next(self) -> bool:
+        """Run and capture the planned step whose turn it is; False where there is none. What it runs on must be there,
+        as for `run`. Where it raises, the step is planned no more."""
+        key = next(iter(self.planned), None)
+        if key is None:
+            return False
+        planned = self.planned.pop(key)
+        stages = planned.stages()
+        for stage in stages.values():
+            stage()
+        planned.ran()
+        self._warm.add(key)
+        launches = self.captures[key] = self._capture(key, stages)
+        failed = [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+        self.uncaptured += [name + planned.kind for name in failed]
+        return True
 
     def clear(self) -> None:
         """Let go of all captures."""
+        self.planned.clear()
         self.captures.clear()
 
     def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:

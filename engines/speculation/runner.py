@@ -10,10 +10,10 @@ in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,34 +23,30 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
-from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DraftPlan
+from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, SlotProgress, StepReadback, padded_trees
-from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
+from edgellm.engines.speculation.round import (
+    GivenTree,
+    Round,
+    RoundKey,
+    RoundKinds,
+    SlotProgress,
+    StepReadback,
+    padded_trees,
+    part_keys,
+)
+from edgellm.engines.speculation.tree_verification import TreeVerification, given_shapes
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
 
 _TREE_PHASES = ("verify", "accept", "propose")
-
-
-class _RoundKind(NamedTuple):
-    """Rounds alike but for the key ranges, named as in `RoundKey`. `engines` are the accept, propose and verify engine,
-    each of the largest key range (None: it does not run), with the rows behind the committed ones that it needs."""
-
-    batch: int
-    plan: DraftPlan
-    acceptance: str
-    adapts: bool
-    constrained: bool
-    accept_tokens: int
-    engines: tuple[tuple[EngineShape | None, int], ...]
 
 
 class DecodingRunner:
@@ -75,7 +71,9 @@ class DecodingRunner:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         rounds = [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
-        self._engines = LoadedEngines(backend, [] if draft is None else rounds)
+        if draft is None and backend.fixed_shapes:
+            rounds = given_shapes(limits, adapters is not None, backend.takes_any_key_range)
+        self._engines = LoadedEngines(backend, rounds)
         user = None if draft is None else self
         self.base = BaseEngineRunner(
             backend, config, limits, checkpoint, progress, draft, user, adapters, vision_memory
@@ -85,9 +83,11 @@ class DecodingRunner:
             self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
+        #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.
+        self.planned: Mapping[Hashable, object] = self._steps.planned
         self._rounds: dict[RoundKey, Round] = {}
         self._latest_round: Round | None = None
-        self._kinds: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
+        self._kinds = RoundKinds(self.base, self.draft, self.verification, self._engines)
         self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
@@ -223,105 +223,102 @@ class DecodingRunner:
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        current = self.prepare_round(batch, plan, rules is not None)
+        key = self._round_key(batch, plan, rules is not None)
+        current = self._rounds.get(key) or self._make_round(key)
         if trees is not None:
             current.give(trees)
         if rules is None:
             self.base.sampling.clear_masks()
-            self._steps.run(current.key, current.stages)
-        else:
-            stages = dict(current.stages)
-            accept = {ACCEPTANCE: stages.pop(ACCEPTANCE)}
-            self._steps.run((current.key, BASE_VERIFY), stages)
+        first, *second = current.parts
+        self._steps.run(*first)
+        if rules is not None:
             known = trees if plan.is_given else None  # of a joint tree the draft model's part comes with the tree
             shown = current.nodes() if known is None else padded_trees(known, *current.shape)
             self.base.sampling.fill_masks(rules, shown[0].size, shown)
-            self._steps.run((current.key, ACCEPTANCE), accept)
+        for each in second:
+            self._steps.run(*each)
         self._latest_round = current
         emitted = self.backend.read(current.emitted)
-        return self._progress.launched(StepReadback(self._progress, batch, current.key.plan, emitted, True))
+        return self._progress.launched(StepReadback(self._progress, batch, key.plan, emitted, True))
 
     def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
+        key = self._round_key(batch, plan, ruled)
+        return self._rounds.get(key) or self._make_round(key)
+
+    def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
+        """Whether no capture of such a round is planned, so that it should wait for that (see `CapturedSteps`)."""
+        return not self.planned or self.planned.keys().isdisjoint(part_keys(self._round_key(batch, plan, ruled)))
+
+    def _round_key(self, batch: int, plan: DraftPlan, ruled: bool) -> RoundKey:
+        """The key of a plan's round in the present state of the `batch` leading slots."""
         slots, base = slice(0, batch), self.base
         pending = 0 if self.draft is None else max(self._progress.pending[:batch])
-        constrained = ruled or base.sampling.biased(slots)
-        asked = batch, plan, base.sampling.plain(slots), base.adapts(slots), constrained, pending
-        return self._round(self._kinds.get(asked) or self._make_kind(*asked), max(base.lengths[:batch]))
+        kind = base.sampling.plain(slots), base.adapts(slots), ruled or base.sampling.biased(slots)
+        return self._kinds.key(batch, plan, *kind, pending, max(base.lengths[:batch]))
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Whether a round of a plan that takes given candidates can run now in the `batch` leading slots: there are
-        engines that verify its tree, and room for it."""
+        engines that verify its tree, room for it, and no capture to wait for."""
         longest = max(self.base.lengths[:batch])
-        bucket = self._bucket(batch)
+        bucket = self._kinds.bucket(batch)
         nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
         fits = longest + plan.longest <= self.limits.kv_capacity and longest + nodes <= self.limits.kv_rows
-        return nodes > 0 and fits
+        return nodes > 0 and fits and self.is_ready(batch, plan, ruled)
 
-    def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
-        """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
-        stages that cannot be captured. See `BaseEngineRunner.capture_steps`."""
-        failed, draft, tokens = self.base.capture_steps(), self.draft, 0
-        for bucket in self.limits.batches:
-            if draft is not None:
-                tokens = draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
-                widest = draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
-                for key_range in self._engines.key_ranges(widest):
-                    names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
-                    failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
-            served = [plan for plan in plans if not plan.takes_given or self.verification.takes(bucket, plan)]
-            for plan, plain, adapts in product(served, (True, False), self.base.adapter_kinds):
-                for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, False, tokens)):
-                    names, key = self._steps.capture(current.key, current.stages), current.key
-                    kind = f"{key.plan.name} of {bucket} sequences, {key.verify_range} rows, {key.acceptance}"
-                    failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
-        return failed
+    def plan_captures(self, plans: Sequence[DraftPlan], forced: Sequence[DraftPlan] = ()) -> None:
+        """Plan the capture of plain steps, and of rounds of `plans`, of every kind, those of `forced` candidates under
+        rules alone: plain steps first, then rounds without rules, then those under rules, of few sequences first. It is
+        for backends of fixed shapes: elsewhere there are too many kinds."""
+        self.base.plan_steps()
+        batches, tokens = self.limits.batches, self.limits.accept_tokens
+        for batch in () if self.draft is None else batches:
+            widest = self.limits.draft_shape("accept", batch, tokens, self.limits.tree_key_ranges[-1])
+            for rows in self._engines.key_ranges(widest):
+                stages = partial(self._flush_step, batch, tokens, rows)
+                self._steps.plan(("flush", batch, tokens, rows), stages, kind=f" of {batch} sequences, {rows} rows")
+        kinds = [(*each, False) for each in product(plans, batches)]
+        kinds += [(plan, batch, True) for batch, plan in product(batches, dict.fromkeys((*plans, *forced)))]
+        for plan, batch, constrained in kinds:
+            if plan.takes_given and not self.verification.takes(batch, plan):
+                continue
+            for plain, adapts in product((True, False), self.base.adapter_kinds):
+                for key in self._kinds.keys(batch, plan, plain, adapts, constrained):
+                    self._plan_round(key)
 
-    def _make_kind(
-        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, most_pending: int
-    ) -> _RoundKind:
-        """The kind of the rounds of `plan` in the leading slots, none of which has more pending entries; `plain`: all
-        draw by argmax. Raises EngineError where the engines cannot serve the plan."""
-        served, bucket = plan.for_engines(self.limits, self.backend.fixed_shapes), self._bucket(batch)
-        acceptance = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
-        if plain:
-            served, acceptance = served.deterministic(), GREEDY
-        tokens = 0 if self.draft is None else self.draft.accept_shape_tokens(bucket, most_pending)
-        widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(served)
-        engines: list[tuple[EngineShape | None, int]] = [(None, 0), (None, 0)]
-        if self.draft is not None:
-            engines[0] = self.draft.accept_shape(bucket, tokens, widest), tokens
-            if not plan.is_given:
-                behind = (served.steps - 1) * served.columns
-                engines[1] = self.draft.propose_shape(bucket, served.columns, widest), behind
-        engines.append((self.verification.shape(bucket, nodes, widest, adapts), nodes))
-        kind = _RoundKind(bucket, served, acceptance, adapts, constrained, tokens, tuple(engines))
-        self._kinds[batch, plan, plain, adapts, constrained, most_pending] = kind
-        return kind
+    def _plan_round(self, key: RoundKey) -> None:
+        kind = f", {key.plan.name} of {key.batch} sequences, {key.verify_range} rows, {key.acceptance}"
+        kind += ", with adapters" if key.adapts else ""
+        for number, part in enumerate(part_keys(key)):
 
-    def _rounds_of(self, kind: _RoundKind) -> list[Round]:
-        """The rounds of a kind that come up as sequences grow."""
-        changes = {
-            size - rows + 1
-            for widest, rows in kind.engines
-            if widest is not None
-            for size in self._engines.key_ranges(widest)
-        }
-        longest = self.limits.kv_capacity - kind.plan.longest
-        lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
-        return list({each.key: each for each in (self._round(kind, length) for length in lengths)}.values())
+            def stages(number: int = number) -> Stages:
+                current = self._rounds.get(key) or self._make_round(key)
+                if key.plan.takes_given:
+                    current.give(())
+                return current.parts[number][1]
 
-    def _round(self, kind: _RoundKind, length: int) -> Round:
-        """The round of a kind where the longest sequence has `length` committed rows."""
-        ranges = [
-            0 if widest is None else self._engines.key_range(widest, length + rows) for widest, rows in kind.engines
-        ]
-        key = RoundKey(*kind[:-1], *ranges)
-        current = self._rounds.get(key)
-        if current is None:
-            current = self._rounds[key] = Round(self.base, self.draft, self.verification, key)
-        return current
+            self._steps.plan(part, stages, kind=kind)
+
+    def capture_next(self) -> bool:
+        """Capture the planned step whose turn it is, of those for which there is room; False where there is none. No
+        slot may have a sequence: it runs, behind the rows that idle slots hold."""
+        most = max(self._progress.base_rows) + max(1, self.verification.most_nodes)
+        return most <= self.limits.kv_rows and (self.base.steps.capture_next() or self._steps.capture_next())
+
+    @property
+    def uncaptured(self) -> list[str]:
+        """The stages that could not be captured of what was planned."""
+        return self.base.steps.uncaptured + self._steps.uncaptured
+
+    def forget_planned(self) -> None:
+        """Capture what is still planned when it comes up the second time, as what was never planned."""
+        self.base.steps.planned.clear()
+        self._steps.planned.clear()
+
+    def _make_round(self, key: RoundKey) -> Round:
+        self._rounds[key] = Round(self.base, self.draft, self.verification, key)
+        return self._rounds[key]
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
@@ -422,18 +419,13 @@ class DecodingRunner:
     def _take_pending(self, batch: int) -> int:
         """Enqueue the draft's step over the pending entries; for how many slots."""
         assert self.draft is not None
-        bucket = self._bucket(batch)
+        bucket = self._kinds.bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
         key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
-        self._steps.run(*self._flush_step(bucket, tokens, key_range))
+        self._steps.run(("flush", bucket, tokens, key_range), self._flush_step(bucket, tokens, key_range))
         return bucket
 
-    def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
+    def _flush_step(self, batch: int, tokens: int, key_range: int) -> Stages:
         assert self.draft is not None
-        stages = {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}
-        return ("flush", batch, tokens, key_range), stages
-
-    def _bucket(self, batch: int) -> int:
-        """How many slots the engines take for the `batch` leading ones."""
-        return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
+        return {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}

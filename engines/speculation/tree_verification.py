@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property, partial
+from itertools import product
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -48,6 +49,15 @@ def given_tree_bytes(config: DecoderConfig, limits: EngineLimits, nodes: int, dt
     pending = size.slots * size.emitted * len(config.feature_layers) * config.hidden_size * ITEM_SIZES[dtype]
     kept = kept_bytes(decoder_states(config, limits.kv_cache), size.slots, nodes)
     return tree_bytes(config, size, dtype) + pending + kept
+
+
+def given_shapes(limits: EngineLimits, adapters: bool, taken: Callable[[EngineShape], bool]) -> list[EngineShape]:
+    """The engines that verify given candidates without a draft, as far as they are `taken`: with adapters, too, where
+    there are `adapters`."""
+    keys = limits.tree_key_ranges[-1]
+    shapes = [limits.base_shape("verify", *each, keys, each[1]) for each in product(limits.batches, GIVEN_TREES)]
+    shapes += [limits.with_adapters(shape) for shape in shapes if adapters]
+    return [shape for shape in shapes if taken(shape)]
 
 
 class TreeVerification:

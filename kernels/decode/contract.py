@@ -81,14 +81,12 @@ class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
-    which takes it as it is. One that a launch before makes dense is `made`, and `arrangement` says how x is arranged.
+    which takes it as it is.
     """
 
     weight: OwnArray
     bias: OwnArray | None = None
     adapters: LinearAdapters | None = None
-    arrangement: InputPermutation | None = None
-    made: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -102,7 +100,7 @@ class LinearWeights(NamedTuple):
         Raises KernelError for a weight that does not say so though its format does.
         """
         if not isinstance(self.weight, PackedMatrix):
-            return self.arrangement
+            return None
         format, inputs = self.weight.layout.format, self.weight.inputs
         order, scales = inputs or (None, None)
         if (format.permuted and order is None) or (format.scaled and scales is None):

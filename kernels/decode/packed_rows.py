@@ -11,21 +11,17 @@ from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
-#: Weight tiles, depth, blocks on a multiprocessor, how many find room, and whether the next kernel is late; the fastest
-#: first, of GPUs whose kernels overlap and of others.
-_OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
-_ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
-#: Before those that overlap, for one row: where a multiprocessor has so many tiles, or up to eight, or more.
-_BY_TILES = {1: (1, 0, 1, 2), 3: (2, 2, 2, 2), 4: (2, 4, 1, 2)}
-_EIGHT_TILES, _MORE_TILES = (1, 8, 1, 2, True), (1, 4, 1, 1)
-#: Clocks in which a layer begins and ends; instructions of a warp for eight weights of each lane; bytes that a
-#: multiprocessor takes from memory in a clock.
-_EDGES, _WORD, _STREAMED = 3700, 17, 36
+#: What `fitted.json` says of each.
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _EDGES, _WORD, _STREAMED = fitted(
+    "packed layers of few rows",
+    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "edges", "word", "streamed"),
+)
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
 

@@ -9,6 +9,7 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
 
@@ -16,24 +17,14 @@ from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayo
 _BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP
 #: Tiles of activations that kernels are made for.
 _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
-#: What was found fast in whole steps, by the most rows of activations: on an H200, and on 16 of its multiprocessors.
-_MANY_MULTIPROCESSORS = {
-    16: ((2, 1, 4, 4, 2, 0), (2, 1, 2, 4, 4, 0), (2, 2, 1, 4, 3, 8, 1, 3), (2, 1, 1, 16, 3, 6)),
-    32: ((4, 2, 2, 4, 3, 0), (4, 1, 1, 4, 3, 8, 1, 2), (2, 2, 1, 16, 2, 4), (2, 1, 1, 16, 3, 6)),
-    64: ((8, 1, 8, 1, 4, 4, 4), (8, 1, 8, 1, 6, 8, 2), (4, 1, 3, 4, 3, 6), (4, 1, 2, 4, 3, 8), (4, 1, 2, 4, 3, 5, 2)),
-}
-_FEW_MULTIPROCESSORS = {
-    16: ((2, 2, 8, 1, 3, 0), (2, 1, 4, 4, 3, 0), (2, 2, 2, 4, 3, 0), (2, 2, 4, 4, 2, 6), (2, 2, 1, 4, 4, 8, 1, 2)),
-    32: ((4, 2, 8, 1, 3, 4, 4), (4, 2, 6, 1, 3, 4, 4, 2), (4, 1, 8, 1, 3, 4, 4, 2), (4, 2, 4, 1, 4, 4, 4, 2)),
-    64: ((8, 2, 8, 1, 2, 4), (4, 2, 6, 1, 3, 4, 4, 2), (4, 1, 8, 1, 3, 4, 4, 2), (8, 1, 8, 1, 4, 4, 4)),
-}
 #: The most multiprocessors that are few; the fewest rows of activations.
 _FEW, LEAST_ROWS = 64, 9
-#: What the estimate of clocks was fitted to, within a sixth: of a block what is no product; bytes a clock in which
-#: activations that stay come; a team's sums are joined, between two tiles; of what limits a step, the share that hides
-#: nothing; a warp's instructions for a word of codes; a barrier; by how much longer four warps or fewer take.
-_STARTS, _COPIED, _JOINS = 3950, 120, 80
-_UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = 0.46, 19, 105, 1.44
+#: What `fitted.json` says of each.
+_FITTED = "packed layers of 9 to 64 rows"
+_MANY_MULTIPROCESSORS, _FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few")
+_STARTS, _COPIED, _JOINS, _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = fitted(
+    _FITTED, "starts", "copied", "joins", "unhidden", "dequantizes", "barriers", "few_warps"
+)
 
 
 @dataclass(frozen=True)

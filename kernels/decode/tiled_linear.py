@@ -40,7 +40,7 @@ from edgellm.kernels.decode.tilings import (
 )
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 
 #: Columns of a tensor map's tile: with 16-bit elements a line of 128 bytes, of which each 16 are swizzled by the row.
 _TILE_COLUMNS = ROW_BYTES // 2
@@ -216,15 +216,19 @@ class CudaTiledKernels:
         shared = tiling.shared_bytes(arguments.stages, adapted)
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
+    def _check_packed(self, name: str, layout: DeviceLayout) -> None:
+        """KernelError for a packed weight that the kernel `name` does not take."""
+        if name == "gate_up" and layout.rows % 16:
+            raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
+        if layout.compute != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+
     def _packed_launch(
         self, name: str, linear: LinearWeights, arguments: TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(TiledLinear)
         adapted = linear.adapters is not None
-        if name == "gate_up" and layout.rows % 16:
-            raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if layout.compute != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        self._check_packed(name, layout)
         if tiling is None and batch >= LEAST_ROWS and not adapted:
             tiling = packed_tiles(batch, layout, self.gpu)[0]
         if isinstance(tiling, PackedTiles):

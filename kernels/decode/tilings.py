@@ -15,55 +15,26 @@ from math import gcd
 from typing import ClassVar, TypeVar
 
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
+from edgellm.kernels.fitted import fitted
 
 #: Warps of a block; bytes of a row in a stage (two steps); bytes of a stage's barriers; the most stages.
 WARPS, ROW_BYTES, BARRIER_BYTES, MOST_STAGES = 8, 128, 16, 8
-#: By compute capability, bytes that the memory gives and multiply-adds of a multiprocessor's tensor cores (`mma.sync`,
-#: 16-bit, sums in float32), each in a clock: of A100, RTX 3090, Orin, RTX 4090, H200, B200, Thor, RTX 5090, GB10.
-_SPEEDS = {
-    80: (1350, 1024),
-    86: (550, 256),
-    87: (157, 1024),
-    89: (400, 256),
-    90: (2420, 1290),
-    100: (4000, 1290),
-    103: (4000, 1290),
-    110: (174, 1024),
-    120: (745, 256),
-    121: (114, 256),
-}
-#: Bytes a clock that one multiprocessor takes from memory at most, and that its shared memory reads or writes.
-_STREAMED, _SHARED = 36, 128
-#: The first of direct kernels, which keep memory busier; the share of their shared memory's and tensor cores' time that
-#: they take in the end.
-_DIRECT_STREAMED, _DIRECT_ALONE = 42, 0.8
-#: Clocks until a block multiplies, from its last product to its end, and that a cluster needs for its sums; the share
-#: of multiprocessors that clusters fill, as of each part of the GPU some are left over.
-_STARTS, _ENDS, _JOINS, _OF_CLUSTERS = 2500, 1200, 2500, 0.85
-#: Clocks of a stage that blocks which copy themselves need beside reading and multiplying; by how much longer all takes
-#: where registers have no room for the fragments of two steps.
-_STAGES, _NOT_AHEAD = 350, 1.2
-#: The most multiprocessors with which direct tilings were found faster; what four warps or fewer, which hide less of
-#: each other's reads and products, make of the time of more than 16 rows.
-_FEW_MULTIPROCESSORS, _FEW_WARPS = 64, 1.3
-#: Bytes a clock that the second-level cache of a GPU with many multiprocessors gives them all.
-_CACHED = 3300
-#: Clocks in which the warps of a block add their groups' sums, and write them.
-_GROUPS_JOIN = 1200
-#: Where kernels overlap, of such blocks: weight tiles, depth and blocks on a multiprocessor that an H200 was fastest
-#: with, by rows of activations; the same of gates and ups.
-_OVERLAPPING = {16: ((3, 8, 1), (2, 16, 1), (3, 16, 1)), 32: ((2, 6, 1), (3, 6, 1))}
-_OVERLAPPING_GATED = {16: ((8, 4, 2),), 32: ((8, 3, 2),)}
-#: Clocks that weights come earlier where all multiprocessors have such a block, and that the next kernel's come later
-#: where its blocks find no room; by how much faster steps are in rings of more than eight.
-_EARLY, _NO_ROOM, _DEEP = 2300, 1500, 1.2
-#: Clocks until memory gives what is asked for, under load.
-_LATENCY = 1450
-#: What takes so much longer than the fastest counts as fast: estimates are no better.
-_AS_FAST = 1.03
-#: Clocks of a norm as a launch of its own; of one inside a linear layer, for each element; and more where no kernel
-#: begins beside the one before.
-NORM_CLOCKS, _NORMED, _NORM_STARTS = 3400, 0.32, 2500
+#: What `fitted.json` says of each.
+_FITTED = "linear layers of many rows"
+_SPEEDS, _STREAMED, _SHARED, _CACHED = fitted(_FITTED, "speeds", "streamed", "shared", "cached")
+_DIRECT_STREAMED, _DIRECT_ALONE = fitted(_FITTED, "direct_streamed", "direct_alone")
+_STARTS, _ENDS, _JOINS, _GROUPS_JOIN, _OF_CLUSTERS = fitted(
+    _FITTED, "starts", "ends", "joins", "groups_join", "of_clusters"
+)
+_STAGES, _NOT_AHEAD, _FEW_MULTIPROCESSORS, _FEW_WARPS = fitted(
+    _FITTED, "stages", "not_ahead", "few_multiprocessors", "few_warps"
+)
+_OVERLAPPING, _OVERLAPPING_GATED, _EARLY, _NO_ROOM, _DEEP = fitted(
+    _FITTED, "overlapping", "overlapping_gated", "early", "no_room", "deep"
+)
+_LATENCY, _AS_FAST, _NORMED, _NORM_STARTS = fitted(_FITTED, "latency", "as_fast", "normed", "norm_starts")
+#: Clocks of a norm as a launch of its own.
+(NORM_CLOCKS,) = fitted(_FITTED, "norm_clocks")
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,19 @@
 // written. Where there are fewer tiles than multiprocessors, each group has warps of its own.
 #include "decode/many_rows.cuh"
 #include "prefill/linear_adapters.cuh"
-#include "prefill/linear_tiles.cuh"
+#include "prefill/linear_packed.cuh"
 #include "shared/plain_activations.cuh"
 
 namespace prefill {
-
-// What a step begins: a slice, whose predecessor is first added to its group; a group, whose predecessor is then added
-// to the total.
-enum Begins { NOTHING, SLICE, GROUP };
 
 // A thread's sums over the columns of a tile.
 template <typename T, typename G> struct TileSums {
     Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
     float4* place;
     int steps, steps_left, slices_left;
-    unsigned zero;
     bool has_total;
 
-    __device__ TileSums(float4* own, int steps_of_slice, unsigned nothing)
-        : place(own), steps(steps_of_slice), zero(nothing) {}
+    __device__ TileSums(float4* own, int steps_of_slice) : place(own), steps(steps_of_slice) {}
     __device__ void begin() {
         steps_left = 0, slices_left = SLICES_OF_A_GROUP + 1, has_total = false;
         for_each_sum<G>([&](int r, int c, int i) {
@@ -33,23 +27,28 @@ template <typename T, typename G> struct TileSums {
             if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
         });
     }
-    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
-    template <typename Next>
-    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        fragments.begin(zero);
+    // Multiplies the step number STEP of a stage, and reads what the next one begins with; see the fragments.
+    template <int STEP, typename Its, typename Next>
+    __device__ void multiply(Its& fragments, const char* place, const Lane<G>& lane, const Next& next) {
+        fragments.begin();
         if (steps_left != 0) {
-            multiply_step<NOTHING>(fragments, step, lane, next);
+            fragments.template multiply<NOTHING, STEP>(*this, place, lane, next);
         } else {
             steps_left = steps;
             if (--slices_left != 0) {
-                multiply_step<SLICE>(fragments, step, lane, next);
+                fragments.template multiply<SLICE, STEP>(*this, place, lane, next);
             } else {
                 slices_left = SLICES_OF_A_GROUP;
-                multiply_step<GROUP>(fragments, step, lane, next);
+                fragments.template multiply<GROUP, STEP>(*this, place, lane, next);
                 has_total = true;
             }
         }
         --steps_left;
+    }
+    // Each sum is added where its next product is made, so that additions stand between products.
+    template <int BEGINS> __device__ void begin(int r, int c) {
+        if (BEGINS != NOTHING) end_slice(r, c);
+        if (BEGINS == GROUP) end_group(r, c);
     }
     // Leaves all of it in `total`.
     __device__ void end() {
@@ -64,11 +63,11 @@ template <typename T, typename G> struct TileSums {
         }
         for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i]; });
     }
-    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a half
-    // of the thread's column tiles and one of its two row tiles.
-    template <typename Half> __device__ void join(Sums<Half>& joined, char* shared) {
-        static_assert(G::ROW_TILES == 2 && G::TEAMS == 4, "each team joins a fourth of the sums");
+    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a
+    // fourth of the thread's tiles: one row tile, of two that there are half of the column tiles.
+    template <typename Part> __device__ void join(Sums<Part>& joined, char* shared) {
         constexpr int TILES = G::ROW_TILES * G::COLUMN_TILES;
+        static_assert(Part::COLUMN_TILES * G::TEAMS == TILES, "each team joins a fourth of the sums");
         float4* area = reinterpret_cast<float4*>(shared) + threadIdx.x % G::TEAM;
         const int team = threadIdx.x / G::TEAM;
         wait_for_copies<0>();
@@ -82,9 +81,9 @@ template <typename T, typename G> struct TileSums {
                     make_float4(own[0] + last[0], own[1] + last[1], own[2] + last[2], own[3] + last[3]);
             }
         __syncthreads();
-        const int first = team / 2 * G::COLUMN_TILES + team % 2 * Half::COLUMN_TILES;
+        const int first = team * Part::COLUMN_TILES;
 #pragma unroll
-        for (int c = 0; c < Half::COLUMN_TILES; ++c) {
+        for (int c = 0; c < Part::COLUMN_TILES; ++c) {
             float(&sum)[4] = joined[0][c];
             sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
 #pragma unroll
@@ -96,45 +95,6 @@ template <typename T, typename G> struct TileSums {
     }
 
   private:
-    template <int BEGINS, typename Next>
-    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        using F = Fragments<G>;
-        const auto nothing = [](int) {};
-        if constexpr (F::PARTS == 2) {
-            multiply_part<BEGINS>(fragments, 0, 0, [&](int c) { fragments.read_weights(step, lane, F::TILES + c); });
-            multiply_part<BEGINS>(fragments, 0, 1, nothing);
-            const char* after = next();
-            multiply_part<BEGINS>(fragments, 1, 0, [&](int c) {
-#pragma unroll
-                for (int r = c; r < G::ROW_TILES; r += F::TILES) fragments.read_activations(after, lane, r);
-                fragments.read_weights(after, lane, c);
-            });
-            multiply_part<BEGINS>(fragments, 1, 1, nothing);
-        } else {
-            multiply_part<BEGINS>(fragments, 0, 0, nothing);
-            const char* after = next();
-#pragma unroll
-            for (int r = 0; r < G::ROW_TILES; ++r) fragments.read_activations(after, lane, r);
-            multiply_part<BEGINS>(fragments, 0, 1, [&](int c) { fragments.read_weights(after, lane, c); });
-        }
-    }
-    // Multiplies one half of a step's columns by a part of its weights; `then` follows each column tile of the part.
-    template <int BEGINS, typename Then>
-    __device__ void multiply_part(Fragments<G>& fragments, int part, int half, const Then& then) {
-        constexpr int TILES = Fragments<G>::TILES;
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) {
-            const int c = part * TILES + i;
-#pragma unroll
-            for (int r = 0; r < G::ROW_TILES; ++r) {
-                // Each sum is added where its next product is made, so that additions stand between products.
-                if (BEGINS != NOTHING && half == 0) end_slice(r, c);
-                if (BEGINS == GROUP && half == 0) end_group(r, c);
-                fragments.multiply(slice[r][c], r, c, half, T());
-            }
-            then(i);
-        }
-    }
     template <typename Action> __device__ void for_each_place(const Action& action) {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r)
@@ -251,43 +211,57 @@ __device__ __forceinline__ void finish(
 // stages, then totals.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void multiply(
-    const TiledLinear& arguments, bool waits, const T* weight, int rows, const T* bias, const Output& output) {
+    const TiledLinear& arguments, const T* weight, int rows, const T* bias, const Output& output) {
     extern __shared__ __align__(128) char shared[];
     static_assert(G::STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
     const Linear& linear = arguments.linear;
     const int team_columns = SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
     const Operands<T> operands{weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
-                               linear.columns, team_columns, waits, {arguments.selected, arguments.tokens}};
+                               linear.columns, team_columns, {arguments.selected, arguments.tokens}};
     launch_next_kernel();
-    const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
-    Copies<T, G> chunks(operands, work, shared);
+    const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + G::STAGE_COLUMNS - 1) / G::STAGE_COLUMNS);
+    using Weights = WeightsOf<T, G>;
+    Copies<T, G, typename Weights::Copies> chunks(operands, work, shared);
     const Lane<G> lane;
     float4* totals = reinterpret_cast<float4*>(shared + STAGES * G::STAGE_BYTES) + threadIdx.x;
-    TileSums<T, G> sums(totals, linear.steps, linear.adapters.low_units);  // which only kernels of few rows have
-    Fragments<G> fragments;
+    const unsigned zero = linear.adapters.low_units;  // which only kernels of few rows have
+    TileSums<T, G> sums(totals, linear.steps);
+    typename Weights::Fragments fragments(zero);
     fragments.read(chunks.next_stage(), lane);
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
 #pragma unroll 1
         for (int chunk = 0; chunk < work.chunks; ++chunk) {
             chunks.copy();
-            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
-            sums.multiply(fragments, first, lane, [&] { return second; });
+            const char* stage = chunks.stage();
             // Behind the last chunk of the last tile something is read that nobody multiplies.
-            sums.multiply(fragments, second, lane, [&] { return chunks.next_stage(); });
+            const auto next = [&] { return chunks.next_stage(); };
+            if constexpr (G::IS_PACKED) {
+                sums.template multiply<0>(fragments, stage, lane, next);
+                sums.template multiply<1>(fragments, stage, lane, next);
+                sums.template multiply<2>(fragments, stage, lane, next);
+                sums.template multiply<3>(fragments, stage, lane, next);
+            } else {
+                const char* second = stage + G::STEP_BYTES;
+                sums.template multiply<0>(fragments, stage, lane, [&] { return second; });
+                sums.template multiply<1>(fragments, second, lane, next);
+            }
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {
-            using Half = Geometry<1, G::COLUMN_TILES / 2, 2 * G::ROW_WARPS, 2 * G::COLUMN_WARPS, REGISTERS, G::PAIRED,
-                                  G::ADAPTED>;
+            constexpr int HIGH = G::ROW_TILES, WIDE = G::TEAMS / HIGH;  // parts of a warp's tiles
+            using Part = Geometry<1, G::COLUMN_TILES / WIDE, HIGH * G::ROW_WARPS, WIDE * G::COLUMN_WARPS, REGISTERS,
+                                  G::PAIRED, G::ADAPTED, G::SCALES, G::MODE>;
             const int team = threadIdx.x / G::TEAM, warp = threadIdx.x % G::TEAM / 32;
-            const Lane<Half> own(warp % G::ROW_WARPS * 2 + team / 2, warp / G::ROW_WARPS * 2 + team % 2);
-            Sums<Half> joined;
-            sums.template join<Half>(joined, shared);
-            finish<T, Half>(joined, own, bias, output, place, linear, rows);
+            const Lane<Part> own(warp % G::ROW_WARPS * HIGH + team / WIDE, warp / G::ROW_WARPS * WIDE + team % WIDE);
+            Sums<Part> joined;
+            sums.template join<Part>(joined, shared);
+            if constexpr (G::IS_PACKED) turn<Part>(joined);
+            finish<T, Part>(joined, own, bias, output, place, linear, rows);
         } else {
             sums.end();
+            if constexpr (G::IS_PACKED) turn<G>(sums.total);
             finish<T, G>(sums.total, lane, bias, output, place, linear, rows);
         }
     }
@@ -295,11 +269,11 @@ __device__ __forceinline__ void multiply(
 
 #define PROMPT_KERNEL(NAME)                                                                                            \
     template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int COLUMN_WARPS, int BLOCKS, int TOTALS,    \
-              bool ADAPTED>                                                                                            \
+              bool ADAPTED, int SCALES = 0, int MODE = 0>                                                              \
     __global__ void __launch_bounds__(32 * ROW_WARPS * COLUMN_WARPS * (TOTALS == JOINED ? GROUPS : 1), BLOCKS) NAME(   \
-        const __grid_constant__ TiledLinear arguments, bool waits)
+        const __grid_constant__ TiledLinear arguments)
 #define PROMPT_GEOMETRY(PAIRED)                                                                                        \
-    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED>;                     \
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED, SCALES, MODE>;       \
     const Linear& linear = arguments.linear;                                                                           \
     const T *weight = static_cast<const T*>(linear.weight), *bias = static_cast<const T*>(linear.bias)
 
@@ -307,27 +281,27 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
-    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, weight, linear.rows, bias, output);
 }
 
 // output = activation(input weight^T + bias), rounded
 PROMPT_KERNEL(activated) {
     PROMPT_GEOMETRY(false);
     const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
-    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, weight, linear.rows, bias, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 PROMPT_KERNEL(gate_up) {
     PROMPT_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, weight, linear.rows, bias, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
 PROMPT_KERNEL(linear_residual) {
     PROMPT_GEOMETRY(false);
-    multiply<T, G>(arguments, waits, weight, linear.rows, bias, residual_output<T>(arguments));
+    multiply<T, G>(arguments, weight, linear.rows, bias, residual_output<T>(arguments));
 }
 
 // The products of LoRA adapters' A, which the kernels above take; the next launch's are cleared.
@@ -335,7 +309,7 @@ PROMPT_KERNEL(low_products) {
     PROMPT_GEOMETRY(false);
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
-    multiply<T, G>(arguments, false, weight, adapters.all_low_rows(), bias, LowOutput<T>{adapters, 0.f});
+    multiply<T, G>(arguments, weight, adapters.all_low_rows(), bias, LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }
 #undef PROMPT_KERNEL

@@ -16,16 +16,18 @@ from edgellm.kernels.decode.contract import STEP, LinearWeights
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TiledLinear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
-from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, Launch
+from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout, PackedMatrix
 
-#: The most rows of activations, and stages of a ring, each of 64 columns; bytes of a row in a step of 32.
-MAX_PROMPT_ROWS, _MOST_STAGES, _ROW_BYTES = 65_536, 4, 2 * STEP
+#: The most rows of activations, and stages of a ring; columns of a stage of dense weights; bytes of a row in a step.
+MAX_PROMPT_ROWS, _MOST_STAGES, _DENSE_COLUMNS, _ROW_BYTES = 65_536, 4, 64, 2 * STEP
 #: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
 _KEPT_BYTES, _SHARED = 1024, 128
 #: Clocks of a tile beside its steps, and of each of its outputs; clocks that a step takes at least, and by how much
 #: longer it takes where four warps on a multiprocessor hide less of each other's reads.
 _TILE_CLOCKS, _OUTPUT_CLOCKS, _LATENCY, _FEW_WARPS = 1500, 0.2, 250, 1.4
+#: Instructions of a warp: for a step of eight packed weight rows, to add a tile's sums of a slice, and beside these.
+_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = 12, 2, 25
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
@@ -36,6 +38,7 @@ class PromptTiling(NamedTuple):
 
     A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows. `totals`: where sums of
     groups of slices are added: in registers, in shared memory, or by teams of warps, one for each group, that join.
+    `block_bytes`: of packed weights, see `DeviceLayout`; 0: weights are dense.
     """
 
     row_tiles: int
@@ -44,6 +47,7 @@ class PromptTiling(NamedTuple):
     column_warps: int
     blocks: int
     totals: int
+    block_bytes: int = 0
 
     @property
     def rows(self) -> int:
@@ -67,8 +71,15 @@ class PromptTiling(NamedTuple):
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of 64 columns of weights and activations for each team."""
-        return 2 * (self.rows + self.weight_rows) * _ROW_BYTES * self.teams
+        """Bytes of 64 columns of weights and activations for each team, or of a block's columns of packed weights."""
+        columns = BLOCK_COLUMNS if self.block_bytes else _DENSE_COLUMNS
+        return (self.rows * _ROW_BYTES + self._step_bytes(self.weight_rows)) * columns // STEP * self.teams
+
+    def _step_bytes(self, weight_rows: int) -> int:
+        """Bytes of so many weight rows, of a step of columns."""
+        if self.block_bytes:
+            return weight_rows // BLOCK_ROWS * self.block_bytes * STEP // BLOCK_COLUMNS
+        return weight_rows * _ROW_BYTES
 
     def shared_bytes(self, stages: int) -> int:
         """Bytes of a block's ring, and of its sums."""
@@ -93,13 +104,22 @@ class PromptTiling(NamedTuple):
         tiles, at_once = self.tiles(batch, weight_rows), gpu.multiprocessors * self.resident(self.stages(gpu), gpu)
         return (tiles if self.totals == JOINED else min(tiles, at_once)), 1, 1
 
+    def _issued(self) -> float:
+        """Instructions of a step of packed weights, of all warps; of dense ones they limit nothing."""
+        tiles = self.row_tiles * self.column_tiles
+        own = (
+            2 * tiles + _ADDITIONS * tiles + 2 * self.row_tiles + _DEQUANTIZES * self.column_tiles + _STEP_INSTRUCTIONS
+        )
+        return self.threads // 32 * own if self.block_bytes else 0
+
     def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity) -> float:
         """Clocks of `batch` rows of activations times a matrix [weight_rows, columns]."""
         warps, own = self.threads // 32, -(-self.tiles(batch, weight_rows) // gpu.multiprocessors)
-        fragments = warps * (16 * self.row_tiles + 8 * self.column_tiles)
-        shared = (fragments + self.teams * (self.rows + self.weight_rows)) * _ROW_BYTES / _SHARED
+        fragments = warps * (16 * self.row_tiles * _ROW_BYTES + self._step_bytes(8 * self.column_tiles))
+        copied = self.teams * (self.rows * _ROW_BYTES + self._step_bytes(self.weight_rows))
         products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
-        step = max(shared, products) + 0.3 * min(shared, products)
+        spans = sorted(((fragments + copied) / _SHARED, products, self._issued() / 4))
+        step = spans[-1] + 0.3 * spans[-2]
         beside = min(own, self.resident(self.stages(gpu), gpu))
         steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
         step *= _FEW_WARPS if warps * beside <= 4 else 1
@@ -118,24 +138,43 @@ TILINGS = (
     PromptTiling(1, 4, 2, 2, 3, REGISTERS),
 )
 
+#: Those of packed weights: few warps make values of the same codes, which four weight tiles of a warp leave room for.
+PACKED_TILINGS = (
+    PromptTiling(4, 4, 2, 4, 1, SHARED),
+    PromptTiling(4, 4, 1, 4, 2, SHARED),
+    PromptTiling(2, 4, 2, 4, 1, REGISTERS),
+    PromptTiling(4, 4, 1, 2, 1, JOINED),
+    PromptTiling(2, 4, 2, 2, 2, REGISTERS),
+    PromptTiling(2, 4, 1, 2, 1, JOINED),
+    PromptTiling(2, 2, 1, 4, 3, REGISTERS),
+)
 
-def prompt_tilings(gpu: Capacity) -> list[PromptTiling]:
-    """All tilings whose blocks find room in a GPU's shared memory; at least one."""
-    return [tiling for tiling in TILINGS if tiling.resident(2, gpu)]
+
+def prompt_tilings(gpu: Capacity, block_bytes: int = 0) -> list[PromptTiling]:
+    """All tilings whose blocks find room in a GPU's shared memory; at least one. `block_bytes`: of packed weights."""
+    every = [each._replace(block_bytes=block_bytes) for each in PACKED_TILINGS] if block_bytes else TILINGS
+    return [tiling for tiling in every if tiling.resident(2, gpu)]
 
 
 @cache
-def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity) -> PromptTiling:
+def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity, block_bytes: int = 0) -> PromptTiling:
     """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]."""
-    return min(prompt_tilings(gpu), key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu))
+    tilings = prompt_tilings(gpu, block_bytes)
+    return min(tilings, key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu))
 
 
 @cache
 def prompt_kernel(
-    name: str, dtype: str, tiling: PromptTiling, stages: int, adapted: bool = False, activation: int = NO_ACTIVATION
+    name: str,
+    dtype: str,
+    tiling: PromptTiling,
+    stages: int,
+    adapted: bool = False,
+    activation: int = NO_ACTIVATION,
+    packed: tuple[int, int] | None = None,
 ) -> Kernel:
     """A kernel of linear.cu with a ring of so many stages; `adapted`: with LoRA adapters; `activation`: of each
-    element, by its number, of `activated` alone."""
+    element, by its number, of `activated` alone; `packed`: `DeviceLayout.scales` and `mode` of weights that are."""
     macros = (
         *ACTIVATION_MACROS,
         ("HOST_ACTIVATION", activation),
@@ -143,19 +182,25 @@ def prompt_kernel(
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
     )
-    sizes = [int(each) for each in (*tiling, adapted)]
+    sizes = [int(each) for each in (*tiling[:6], adapted, *(packed or ()))]
     expression = f"prefill::{name}<{CUDA_TYPES[dtype]}, {', '.join(map(str, sizes))}>"
     module = "-".join(map(str, ("prefill", name, dtype, *sizes, stages, *[activation] * (name == "activated"))))
     return Kernel(ModuleSource(module, ("prefill/linear.cu",), (expression,), (*MACROS, *macros)), expression)
 
 
+def packed_prompt_kernel(
+    name: str, layout: DeviceLayout, tiling: PromptTiling, stages: int, adapted: bool = False
+) -> Kernel:
+    """`prompt_kernel` over packed weights of a layout; `tiling` need not say of how many bytes their blocks are."""
+    tiling = tiling._replace(block_bytes=layout.block_bytes)
+    return prompt_kernel(name, layout.compute, tiling, stages, adapted, packed=(layout.scales, layout.mode))
+
+
 class CudaPromptLinear(CudaTiledKernels):
-    """The kernels for one GPU, stream and dtype: methods and results of `CudaTiledKernels`, of 1 to 65,536 rows, for
-    dense weights alone.
+    """The kernels for one GPU, stream and dtype: methods and results of `CudaTiledKernels`, of 1 to 65,536 rows.
 
     Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
-    needs it. `tiling`: other than the fastest. Weights that are not `made` are read before the launch before has
-    finished.
+    needs it. `tiling`: other than the fastest. Weights are read before the launch before has finished.
     """
 
     most_rows = MAX_PROMPT_ROWS
@@ -167,10 +212,11 @@ class CudaPromptLinear(CudaTiledKernels):
         arguments.activation = activation
         return self._launch("activated", x, linear, arguments)
 
-    def load(self, name: str, rows: int, weight: tuple[int, int], adapted: bool = False) -> None:
-        """Compile and load what the method `name` needs for so many rows times a weight of this shape."""
-        tiling = prompt_tiling(rows, *weight, self.gpu)
-        self.module.load(prompt_kernel(name, self.dtype, tiling, tiling.stages(self.gpu), adapted).source)
+    def load(
+        self, name: str, rows: int, weight: tuple[int, int], adapted: bool = False, packed: DeviceLayout | None = None
+    ) -> None:
+        """Compile and load what the method `name` needs for so many rows times a weight of this shape, or `packed`."""
+        self.module.load(self._kernel(name, rows, weight, adapted, packed)[0].source)
 
     def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
         """See `NumpyTiledKernels.low_products`; what a layer with adapters takes in any case."""
@@ -182,25 +228,43 @@ class CudaPromptLinear(CudaTiledKernels):
     def _launch(
         self, name: str, x: DeviceArray, linear: LinearWeights, arguments: TiledLinear, tiling: Any = None
     ) -> Launch:
-        if linear.is_packed:
-            raise KernelError("prompts take dense weights: dequantize packed ones first")
+        if isinstance(linear.weight, PackedMatrix):
+            self._check_packed(name, linear.weight.layout)
         name, adapted = name.replace("selected", "linear"), linear.adapters is not None
-        return self._prompt_launch(name, linear.weight, arguments, adapted, tiling, linear.made)
+        return self._prompt_launch(name, linear.weight, arguments, adapted, tiling)
 
     def _prompt_launch(
         self,
         name: str,
-        weight: DeviceArray,
+        weight: DeviceArray | PackedMatrix,
         arguments: TiledLinear,
         adapted: bool = False,
         tiling: PromptTiling | None = None,
-        made: bool = False,
     ) -> Launch:
         """The launch of a kernel over all rows of a weight."""
-        batch, (every_row, columns) = arguments.linear.batch, weight.shape
-        tiling = tiling or self.tiling or prompt_tiling(batch, every_row, columns, self.gpu)
+        batch, activation = arguments.linear.batch, arguments.activation if name == "activated" else NO_ACTIVATION
+        layout, (every_row, columns) = weight.layout if isinstance(weight, PackedMatrix) else None, weight.shape
+        sizes, tiling = (every_row, columns), tiling or self.tiling
+        kernel, tiling = self._kernel(name, batch, sizes, adapted, layout, tiling, activation)
         stages = arguments.stages = tiling.stages(self.gpu)
-        activation = arguments.activation if name == "activated" else NO_ACTIVATION
-        kernel = prompt_kernel(name, self.dtype, tiling, stages, adapted, activation)
-        grid, given = tiling.grid(batch, every_row, self.gpu), (arguments, ctypes.c_bool(made))
-        return Launch(self.module, kernel, grid, tiling.threads, tiling.shared_bytes(stages), given)
+        grid = tiling.grid(batch, every_row, self.gpu)
+        return Launch(self.module, kernel, grid, tiling.threads, tiling.shared_bytes(stages), (arguments,))
+
+    def _kernel(
+        self,
+        name: str,
+        rows: int,
+        weight: tuple[int, int],
+        adapted: bool,
+        layout: DeviceLayout | None,
+        tiling: PromptTiling | None = None,
+        activation: int = NO_ACTIVATION,
+    ) -> tuple[Kernel, PromptTiling]:
+        """A kernel and its tiling, the fastest if none is given, or one for packed weights though this one is not."""
+        block_bytes = 0 if layout is None else layout.block_bytes
+        if tiling is None or (layout is None and tiling.block_bytes):
+            tiling = prompt_tiling(rows, *weight, self.gpu, block_bytes)
+        stages = tiling.stages(self.gpu)
+        if layout is not None:
+            return packed_prompt_kernel(name, layout, tiling, stages, adapted), tiling
+        return prompt_kernel(name, self.dtype, tiling, stages, adapted, activation), tiling

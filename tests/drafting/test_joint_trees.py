@@ -197,7 +197,7 @@ class Takes:
     def __init__(self, joint: bool = True) -> None:
         self._joint = joint
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         return self._joint or not plan.is_joint
 
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_executor
+from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
@@ -46,12 +47,12 @@ def prepare(
 ) -> str:
     """Let the engine of a shape prepare its launches, on weights that are `packed` or dense; its name."""
     limit, recurrent = module.shared_limit, CudaRecurrent(module)
-    executor, _ = kernel_executor(config, shape, dtype, limit, packed=packed)
-    if executor is not None:
+    choice, _ = kernel_choice(config, shape, dtype, limit, packed=packed)
+    if choice is not None:
         few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
         prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
         kernels = StepKernels(few, many, recurrent=recurrent, **prompts)
-        engine: Any = KernelEngine(kernels, executor, config, shape, dtype, limit, packed)
+        engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed)
     else:
         program = model_program(config, shape)
         engines: Any = {
@@ -61,4 +62,4 @@ def prepare(
         engine = SplitEngine(CudaPrefill(module), program, engines, dtype, packed, recurrent)
     engine.attach(DEVICE, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
     engine.load_kernels(dict.fromkeys(engine.tensor_names) | packed)
-    return "kernels" if executor is not None else "split"
+    return "kernels" if choice is not None else "split"

@@ -11,9 +11,9 @@ from device_bits import from_bits, relative, rounded, to_bits
 from gpu_device import cuda_device
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.adapted_projections import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
@@ -302,7 +302,7 @@ def step_shape(arrays: dict[str, np.ndarray], rows: int, prefills: bool = False)
 
 
 class Loaded:
-    """An engine bound to device copies of `arrays`, by an `executor` where it is not to be the fastest."""
+    """An engine bound to device copies of `arrays`, by the implementation `way` where it is not to be the fastest."""
 
     def __init__(
         self,
@@ -311,15 +311,14 @@ class Loaded:
         shape: EngineShape,
         arrays: dict[str, np.ndarray],
         dtype: str,
-        executor: type[FewRows] | None = None,
+        way: type | None = None,
     ) -> None:
         self.gpu, self.dtype = gpu, dtype
         limit, program = gpu.kernel_module.shared_limit, model_program(config, shape)
-        fastest, reason = kernel_executor(config, shape, dtype, limit)
-        executor = executor or fastest
-        assert executor is not None, reason
+        choice, reason = kernel_choice(config, shape, dtype, limit, only=(way,) if way else ())
+        assert choice is not None, reason
         kernels = step_kernels(gpu.kernel_module, dtype, program.attentions[0].heads[2])
-        self.engine = KernelEngine(kernels, executor, config, shape, dtype, limit)
+        self.engine = KernelEngine(kernels, choice, config, shape, dtype)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)

@@ -100,6 +100,14 @@ def assert_same_in_every_order(
         assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
 
 
+def capturing_before(runtime: SpecDecodeRuntime, prompts: Iterable[Any]) -> Iterator[Any]:
+    """The prompts; before each, some steps are captured behind what the slots hold."""
+    for number, prompt in enumerate(prompts):
+        captured = [runtime.idle() for _ in range(2)]
+        assert number > 2 or all(captured), "everything was captured before"
+        yield prompt
+
+
 def tokens_reused(
     runtime: SpecDecodeRuntime,
     cold: Cold,

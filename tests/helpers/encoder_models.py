@@ -101,8 +101,8 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
 
 def expected_outputs(config: VisionConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What NumPy's operations give, by name."""
-    engine, bound = NumpyEngine(config, shape), dict(arrays)
-    outputs = model_program(config, shape).outputs
+    program, bound = model_program(config, shape), dict(arrays)
+    engine, outputs = NumpyEngine(program), program.outputs
     engine.bind(bound | {name: np.zeros(size, np.float32) for name, (size, _) in outputs.items()})
     engine.enqueue()
     return {name: engine._bindings[name] for name in outputs}

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
@@ -42,14 +42,12 @@ class _Float32Engine(KernelEngine):
 
 
 def numpy_kernel_engine(
-    config: ModelConfig,
-    shape: EngineShape,
-    executor: type[FewRows] | None = None,
-    packed: Mapping[str, DeviceLayout] | None = None,
+    config: ModelConfig, shape: EngineShape, way: type | None = None, packed: Mapping[str, DeviceLayout] | None = None
 ) -> KernelEngine:
-    """An engine on the twins, by an `executor` of the caller's choice, or by the fastest; `packed` weights by name."""
+    """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
+    by name."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), any_rows=many, prefill=NumpyPrefill())
-    executor = executor or kernel_executor(config, shape, "float16", _SHARED_LIMIT)[0]
-    assert executor is not None
-    return _Float32Engine(kernels, executor, config, shape, "float16", _SHARED_LIMIT, packed)
+    choice, reason = kernel_choice(config, shape, "float16", _SHARED_LIMIT, packed=packed, only=(way,) if way else ())
+    assert choice is not None, reason
+    return _Float32Engine(kernels, choice, config, shape, "float16", packed)

@@ -135,10 +135,10 @@ class RoundedBackend(NumpyBackend):
         return {name: rounded(values, self._dtype) for name, values in weights.items()}
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
-        config = self._configs[shape.model]
-        engine = NumpyEngine(config, shape)
+        program = model_program(self._configs[shape.model], shape)
+        engine = NumpyEngine(program)
         operations = RoundedOperations(engine._bindings, engine._bindings, self._dtype)
-        engine._graph = ProgramGraph(operations, model_program(config, shape))
+        engine._graph = ProgramGraph(operations, program)
         return engine
 
 

@@ -6,6 +6,7 @@ import decimal
 import fractions
 import math
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,17 @@ def _nested() -> Iterator[Any]:
     yield endless
     yield {"a": endless}
     yield [{"role": "assistant", "content": "x", "tool_calls": endless}]
+    yield _deep()
+    yield [{"role": "user", "content": _deep()}]
+
+
+@cache
+def _deep() -> list[Any]:
+    """Made once: it takes longer than refusing it does."""
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    yield deep
-    yield [{"role": "user", "content": deep}]
+    return deep
 
 
 def wrong_values() -> Iterator[Any]:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hostile_schemas import chain
+from costly_schemas import chain
 from http_server import ServerProcess
 
 

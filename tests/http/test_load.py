@@ -121,7 +121,7 @@ KINDS = ("answered", "broken off", "read slowly", "nonsense")
 
 
 @pytest.mark.parametrize(
-    "seconds", [4, pytest.param(20, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.slow)]
+    "seconds", [2, pytest.param(20, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.slow)]
 )
 def test_clients_of_all_kinds(llm: LLM, seconds: int) -> None:
     """For so long, and until clients of each kind have come; prints a line of what was seen (pytest -s)."""

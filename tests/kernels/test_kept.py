@@ -28,6 +28,7 @@ from edgellm.kernels.kept import (
     write_cubin,
 )
 from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.made import COMPILED, LOADED, Made
 
 COMMAND = "edgellm build robot --target sm_87"
 
@@ -279,10 +280,11 @@ def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
         return CompiledModule(b"new " + source.name.encode(), {}, (13, 0))
 
     monkeypatch.setattr(compilations, "compiled_now", compile_one)
-    kept = KeptKernels(gpu(), [write(tmp_path, [source("kept")])], COMMAND)
-    module = KernelModule(gpu(), SimpleNamespace(handle=0), kept)
+    kept, made = KeptKernels(gpu(), [write(tmp_path, [source("kept")])], COMMAND), Made()
+    module = KernelModule(gpu(), SimpleNamespace(handle=0), kept, made)
     module.driver = driver = Driver()
-    new, other, unused = source("new"), source("other"), source("unused")
+    module.load_prepared = (by_pycuda := []).append
+    new, other, early = source("new"), source("other"), source("early")
     with module.side_by_side(waits=False):
         module.load(new)
         with module.side_by_side():  # the outermost alone waits
@@ -290,12 +292,13 @@ def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
             assert module.function(Kernel(new, "f<1>"), 0) is None
     assert driver.loaded == [b"\x7fELFkept"]
     with module.side_by_side():
-        module.prepare(unused)
+        module.prepare(early)
         assert module.function(Kernel(other, "f<1>"), 0) is None
         with pytest.raises(KernelError, match="bytes of shared memory"):
             module.function(Kernel(other, "f<1>"), 1 << 20)
         goes_on.set()
     assert sorted(driver.loaded) == [b"new new", b"new other", b"\x7fELFkept"]
+    assert by_pycuda == [early]
+    assert (made.counts[COMPILED], made.counts[LOADED]) == (3, len(driver.loaded))
     assert module.function(Kernel(other, "f<1>"), 0) == b"new otherf<1>"
-    assert module.function(Kernel(unused, "f<1>"), 0) == b"new unusedf<1>"
-    assert len(driver.loaded) == 4
+    assert made.counts[LOADED] == len(driver.loaded)

@@ -19,7 +19,14 @@ from edgellm.kernels.compiler import (
 )
 from edgellm.kernels.decode.linear import linear_kernel
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from tools.deploy.kernel_modules import decode_sources, encoder_sources, every_source, other_sources, recurrent_sources
+from tools.deploy.kernel_modules import (
+    decode_sources,
+    encoder_sources,
+    every_source,
+    other_sources,
+    packed_prompt_sources,
+    recurrent_sources,
+)
 
 try:
     nvrtc.find_nvrtc()
@@ -79,6 +86,7 @@ def each_once() -> list[tuple[str, list[ModuleSource]]]:
         ("sm_87", kinds(other_sources("float16"))),
         ("sm_90", [*decode, *recurrent[::2]]),
         ("sm_120", [*encoder, *recurrent[1::2]]),
+        ("sm_110", kinds(packed_prompt_sources("bfloat16"))),
     ]
 
 

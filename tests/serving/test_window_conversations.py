@@ -15,12 +15,14 @@ from drafted_conversations import (
     SAMPLED,
     Cold,
     assert_same_in_every_order,
+    capturing_before,
     cold,
     drafting_freely,
     giving_way,
     text_request,
     tokens_reused,
 )
+from fixed_shape_backend import FixedShapeBackend
 from tiny_families import WINDOWED
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
@@ -202,3 +204,12 @@ def test_batches_in_every_order(
     monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     prompts = [PROMPT, [*PROMPT[:140], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
     assert_same_in_every_order(runtime, cold, prompts, 5)
+
+
+def test_captures_between_answers_change_no_token(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step runs once, behind the rows of idle slots: in a window it takes the oldest."""
+    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory, executor: FixedShapeBackend(directory))
+    monkeypatch.setattr("edgellm.runtime.CAPTURED_AT_ONCE", 2)
+    with SpecDecodeRuntime(engines, drafting=MODES["tree"]) as runtime:
+        monkeypatch.undo()
+        assert tokens_reused(runtime, cold, capturing_before(runtime, list(random_prompts(cold, 8, 10)))) > 100

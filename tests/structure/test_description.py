@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 import pytest
-from hostile_schemas import rules
+from costly_schemas import rules
 from processor_time import within_seconds
 from random_answers import random_answer
 from wrong_values import wrong_values

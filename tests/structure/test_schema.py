@@ -6,7 +6,7 @@ import re
 
 import jsonschema
 import pytest
-from hostile_schemas import chain, objects_of_one_another, patterns
+from costly_schemas import chain, objects_of_one_another, patterns
 from processor_time import within_seconds
 from random_answers import random_answer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from byte_level_tokenizer import END, byte_level
-from hostile_schemas import chain, lark_grammar, patterns, patterns_of_a_property, rules, schema_grammar
+from costly_schemas import chain, lark_grammar, patterns, patterns_of_a_property, rules, schema_grammar
 
 from edgellm.errors import EngineError, RequestError
 from edgellm.structure import trial

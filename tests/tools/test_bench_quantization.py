@@ -110,6 +110,7 @@ def test_what_quantizing_may_cost_the_shipped_model(tokenizer: Tokenizer) -> Non
     assert all(each["margin"] <= 0.5 for each in found[KV_CACHE]["differences"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zeros", "most"), [(False, 0.85), (True, 0.95)], ids=["symmetric", "zero points"])
 def test_errors_of_a_layer_on_other_texts(tokenizer: Tokenizer, zeros: bool, most: float) -> None:
     """Of the shipped model's second layer, beside plain rounding: all of its linear layers, and what it adds."""

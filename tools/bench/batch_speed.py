@@ -76,7 +76,7 @@ def step_milliseconds(runner: DecodingRunner, prompts: list[list[int]], steps: i
             base.start(slot, prompt, 0, SamplingValues()).wait()
         for _ in range(3):
             base.decode(batch).wait()
-        (step,) = next(launches for key, launches in base._steps.captures.items() if key[0] == batch)
+        (step,) = next(launches for key, launches in base.steps.captures.items() if key[0] == batch)
         spans.append(gpu_milliseconds(runner.backend.stream, step, steps, series=1))
         for slot in range(batch):
             base.stop(slot)

@@ -38,8 +38,8 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
-from edgellm.engines.model.program import Attention, Stateful, Step
 from edgellm.engines.model.states import WindowRows, state_bytes
+from edgellm.engines.model.steps import Attention, Stateful, Step
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.quantization.device_layout import DeviceLayout

@@ -10,9 +10,10 @@ What counts: distinct functions and methods of the package by their code, once e
 however often they are called and a generator is resumed; and the files they stand in. What does not: lambdas,
 comprehensions and generator expressions, which belong to the function around them; what dataclasses and named tuples
 generate, the standard library, NumPy and other packages. `--list` shows the functions in the order of their first call
-with their calls. `--sizes` counts besides the lines of Python and CUDA of each folder, and the functions with more than
-8 parameters, *args and **kwargs counted, self not. All that goes to a file with `--record`, and is printed beside a
-recorded one with `--against`: then the program fails where a walk has grown.
+with their calls. `--sizes` counts besides the lines of Python and CUDA of each folder, the functions with more than 8
+parameters, *args and **kwargs counted, self not, and the places that ask `isinstance` for a kind of step, which the
+table of steps is to answer. All that goes to a file with `--record`, and is printed beside a recorded one with
+`--against`: then the program fails where a walk has grown.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import edgellm.engines
 import edgellm.kernels
 import edgellm.multimodal
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.model.steps import Step
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
@@ -129,6 +131,18 @@ def functions_of_many_parameters() -> list[str]:
     return found
 
 
+def questions_of_steps() -> list[str]:
+    """Calls of `isinstance` for kinds of steps: file and place."""
+    kinds = {each.__name__ for each in Step.__subclasses__()} | {"Stateful"}
+    found = []
+    for path, place in _sources(".py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                asked = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                found += [f"{place}:{node.lineno}"] if asked & kinds else []
+    return found
+
+
 def _sources(*suffixes: str) -> list[tuple[Path, str]]:
     """The product's files, each once, and where they stand: the folder's package and the path in there."""
     found: dict[Path, str] = {}
@@ -148,6 +162,8 @@ def print_beside(figures: dict[str, Any], before: dict[str, Any]) -> list[str]:
             print(f"  {folder:34} {now.get(folder, 0):7,} {now.get(folder, 0) - then.get(folder, 0):+6,}")
     many, were = len(figures["many_parameters"]), len(before["many_parameters"])
     print(f"functions with more than {PARAMETERS} parameters: {many} ({were} before)")
+    many, were = len(figures["questions_of_steps"]), len(before.get("questions_of_steps", ()))
+    print(f"places that ask for a kind of step: {many} ({were} before)")
     return [
         f"{name}: {found} {what}, {before['walks'][name][what]} before"
         for name, walk in figures["walks"].items()
@@ -164,7 +180,12 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="a recorded file to print beside, which no walk may outgrow")
     parser.add_argument("--record", type=Path, help="write what was counted to a file")
     arguments = parser.parse_args()
-    figures: dict[str, Any] = {"walks": {}, "lines": lines_of_code(), "many_parameters": functions_of_many_parameters()}
+    figures: dict[str, Any] = {
+        "walks": {},
+        "lines": lines_of_code(),
+        "many_parameters": functions_of_many_parameters(),
+        "questions_of_steps": questions_of_steps(),
+    }
     for name, drafting in (("plain decode step", False), ("EAGLE round", True)):
         walk = walk_of_round(drafting)
         found = {"functions": len(walk.calls), "files": len(walk.files), "calls": walk.calls.total()}
@@ -177,7 +198,7 @@ def main() -> None:
     if arguments.record:
         arguments.record.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if arguments.sizes and arguments.list:
-        print("\n".join(figures["many_parameters"]))
+        print("\n".join([*figures["many_parameters"], *figures["questions_of_steps"]]))
     if arguments.sizes or arguments.against:
         before = json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else figures
         if grown := print_beside(figures, before):

@@ -269,11 +269,10 @@ def rings_of(gpu: GPU) -> list[Ring]:
 
 @contextmanager
 def _some_context() -> Iterator[None]:
-    """A context like that of every backend, the one that is current where there is one."""
-    from cuda.bindings import driver
+    """A context like that of every backend, the one that pycuda knows as current where there is one."""
+    import pycuda.driver as cuda
 
-    status, current = driver.cuCtxGetCurrent()
-    if status == driver.CUresult.CUDA_SUCCESS and int(current):
+    if cuda.Context.get_current() is not None:
         yield
         return
     device = CudaDevice()

@@ -118,7 +118,7 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         engine = runner._engine(shape, slice(0, 1))
         results["decode_executor"] = executor_name(engine)
         bare = backend.capture(engine.enqueue, "the bare engine")
-        ((step,),) = runner._steps.captures.values()
+        ((step,),) = runner.steps.captures.values()
         committed = int(backend.read(runner._state.kvcache_start_index[:1]).wait()[0])
         results["loop_committed_rows"] = [committed, committed + REPEATS]
 

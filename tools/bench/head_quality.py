@@ -35,7 +35,7 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.decoder import decoder_program, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import NormLinear
+from edgellm.engines.model.steps import NormLinear
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.text.tokenizer import Tokenizer
 from tools.demo_model.evaluate import evaluation_items

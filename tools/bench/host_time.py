@@ -140,7 +140,7 @@ class ImitatedRunner:
         self._machine.launch(0.0), self._machine.launch(0.0)  # masks
         return self._emitted(self._machine.launch(CHOICE * seconds), count, plan)
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Everything."""
         return True
 

@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
-from hostile_schemas import chain, lark_grammar, objects_of_one_another, patterns, patterns_of_a_property, rules
-from hostile_schemas import schema_grammar as as_grammar
+from costly_schemas import chain, lark_grammar, objects_of_one_another, patterns, patterns_of_a_property, rules
+from costly_schemas import schema_grammar as as_grammar
 from made_vocabulary import MadeVocabulary
 from provenance import provenance
 

@@ -31,8 +31,9 @@ from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
-from edgellm.engines.families.programs import model_program
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
@@ -234,16 +235,16 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             scale = 1500 if dtype == "int8" else 1
             arrays[name] = bench.array(shape, "float16" if dtype == "compute" else dtype, scale)
             arrays[PRESENT + name] = arrays[name]
-        for executor in (FewRows, ManyRows):
+        for kind, only in (("step", (FewRows,)), ("tiled step", (ManyRows,)), ("chosen step", ())):
             phase = "decode" if rows == 1 else "verify"
             shape = EngineShape(phase, 1, rows, capacity, capacity, rows, kv_cache=kv_cache)
-            name = f"{'step' if executor is FewRows else 'tiled step'}, {context} {kv_cache}"
-            refusal = executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit)
-            if refusal is not None:
+            name, limit, gpu = f"{kind}, {context} {kv_cache}", bench.module.shared_limit, bench.tiled.gpu
+            choice, refusal = kernel_choice(LLAMA, shape, "float16", limit, gpu, only=only)
+            if choice is None or (only and not any(isinstance(each, only) for each in choice.implementations)):
                 print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
                 continue
-            kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
-            engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
+            kernels = StepKernels(bench.kernels, bench.tiled, gpu)
+            engine = KernelEngine(kernels, choice, LLAMA, shape, "float16")
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, capacity), "bool")
             bench.device.upload(mask, np.arange(capacity) <= context + np.arange(rows)[None, None, :, None] % 7)

@@ -32,9 +32,9 @@ from kernel_speed import LLAMA, Bench
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter, LoraPair
@@ -74,8 +74,8 @@ def step_milliseconds(runner: BaseEngineRunner, name: str | None) -> dict[str, f
         runner.start(0, PROMPT, 0, SamplingValues()).wait()
         for _ in range(3):
             runner.decode(1).wait()
-        captures = runner._steps.captures
-        (step,) = captures[next(key for key in captures if key[0] == 1 and key[3] == (name is not None))]
+        captures = runner.steps.captures
+        (step,) = captures[next(key for key in captures if key[0] == 1 and key[2] == (name is not None))]
         spans.append(gpu_milliseconds(stream, step, 50, series=1))
         runner.stop(0)
 
@@ -143,11 +143,11 @@ class Steps:
     def engine(self, shape: EngineShape, taken: bool) -> KernelEngine:
         """An engine that has run once; `taken`: every sequence takes an adapter, each another one."""
         bench, batch, rows = self.bench, shape.batch, shape.tokens
-        executor, reason = kernel_executor(LLAMA, shape, "float16", bench.module.shared_limit, bench.tiled.gpu)
-        if executor is None:
+        choice, reason = kernel_choice(LLAMA, shape, "float16", bench.module.shared_limit, bench.tiled.gpu)
+        if choice is None:
             raise SystemExit(f"{shape.name} does not run on kernels: {reason}")
         kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
-        engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
+        engine = KernelEngine(kernels, choice, LLAMA, shape, "float16")
         engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
         mask = np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7
         scales = np.arange(batch)[:, None] == np.arange(self.places) if taken else np.zeros((batch, self.places))

@@ -1,10 +1,10 @@
-"""A neighbour of the part of a GPU that is measured: it reads memory on the other multiprocessors, meanwhile.
+"""A neighbour of the part of a GPU that is measured: it keeps memory busy from the other multiprocessors, meanwhile.
 
-A part of a large GPU has far more bandwidth for its arithmetic than a board. Beside readers it has less: so many blocks
-of them read that the part is left the board's own ratio (`boards.py`). They read pieces of 128 bytes, a line of the
-cache, from all over a gigabyte, and count what they get. A launch of them lasts a millisecond and a half, whatever it
-reads: so all end at once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a
-few of those.
+A part of a large GPU has far more bandwidth for its arithmetic than a board. Beside a neighbour it has less: so many
+blocks change words that the part is left the board's own ratio (`boards.py`). Readers cannot press it that far: however
+many there are, the part reads 0.8 TB/s beside them. Each word lies somewhere else in a gigabyte, so memory reads and
+writes 32 bytes of another row for it. A launch of them lasts a millisecond and a half, whatever it does: so all end at
+once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a few of those.
 
 `as_device.py` begins it; it ends with the process.
 """
@@ -25,62 +25,40 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.decode.arguments import MACROS
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-#: Bytes of the memory that is read: a power of two of pieces, far more than caches hold.
-_BYTES, _PIECE = 1 << 30, 128
-#: Of each thread: copies into a ring in two groups, of which one is under way while the other is waited for, and loads.
-_COPIES, _LOADS = 6, 8
-_THREADS = 256
-_SHARED = 2 * _COPIES * _THREADS * 16
+#: Bytes of the memory that is changed: far more than caches hold; of it what a word of 4 bytes moves, there and back.
+_BYTES, _MOVED = 1 << 30, 64
+#: Nanoseconds that a warp rests behind each word; threads of a block.
+_RESTS, _THREADS = 800, 32
 #: Nanoseconds of a launch; launches that are enqueued ahead, so that a host that is busy starves nobody; seconds until
 #: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
 _SETTLES = 2e-9 * _LAUNCH * _AHEAD
 #: The kernel.
-KERNEL = "read_beside"
+KERNEL = "change_beside"
 #: Behind the name of a device that is measured beside a neighbour.
 BESIDE = "+beside"
 #: By how much what is left to the part may be off.
 TOLERANCE = 0.05
 _CODE = r"""
-#include "decode/common.cuh"
-
-extern "C" __global__ void __launch_bounds__(256, 4) read_beside(
-    const char* from, unsigned long long* counted, unsigned nanoseconds) {
-    extern __shared__ __align__(16) char shared[];
-    const unsigned lane = threadIdx.x % 32;
-    const unsigned ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
+extern "C" __global__ void __launch_bounds__(32) change_beside(
+    unsigned* memory, unsigned long long* counted, unsigned nanoseconds) {
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     begin = __shfl_sync(0xffffffffu, begin, 0);
-    // Eight lanes read a piece together.
-    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 32 + threadIdx.x / 8) * 2654435761u) | 1u, turns = 0;
-    const auto next = [&] {
-        place = place * 1664525u + 1013904223u;
-        return from + static_cast<unsigned long long>(place >> (32 - PIECE_BITS)) * PIECE + lane % 8 * 16;
-    };
-    unsigned all = 0;
+    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 32 + threadIdx.x) * 2654435761u) | 1u, turns = 0;
     do {
-        uint4 loaded[LOADS];
-#pragma unroll
-        for (int i = 0; i < COPIES; ++i) decode::copy_async_16(ring + ((turns & 1) * COPIES + i) * 4096, next(), true);
-        decode::commit_copies();
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) loaded[i] = __ldcs(reinterpret_cast<const uint4*>(next()));
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) all ^= loaded[i].x ^ loaded[i].y ^ loaded[i].z ^ loaded[i].w;
-        decode::wait_for_copies<1>();
+        place = place * 1664525u + 1013904223u;
+        atomicAdd(memory + (place >> (32 - PLACE_BITS)), 0u);  // nobody waits for it
         ++turns;
+        __nanosleep(RESTS);  // else a dozen warps keep all of memory busy
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         now = __shfl_sync(0xffffffffu, now, 0);
     } while (now - begin < nanoseconds);
-    decode::wait_for_copies<0>();
-    if (all == 0x9e3779b9u) counted[2] = 1;  // never: the memory is zero
-    if (lane == 0) {
-        atomicAdd(counted, static_cast<unsigned long long>(turns) * (COPIES + LOADS) * 512);
+    if (threadIdx.x == 0) {
+        atomicAdd(counted, static_cast<unsigned long long>(turns) * 32 * MOVED);
         atomicAdd(counted + 1, now - begin);
     }
 }
@@ -88,13 +66,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) read_beside(
 _SOURCE = ModuleSource(
     "neighbour",
     ("neighbour.cu",),
-    macros=(
-        *MACROS,
-        ("COPIES", _COPIES),
-        ("LOADS", _LOADS),
-        ("PIECE", _PIECE),
-        ("PIECE_BITS", (_BYTES // _PIECE).bit_length() - 1),
-    ),
+    macros=(("RESTS", _RESTS), ("MOVED", _MOVED), ("PLACE_BITS", (_BYTES // 4).bit_length() - 1)),
     headers=(("neighbour.cu", _CODE),),
 )
 
@@ -104,14 +76,14 @@ class NeighbourError(Exception):
 
 
 class Counted(NamedTuple):
-    """Bytes that warps have read, and the nanoseconds that each of them took, summed."""
+    """Bytes that warps have moved, and the nanoseconds that each of them took, summed."""
 
     nbytes: int
     nanoseconds: int
 
 
 class Neighbour:
-    """Blocks that read on `rest`, the resource of the multiprocessors beside the part, until the process ends.
+    """Blocks that keep memory busy on `rest`, the multiprocessors beside the part, until the process ends.
 
     None read before `read_with`. A thread launches them, in a context of its own. `target` is what they are to leave
     the part, and `left` what so many blocks left it when that was tried, in GB/s.
@@ -190,8 +162,8 @@ class Neighbour:
         _checked(driver.cuMemsetD8Async(memory, 0, _BYTES, stream))
         _checked(driver.cuMemsetD8Async(self._counters, 0, 32, stream))
         module, kernel = KernelModule(self._gpu, SimpleNamespace(handle=int(stream))), Kernel(_SOURCE, KERNEL)
-        function = module.function(kernel, _SHARED)
-        resident = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, _THREADS, _SHARED))
+        function = module.function(kernel, 0)
+        resident = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, _THREADS, 0))
         self.most_blocks = resident * self._rest.sm.smCount
         given = ctypes.c_void_p(int(memory)), ctypes.c_void_p(int(self._counters)), ctypes.c_uint(_LAUNCH)
         kinds = driver.CUevent_flags
@@ -208,7 +180,7 @@ class Neighbour:
                     self._ends.wait(0.005)
                     continue
                 if blocks not in launches:
-                    launches[blocks] = Launch(module, kernel, (blocks, 1, 1), _THREADS, _SHARED, given)
+                    launches[blocks] = Launch(module, kernel, (blocks, 1, 1), _THREADS, 0, given)
                 if number >= _AHEAD:
                     _checked(driver.cuEventSynchronize(events[number % _AHEAD]))
                 launches[blocks]()

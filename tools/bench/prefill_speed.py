@@ -2,6 +2,7 @@
 
     python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [prompts] [torch] [--as orin]
                                         [--shapes llama-1b llama-8b] [--chunks 512 2048] [--output RESULTS.json]
+                                        [--kernels-only]
 
 Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, with sums that are not in fp32) and
 `packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
@@ -9,8 +10,8 @@ count what causal attention and the linear layers need. Attention's are microsec
 tiling that is taken and of either one. `host` is what the host takes, for a layer to bind its weights
 and to enqueue its engine. `packed`: dequantizing weights of 4 bits, and whole chunks over dense and over packed weights
 by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows; and how far their
-logits are apart. `prompts`: whole chunks by kernels, dense and packed, beside TensorRT between attention, behind 0 and
-2,000 rows. Whole prompts with all that goes with them: `gpu_speed.py prefill`.
+logits are apart. `prompts`: whole chunks by kernels, dense and packed, beside TensorRT between attention (but with
+`--kernels-only`), behind 0 and 2,000 rows. Whole prompts with all that goes with them: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.families.programs import model_program
@@ -233,7 +234,7 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
         compare_logits(bench, f"{name} logits behind {chunk} tokens", engines[1], by_kernels, packed)
 
 
-def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
+def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[int], kernels_only: bool) -> None:
     """Whole steps by kernels, dense and packed, and dense ones by TensorRT between attention, where it is there."""
     program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
     weights, packed, layers = random_weights(bench, program)
@@ -242,7 +243,7 @@ def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[in
         shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
         ways = {"kernels_ms": (kernel_engine(bench, config, shape), weights)}
         ways["packed_ms"] = kernel_engine(bench, config, shape, layouts), packed
-        if find_tensorrt() is not None and chunk > 64:
+        if not kernels_only and find_tensorrt() is not None and chunk > 64:
             program = model_program(config, shape)
             parts = {
                 part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
@@ -328,12 +329,12 @@ def kernel_engine(
 ) -> Any:
     """That of a step, or of a segment of few rows; None for others."""
     module, limit, gpu = bench.module, bench.module.shared_limit, capacity_of(bench.module)
-    executor = kernel_executor(config, shape, "float16", limit, gpu, packed)[0]
-    if executor is None:
+    choice = kernel_choice(config, shape, "float16", limit, gpu, packed)[0]
+    if choice is None:
         return None
     few, many = CudaDecodeKernels(module, "float16", config.head_dim), CudaTiledKernels(module, "float16")
     kernels = StepKernels(few, many, gpu, any_rows=CudaPromptLinear(module, "float16"), prefill=bench.prefill)
-    return KernelEngine(kernels, executor, config, shape, "float16", limit, packed)
+    return KernelEngine(kernels, choice, config, shape, "float16", packed)
 
 
 def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
@@ -391,6 +392,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama-1b"])
     parser.add_argument("--chunks", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
+    parser.add_argument("--kernels-only", action="store_true")
     options = parse(parser)
     bench = Bench()
     for name in options.shapes:
@@ -404,7 +406,7 @@ def main() -> None:
         if "packed" in options.parts:
             time_packed(bench, name, SHAPES[name], options.chunks)
         if "prompts" in options.parts:
-            time_prompts(bench, name, SHAPES[name], options.chunks)
+            time_prompts(bench, name, SHAPES[name], options.chunks, options.kernels_only)
         if "torch" in options.parts:
             time_torch(bench, name, SHAPES[name], options.chunks)
     if options.output:

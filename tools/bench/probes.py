@@ -23,7 +23,7 @@ def executor_name(engine: Any) -> str:
     kernels."""
     if isinstance(engine, SplitEngine):
         return engine.name
-    return engine.executor.name if isinstance(engine, KernelEngine) else "TensorRT"
+    return " and ".join(engine.choice.names) if isinstance(engine, KernelEngine) else "TensorRT"
 
 
 def weight_bytes(

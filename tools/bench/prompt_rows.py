@@ -1,10 +1,11 @@
 """How fast linear layers of a prompt's rows are, in each tiling, beside cuBLAS.
 
-    python tools/bench/prompt_rows.py OUTPUT.json [--rows 65 128 256 512 2048 4000] [--dtype float16]
-    python tools/bench/prompt_rows.py --compile-only sm_87
+    python tools/bench/prompt_rows.py OUTPUT.json [--rows 65 128 256 512 2048 4000] [--dtype float16] [--packed int4]
+    python tools/bench/prompt_rows.py --compile-only sm_87 [--packed int4]
 
 TFLOP/s over the layers of Llama-1B and 8B in CUDA graphs, weights in turns beyond the cache; `chosen` is the tiling
-that a model gets. Needs PyTorch with CUDA. `--compile-only` prints registers and bytes of stack of every kernel for an
+that a model gets, and `dense` what it gets for dense weights where they are `--packed` in groups of 128. Needs PyTorch
+with CUDA. `--compile-only` prints registers and bytes of stack of every kernel for an
 architecture and needs no GPU.
 """
 
@@ -31,15 +32,19 @@ from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.linear import (
+    PACKED_TILINGS,
     REGISTERS,
     SHARED,
     TILINGS,
     CudaPromptLinear,
     PromptTiling,
+    packed_prompt_kernel,
     prompt_kernel,
     prompt_tiling,
     prompt_tilings,
 )
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 #: N and K of the layers of Llama-1B, then of 8B: qkv, output, gate and up, down.
 LAYERS = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336))
@@ -59,10 +64,11 @@ _REGISTERS, _FRAME = 0x0008_2F04, 0x0008_1104
 class Bench:
     """The kernels for one dtype, and memory of PyTorch's, on a stream of its own."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, codes: Codes | None = None) -> None:
+        """`codes`: of packed weights; None: they are dense."""
         import torch
 
-        self.torch, self.dtype = torch, dtype
+        self.torch, self.dtype, self.codes = torch, dtype, codes
         torch.zeros(1, device="cuda")  # the context
         self.stream = torch.cuda.Stream()
         module = KernelModule(find_gpu(), SimpleNamespace(handle=self.stream.cuda_stream))
@@ -71,12 +77,22 @@ class Bench:
     def choices(self) -> list[PromptTiling]:
         """Tilings that fit."""
         gpu = self.kernels.gpu
+        if self.codes is not None:
+            return prompt_tilings(gpu, packed_layout(self.codes, self.dtype, 8, 128).block_bytes)
         return [*prompt_tilings(gpu), *(tiling for tiling in MORE if tiling.resident(2, gpu))]
 
-    def launch(self, tiling: PromptTiling, x: Any, weight: Any, output: Any, gated: bool) -> Launch:
+    def packed(self, weight: Any) -> PackedMatrix:
+        """Other values of as many rows and columns: the bytes of 0.07, over and over, are codes and scales."""
+        assert self.codes is not None
+        layout = packed_layout(self.codes, self.dtype, *weight.shape)
+        data = self.torch.full(layout.shape, 0x2C, device="cuda", dtype=self.torch.uint8)
+        data[..., : layout.code_bytes].random_(0, 256)
+        return PackedMatrix(layout, self.array(data))
+
+    def launch(self, tiling: PromptTiling | None, x: Any, weight: Any, output: Any, gated: bool) -> Launch:
         """What multiplies rows x [M, K] with weight [N, K] into output [M, N], or [M, N / 2] of gates and ups."""
         self.kernels.tiling = tiling
-        linear = LinearWeights(self.array(weight))
+        linear = LinearWeights(weight if isinstance(weight, PackedMatrix) else self.array(weight))
         if gated:
             launch = self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
         else:
@@ -120,6 +136,12 @@ def named(tiling: PromptTiling) -> str:
     return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}"
 
 
+def packed_layout(codes: Codes, dtype: str, rows: int, columns: int) -> DeviceLayout:
+    """That of weights in groups of 128 columns."""
+    is_small = (codes, dtype) == ("int4", "float16")
+    return DeviceLayout(WeightFormat(codes, 128, False, dtype), rows, columns, small=is_small)
+
+
 def errors(bench: Bench) -> dict[str, Any]:
     """The largest error of each tiling beside float64, and how many elements the first tiling has otherwise."""
     rows, weight_rows, columns = 300, 640, 1536
@@ -147,10 +169,15 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
         output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
         library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
         row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        for tiling in bench.choices():
+        choices, block_bytes = bench.choices(), 0
+        if bench.codes is not None:
+            launches = [bench.launch(None, x, weight, output, gated) for weight in weights]
+            row["dense"] = round(operations / bench.milliseconds(launches, repeats))
+            weights, block_bytes = [bench.packed(weight) for weight in weights], choices[0].block_bytes
+        for tiling in choices:
             launches = [bench.launch(tiling, x, weight, output, gated) for weight in weights]
             row[named(tiling)] = round(operations / bench.milliseconds(launches, repeats))
-        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu))
+        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu, block_bytes))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
     return found
@@ -173,11 +200,18 @@ def resources(code: bytes) -> tuple[int, int]:
     return found[_REGISTERS], found[_FRAME]
 
 
-def compile_only(architecture: str, dtype: str) -> None:
+def compile_only(architecture: str, dtype: str, codes: Codes | None) -> None:
     """Print what each kernel takes of a thread's memory."""
-    for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), TILINGS):
+    tilings = TILINGS if codes is None else PACKED_TILINGS
+    for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), tilings):
         for adapted in (False, True)[: 1 + (name != "low_products")]:
-            compiled = compile_module(prompt_kernel(name, dtype, tiling, 3, adapted).source, architecture)
+            if codes is None:
+                kernel = prompt_kernel(name, dtype, tiling, 3, adapted)
+            elif name != "low_products":
+                kernel = packed_prompt_kernel(name, packed_layout(codes, dtype, 8, 128), tiling, 3, adapted)
+            else:
+                continue
+            compiled = compile_module(kernel.source, architecture)
             registers, stack = resources(compiled.code)
             more = " with adapters" if adapted else ""
             print(f"{named(tiling):22s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True)
@@ -188,13 +222,15 @@ def main() -> None:
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--rows", type=int, nargs="+", default=[65, 128, 256, 512, 2048, 4000])
     parser.add_argument("--dtype", choices=list(CUDA_TYPES), default="float16")
+    parser.add_argument("--packed", choices=("int4", "int8", "fp8"))
     parser.add_argument("--compile-only", metavar="ARCHITECTURE")
     arguments = parser.parse_args()
     if arguments.compile_only:
-        return compile_only(arguments.compile_only, arguments.dtype)
-    bench = Bench(arguments.dtype)
-    result = {**provenance(), "error, differ": errors(bench)}
-    print(json.dumps(result["error, differ"]), flush=True)
+        return compile_only(arguments.compile_only, arguments.dtype, arguments.packed)
+    bench, result = Bench(arguments.dtype, arguments.packed), dict(provenance())
+    if arguments.packed is None:
+        result["error, differ"] = errors(bench)
+        print(json.dumps(result["error, differ"]), flush=True)
     result["TFLOP/s"] = speeds(bench, arguments.rows)
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -76,7 +76,7 @@ def plain_step(runner: BaseEngineRunner, tokens: int) -> float:
             runner.decode(1).wait()
 
     fill()
-    ((step,),) = runner._steps.captures.values()
+    ((step,),) = runner.steps.captures.values()
     return gpu_milliseconds(runner.backend.stream, step, REPEATS, SERIES, before=fill)
 
 

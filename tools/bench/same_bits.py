@@ -29,9 +29,10 @@ import numpy as np
 from edgellm import LLM
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.cuda_device import CudaDevice, host_dtype
-from edgellm.engines.backends.executors import kernel_executor, planned_shapes
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import ModelConfig, model_program
@@ -124,10 +125,10 @@ class Steps:
     def digest(self, config: ModelConfig, shape: EngineShape) -> str:
         """Of what a step gives out and of its caches, or what sends it to TensorRT."""
         device, dtype, limit = self._device, self._dtype, self._device.gpu.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit)
-        if executor is None:
+        choice, reason = kernel_choice(config, shape, dtype, limit)
+        if choice is None:
             return ON_TENSORRT + reason
-        engine = KernelEngine(self._kernels, executor, config, shape, dtype, limit)
+        engine = KernelEngine(self._kernels, choice, config, shape, dtype)
         engine.attach(device, device.zeros((engine.scratch_bytes,), "uint8"))
         program = model_program(config, shape)
         written = {f"present_{name}": name for name in program.states}

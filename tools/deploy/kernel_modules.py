@@ -15,7 +15,9 @@ from edgellm.kernels.encoder.launcher import row_kernel
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
-from edgellm.kernels.prefill.linear import TILINGS, prompt_kernel
+from edgellm.kernels.prefill.linear import PACKED_TILINGS, TILINGS, packed_prompt_kernel, prompt_kernel
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
@@ -107,8 +109,24 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     return drawing + prefill + packed + every
 
 
+def packed_prompt_sources(dtype: str) -> list[ModuleSource]:
+    """Those of prompts over packed weights: of formats whose codes become values by different ways."""
+    formats: tuple[tuple[Codes, int | None, bool, str | None], ...] = (
+        *(("int4", 128, False, None), ("int4", 64, True, None), ("int4", 16, True, "float32")),
+        *(("int8", None, False, None), ("int8", 128, True, "float32"), ("fp8", 128, False, None)),
+        *(("fp8", None, False, "float32"), ("fp4", 16, False, None)),
+    )
+    found, last = [], PACKED_TILINGS[-1]
+    for codes, group, zeros, multiplied in formats:
+        layout = DeviceLayout(WeightFormat(codes, group, zeros, dtype), 4096, 4096, multiplied=multiplied)
+        kinds = [("linear", tiling, False) for tiling in PACKED_TILINGS]
+        kinds += [("gate_up", last, False), ("linear_residual", last, False), ("gate_up", last, True)]
+        found += [packed_prompt_kernel(name, layout, tiling, 2, adapted).source for name, tiling, adapted in kinds]
+    return found
+
+
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
     dtypes = ("float16", "bfloat16")
-    every = decode_sources, encoder_sources, other_sources, recurrent_sources
+    every = decode_sources, encoder_sources, other_sources, packed_prompt_sources, recurrent_sources
     return [source for dtype in dtypes for sources in every for source in sources(dtype)]

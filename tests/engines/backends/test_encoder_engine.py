@@ -22,7 +22,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape, vision_shape
-from edgellm.engines.model.program import EncoderAttention, LinearResidual, NormLinear, Scale, Step
+from edgellm.engines.model.steps import EncoderAttention, LinearResidual, NormLinear, Scale, Step
 from edgellm.engines.model.vision import VisionConfig
 
 _MOST_SHARED = 99 << 10

@@ -15,7 +15,8 @@ from edgellm.engines.backends import cuda_backend
 from edgellm.engines.backends import cuda_device as device_file
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.errors import EngineError, KernelError, MissingDependencyError
 from edgellm.engines.model.config import DecoderConfig
@@ -136,7 +137,9 @@ def test_an_engine_without_an_execution_context_says_so():
 
 def test_a_binding_that_is_refused_leaves_no_launch_of_the_bindings_before():
     config = DecoderConfig("llama", 97, 64, 128, 1, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
-    engine = KernelEngine(StepKernels(None, None), FewRows, config, SHAPE, "float16", 1 << 20)
+    choice, _ = kernel_choice(config, SHAPE, "float16", 1 << 20)
+    assert choice is not None
+    engine = KernelEngine(StepKernels(None, None), choice, config, SHAPE, "float16")
     engine._launches = [lambda: None]
     start, mask = DeviceArray(16, (1,), "int32"), DeviceArray(16, (3,), "int32")
     with pytest.raises(EngineError, match=r"attention_mask is int32 \(3,\), the engine expects bool \(1, 1, 1, 64\)"):

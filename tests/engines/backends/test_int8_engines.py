@@ -10,8 +10,8 @@ import pytest
 from decode_models import LLAMA, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
@@ -41,15 +41,15 @@ def assert_close(program: Program, found: Mapping[str, np.ndarray], expected: Ma
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 @pytest.mark.parametrize(("phase", "parents"), [("decode", (None,)), ("verify", CHAIN)])
-def test_engines_of_kernels(executor: type[FewRows], phase: str, parents: tuple[int | None, ...]) -> None:
+def test_engines_of_kernels(way: type, phase: str, parents: tuple[int | None, ...]) -> None:
     config, tokens = replace(LLAMA, feature_layers=(0,)), len(parents)
     shape = EngineShape(phase, 2, tokens, 48, 48, tokens, kv_cache="int8")
     program, arrays = model_program(config, shape), with_scales(random_model(config, 2, 48, [9, 30], parents))
     expected = {name: array.copy() for name, array in arrays.items()}
     ProgramGraph(NumpyOperations(expected, expected), program).run()
-    engine = numpy_kernel_engine(config, shape, executor)
+    engine = numpy_kernel_engine(config, shape, way)
     bound = {name: array.copy() for name, array in arrays.items() if name in engine.tensor_names}
     bound |= {f"present_{name}": bound[name] for name in program.states}
     for name, (size, _) in program.outputs.items():

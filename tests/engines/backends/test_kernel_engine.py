@@ -1,4 +1,4 @@
-"""Engines of hand-written kernels on their NumPy twins: programs by either executor, as operations compute them."""
+"""Engines of hand-written kernels on their NumPy twins: programs by either way, as operations compute them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from decode_models import (
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
-from edgellm.engines.backends.executors import kernel_executor
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.steps.attention import FewTokens
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.backends.steps.table import choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.steps import Product
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
 
-EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
+WAYS = pytest.mark.parametrize("way", [FewRows, ManyRows])
 H200 = 232_448
 #: Steps of engines with three places for adapters of rank 8.
 ADAPTED = [
@@ -55,10 +57,11 @@ def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.nd
 
 
 def launched(
-    executor: type[FewRows], config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]
+    way: type, config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """What the twins of kernels compute of it, by launches of an engine."""
-    engine = numpy_kernel_engine(config, shape, executor)
+    layouts = {name: array.layout for name, array in arrays.items() if isinstance(array, PackedMatrix)}
+    engine = numpy_kernel_engine(config, shape, way, layouts)
     bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensor_names}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
     for name, (size, dtype) in model_program(config, shape).outputs.items():
@@ -98,35 +101,35 @@ def assert_equal(
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("starts", [[0], [37], [5, 0, 40]], ids=str)
 @pytest.mark.parametrize("family", [*FAMILIES, *SCALED])
-def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int], executor: type[FewRows]) -> None:
+def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int], way: type) -> None:
     config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", len(starts), 1, 48, 48)
     arrays = random_model(config, len(starts), 48, starts)
-    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+    assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("parents", [(None, 0), CHAIN, TREE], ids=["two", "chain", "tree"])
 @pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "granite", "olmo2"])
 def test_verified_tokens_and_features_are_what_operations_compute(
-    family: str, parents: tuple[int | None, ...], features: tuple[int, ...], executor: type[FewRows]
+    family: str, parents: tuple[int | None, ...], features: tuple[int, ...], way: type
 ) -> None:
     """Two sequences; `num_layers` (2) among the features stands for the final norm."""
     config, tokens = replace((FAMILIES | SCALED)[family], feature_layers=features), len(parents)
     arrays = random_model(config, 2, 48, [0, 29], parents)
     shape = EngineShape("verify", 2, tokens, 48, 48, tokens)
-    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+    assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
-def test_a_short_prefill_is_what_operations_compute(family: str, executor: type[FewRows]) -> None:
+def test_a_short_prefill_is_what_operations_compute(family: str, way: type) -> None:
     config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
     arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
-    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+    assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
 
 
 def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None:
@@ -138,68 +141,64 @@ def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None
     assert len(numpy_kernel_engine(config, shape, ManyRows)._passes) == 2
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
 @pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2"])
-def test_adapters_are_applied_as_operations_apply_them(
-    family: str, shape: EngineShape, executor: type[FewRows]
-) -> None:
+def test_adapters_are_applied_as_operations_apply_them(family: str, shape: EngineShape, way: type) -> None:
     """Each sequence takes another of three, or none."""
     config, taken = (FAMILIES | SCALED)[family], [2, None, 0][: shape.batch]
     parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
     arrays = random_model(config, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
     arrays |= random_adapters(config, taken, 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
-    found = launched(executor, config, shape, arrays)
+    found = launched(way, config, shape, arrays)
     assert_equal(config, shape, found, computed(config, shape, arrays))
     plain = computed(config, replace(shape, lora_slots=0, lora_rank=0), arrays)
     assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-def test_adapters_take_the_inputs_of_packed_layers_as_they_were(shape: EngineShape, executor: type[FewRows]) -> None:
+def test_adapters_take_the_inputs_of_packed_layers_as_they_were(shape: EngineShape, way: type) -> None:
     """Before they are permuted and scaled."""
     parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
     arrays = random_model(LLAMA, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
     arrays |= random_adapters(LLAMA, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
     dense, packed = packed_linears(arrays)
-    found = launched(executor, LLAMA, shape, packed)
+    found = launched(way, LLAMA, shape, packed)
     assert_equal(LLAMA, shape, found, computed(LLAMA, shape, dense))
     plain = computed(LLAMA, replace(shape, lora_slots=0, lora_rank=0), dense)
     assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize(("phase", "tokens"), [("propose", 1), ("propose", 7), ("accept", 7), ("prefill", 8)])
 @pytest.mark.parametrize("head", DRAFTS)
-def test_a_step_of_a_draft_is_what_operations_compute(
-    head: str, phase: str, tokens: int, executor: type[FewRows]
-) -> None:
+def test_a_step_of_a_draft_is_what_operations_compute(head: str, phase: str, tokens: int, way: type) -> None:
     config, batch = DRAFTS[head], 1 if phase == "prefill" else 2
     shape = draft_shape(phase, batch, tokens, 64)
     arrays = random_draft(config, shape, [29, 0][:batch])
-    assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
+    assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
 @pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
 def test_inputs_of_packed_layers_are_permuted_and_scaled(
-    family: str, parents: tuple[int | None, ...], executor: type[FewRows]
+    family: str, parents: tuple[int | None, ...], way: type
 ) -> None:
     tokens = len(parents)
     config = replace((FAMILIES | SCALED)[family], feature_layers=() if tokens == 1 else (0, 2))
     shape = EngineShape("decode" if tokens == 1 else "verify", 2, tokens, 48, 48, tokens)
     dense, packed = packed_linears(random_model(config, 2, 48, [0, 29], parents))
-    assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
+    assert_equal(config, shape, launched(way, config, shape, packed), computed(config, shape, dense))
 
 
-@EXECUTORS
+@WAYS
 @pytest.mark.parametrize("head", DRAFTS)
-def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, executor: type[FewRows]) -> None:
+def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, way: type) -> None:
     config, shape = DRAFTS[head], draft_shape("accept", 2, 7, 64)
     dense, packed = packed_linears(random_draft(config, shape, [29, 0]))
-    assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
+    assert_equal(config, shape, launched(way, config, shape, packed), computed(config, shape, dense))
 
 
 @pytest.mark.parametrize("what", ["permuted", "scaled"])
@@ -245,51 +244,60 @@ def test_a_step_of_a_draft_of_more_rows_than_a_launch_takes_runs_in_passes(phase
 )
 def test_the_step_that_no_kernel_runs_is_named(changes: dict, shape: dict, dtype: str, reason: str | None) -> None:
     config = replace(LLAMA, **changes)
-    executor, found = kernel_executor(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype, H200)
+    choice, found = kernel_choice(config, replace(EngineShape("decode", 1, 1, 64, 64), **shape), dtype, H200)
     if reason is None:
-        assert executor is not None
+        assert choice is not None
     else:
-        assert executor is None
+        assert choice is None
         assert reason in found
 
 
 @pytest.mark.parametrize(
     ("gpu", "tokens", "expected"),
     [
-        (Capacity(16, 166_912, False, "sm_87"), 1, ManyRows),
-        (Capacity(16, 166_912, False, "sm_87"), 8, ManyRows),
-        (Capacity(128, 101_376, False, "sm_89"), 1, FewRows),
-        (Capacity(128, 101_376, False, "sm_89"), 8, ManyRows),
-        (Capacity(132, H200, True, "sm_90"), 1, FewRows),
-        (Capacity(20, H200, True, "sm_110"), 8, FewRows),
+        (Capacity(16, 166_912, False, "sm_87"), 1, "few many"),
+        (Capacity(16, 166_912, False, "sm_87"), 8, "many"),
+        (Capacity(128, 101_376, False, "sm_89"), 1, "few"),
+        (Capacity(132, H200, True, "sm_90"), 1, "few"),
+        (Capacity(20, H200, True, "sm_110"), 8, "few"),
     ],
 )
-def test_the_gpu_decides_which_executor_runs_llama_1b(gpu: Capacity, tokens: int, expected: type[FewRows]) -> None:
-    """Also a decode step, whose kernels of many rows keep an Orin's memory busier."""
+def test_the_gpu_decides_which_kernels_run_the_layers_of_llama_1b(gpu: Capacity, tokens: int, expected: str) -> None:
+    """Also of a decode step, where kernels of many rows keep an Orin's memory busier."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
     config = replace(LLAMA, vocab_size=128_256, num_layers=16, **sizes)
     shape = EngineShape("decode" if tokens == 1 else "verify", 1, tokens, 64, 64)
-    assert kernel_executor(config, shape, "float16", gpu.shared_limit, gpu) == (expected, "")
+    choice, _ = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu)
+    assert choice is not None
+    found = {each.name.split()[2] for each in choice.implementations if each.name.endswith("rows")}
+    assert found == set(expected.split())
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape", "limit", "expected"),
+    ("changes", "shape", "limit"),
     [
-        ({}, {"tokens": 3, "selected": 3}, H200, FewRows),
-        ({}, {}, H200, ManyRows),
-        ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
-        ({}, {}, 101_376, ManyRows),
-        ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200, FewRows),
-        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
-        ({}, {"batch": 2}, H200, ManyRows),
-        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, ManyRows),
-        ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),
+        ({}, {"tokens": 3, "selected": 3}, H200),
+        ({}, {}, 101_376),
+        ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200),
+        ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200),
+        ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912),
     ],
 )
-def test_the_fastest_executor_that_can_runs_a_draft_of_llama_1b(
-    changes: dict, shape: dict, limit: int, expected: type[FewRows] | None
-) -> None:
+def test_kernels_run_every_step_of_a_draft_of_llama_1b(changes: dict, shape: dict, limit: int) -> None:
     wide = replace(LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64)
     config: DraftConfig = replace(EAGLE3, decoder=replace(wide, num_layers=1), **changes)
     step = replace(draft_shape("propose", 1, 10, 64), **shape)
-    assert kernel_executor(config, step, "float16", limit)[0] is expected
+    choice, reason = kernel_choice(config, step, "float16", limit)
+    assert choice is not None, reason
+
+
+def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
+    program = model_program(LLAMA, EngineShape("decode", 1, 1, 64, 64))
+    steps = (Product("inputs_embeds", "inputs_embeds", program.steps[0].linear.weight, 1.0), *program.steps)
+    assert choose(replace(program, steps=steps), Capacity(), H200)[1] == (
+        "kernels cannot run the step Product to inputs_embeds: there is no kernel for it"
+    )
+    for way in (FewRows, ManyRows):
+        choice, _ = choose(program, Capacity(), H200, (way,))
+        assert choice is not None and {type(each) for each in choice.implementations} == {FewTokens, way}

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.backends.steps.table import choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, NormLinear
+from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
@@ -62,9 +64,11 @@ def prepared(
     shape: EngineShape,
     shared_limit: int,
     has_clusters: bool,
-    executor: type[FewRows] | None = None,
+    way: type | None = None,
+    packed: Mapping[str, DeviceLayout] = MappingProxyType({}),
 ) -> KernelEngine:
-    """An engine that made a step on memory that nothing reads; of the executor that would be taken by default."""
+    """An engine that made a step on memory that nothing reads; by the implementations that would be taken by default,
+    or by one `way`."""
     module: Any = SimpleNamespace(
         multiprocessors=100,
         architecture="sm_90" if has_clusters else "sm_86",
@@ -76,17 +80,28 @@ def prepared(
     size = getattr(config, "decoder", config).head_dim
     few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
     kernels = StepKernels(few, many, recurrent=launcher.CudaRecurrent(module))
-    executor = executor or kernel_executor(config, shape, "float16", shared_limit)[0]
-    assert executor is not None
-    engine = KernelEngine(kernels, executor, config, shape, "float16", shared_limit)
+    only = () if way is None else (way,)
+    choice, reason = kernel_choice(config, shape, "float16", shared_limit, packed=packed, only=only)
+    assert choice is not None, reason
+    engine = KernelEngine(kernels, choice, config, shape, "float16", packed)
     device = SimpleNamespace(
         zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
         part=lambda memory, offset, shape, dtype: DeviceArray(memory.pointer + offset, shape, dtype),
     )
     engine.attach(device, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
-    engine.bind({name: DeviceArray(1 << 20, *tensor) for name, tensor in engine._tensors.items()})
+    memory = DeviceArray(1 << 20, (1 << 20,), "uint8")
+    weights = {name: PackedMatrix(layout, memory) for name, layout in packed.items()}
+    engine.bind({name: DeviceArray(1 << 20, *tensor) for name, tensor in engine._tensors.items()} | weights)
     engine.enqueue()
     return engine
+
+
+def taken(config: ModelConfig, shape: EngineShape, gpu: Capacity, **packed: Any) -> str:
+    """Which kernels take the most of a step's linear layers: "few", "many", "packed rows"."""
+    choice, reason = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu, **packed)
+    assert choice is not None, reason
+    names = [each.name for each in choice.implementations if each.name.endswith("rows")]
+    return Counter(names).most_common(1)[0][0].split()[2]
 
 
 def base_shapes() -> Iterator[EngineShape]:
@@ -98,20 +113,19 @@ def base_shapes() -> Iterator[EngineShape]:
 
 @GPUS
 @pytest.mark.parametrize("family", [*FAMILIES, "wide", "olmo2"])
-def test_every_shape_of_the_base_is_prepared_by_each_executor_that_takes_it(
+def test_every_shape_of_the_base_is_prepared_by_each_way_that_takes_it(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
-    made = set()
+    made = set[tuple[str, str]]()
     for layers in ((), (0,), (0, 1, 2)):
         config = replace(WIDE if family == "wide" else (FAMILIES | SCALED)[family], feature_layers=layers)
         for shape in base_shapes():
-            executor, _ = kernel_executor(config, shape, "float16", shared_limit)
-            if executor is not None:
-                prepared(config, shape, shared_limit, has_clusters, executor)
-                made.add((executor, shape.phase))
-    few = {(FewRows, phase) for phase in ("decode", "verify", "prefill")}
+            for way in (FewRows, ManyRows):
+                engine = prepared(config, shape, shared_limit, has_clusters, way)
+                made |= {(name, shape.phase) for name in engine.choice.names}
+    few = {("kernels of few rows", phase) for phase in ("decode", "verify", "prefill")}
     assert few <= made
-    assert (ManyRows, "verify") in made
+    assert ("kernels of many rows", "verify") in made
     check(launches, shared_limit)
 
 
@@ -123,8 +137,8 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
     config = replace(WIDE, hidden_size=hidden_size, head_dim=head_size, rotary_dim=head_size)
     for shape in base_shapes():
         if shape.phase != "prefill" or shared_limit != RTX:
-            executor, reason = kernel_executor(config, shape, "float16", shared_limit)
-            assert executor is not None, (shape, reason)
+            choice, reason = kernel_choice(config, shape, "float16", shared_limit)
+            assert choice is not None, (shape, reason)
 
 
 @GPUS
@@ -137,36 +151,32 @@ def test_no_step_of_heads_of_256_is_left_to_tensorrt(
     for rows, tokens in product((1088, 70_000), (1, 8, 33, 64)):
         kind = "decode" if tokens == 1 else "verify"
         shape = EngineShape(kind, 1, tokens, rows, rows, tokens, kv_cache=kv_cache)
-        executor, reason = kernel_executor(config, shape, "float16", shared_limit)
-        assert executor is not None, (shape, reason)
-        prepared(config, shape, shared_limit, has_clusters, executor)
+        prepared(config, shape, shared_limit, has_clusters)
     check(launches, shared_limit)
 
 
-def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:
-    def executor(shape: EngineShape, shared_limit: int) -> type[FewRows] | None:
-        return kernel_executor(replace(WIDE, hidden_size=4096), shape, "float16", shared_limit)[0]
+def test_the_fastest_kernels_that_have_the_memory_are_taken() -> None:
+    def found(shape: EngineShape, shared_limit: int) -> str:
+        return taken(replace(WIDE, hidden_size=4096), shape, Capacity(shared_limit=shared_limit))
 
     step, chain, tree = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in (1, 8, 64))
-    assert [executor(step, limit) for limit in (H200, ORIN, RTX)] == [FewRows] * 3
-    assert [executor(tree, limit) for limit in (H200, ORIN, RTX)] == [ManyRows] * 3
-    assert executor(chain, RTX) is ManyRows
-    for limit in (ORIN, RTX):
-        assert executor(EngineShape("prefill", 1, 16, 64, 64), limit) is ManyRows
+    assert [found(step, limit) for limit in (H200, ORIN, RTX)] == ["few"] * 3
+    assert [found(tree, limit) for limit in (H200, ORIN, RTX)] == ["many"] * 3
+    assert found(chain, RTX) == "many"
 
 
 def test_what_a_gpu_is_estimated_to_take_decides() -> None:
     """Few rows are normed inside their layers, more by launches of their own: sooner where none overlap."""
 
-    def most_of_few(capacity: Capacity) -> int:
+    def layers_of_few(capacity: Capacity) -> int:
         shapes = (EngineShape("verify", 1, tokens, 64, 64, tokens) for tokens in range(1, 17))
-        found = [kernel_executor(WIDE, shape, "float16", H200, capacity)[0] for shape in shapes]
-        assert set(found[found.index(ManyRows) :] if ManyRows in found else []) <= {ManyRows}
-        return found.count(FewRows)
+        choices = [kernel_choice(WIDE, shape, "float16", capacity.shared_limit, capacity)[0] for shape in shapes]
+        return sum(
+            each.name == "kernels of few rows" for choice in choices if choice for each in choice.implementations
+        )
 
-    without_clusters = Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89")
-    orin, rtx, h200 = map(most_of_few, (*without_clusters, Capacity()))
-    assert 0 == orin < rtx < h200 <= 16
+    orin, rtx, thor = Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89"), Capacity(20, H200)
+    assert layers_of_few(orin) < layers_of_few(rtx) < layers_of_few(thor)
 
 
 def packed_layers() -> dict[str, DeviceLayout]:
@@ -175,39 +185,34 @@ def packed_layers() -> dict[str, DeviceLayout]:
     return {spec.name: DeviceLayout(format, *spec.shape) for spec in specs}
 
 
-def test_heads_decide_which_executor_runs_packed_layers() -> None:
-    def executor(tokens: int, capacity: Capacity) -> type[FewRows] | None:
-        shape = EngineShape("verify", 1, tokens, 64, 64, tokens)
-        config = replace(WIDE, vocab_size=128_256)
-        return kernel_executor(config, shape, "float16", capacity.shared_limit, capacity, packed_layers())[0]
+@pytest.mark.parametrize("tokens", [1, 2, 64])
+def test_packed_layers_and_a_dense_head_are_chosen_for_apart(tokens: int) -> None:
+    shape, config = EngineShape("verify", 1, tokens, 64, 64, tokens), replace(WIDE, vocab_size=128_256)
+    for gpu in (Capacity(), Capacity(16, ORIN, False, "sm_87")):
+        choice, _ = kernel_choice(config, shape, "float16", gpu.shared_limit, gpu, packed_layers())
+        assert choice is not None and "kernels of packed rows" in choice.names
+        few = tokens <= 2 and gpu.has_clusters
+        assert choice.implementations[-1].name == f"kernels of {'few' if few else 'many'} rows"
 
-    orin = Capacity(16, ORIN, False, "sm_87")
-    assert [executor(tokens, Capacity()) for tokens in (1, 2, 64)] == [FewRows, FewRows, ManyRows]
-    assert [executor(tokens, orin) for tokens in (1, 2, 64)] == [ManyRows] * 3
 
-
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 @pytest.mark.parametrize(("tokens", "norms"), [(1, 0), (2, 0), (3, 4), (8, 4), (9, 4)])
 def test_packed_layers_of_few_rows_have_kernels_of_their_own(
-    launches: list, executor: type[FewRows], tokens: int, norms: int
+    launches: list, way: type, tokens: int, norms: int
 ) -> None:
-    """In both executors; they norm the fewest rows themselves. Heads are dense."""
-    engine = prepared(WIDE, EngineShape("verify", 1, tokens, 64, 64, tokens), H200, True, executor)
-    memory = DeviceArray(1 << 20, (1 << 20,), "uint8")
-    launches.clear()
-    engine.bind({name: PackedMatrix(layout, memory) for name, layout in packed_layers().items()})
-    engine.enqueue()
+    """They norm the fewest rows themselves. Heads are dense, and taken by either kernels."""
+    prepared(WIDE, EngineShape("verify", 1, tokens, 64, 64, tokens), H200, True, way, packed_layers())
     names = [name for name, *_ in launches]
     few = [name for name in names if "packed_rows.cu" in name]
     assert len(few) == (4 * WIDE.num_layers if tokens <= 8 else 0)
-    assert sum("decode::norm<" in name for name in names) == norms + (executor is ManyRows)
+    assert sum("decode::norm<" in name for name in names) == norms + (way is ManyRows)
 
 
 def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     """But embeddings, which come rounded; queries and keys are normed by one launch a layer."""
     config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
-    engine = prepared(config, EngineShape("decode", 1, 1, 64, 64), H200, True, FewRows)
-    memory, layers = DeviceArray(1 << 20, (1 << 20,), "uint8"), config.num_layers
+    shape, layers = EngineShape("decode", 1, 1, 64, 64), config.num_layers
+    prepared(config, shape, H200, True, FewRows)
 
     def count(*parts: str) -> int:
         return sum(all(part in name for part in parts) for name, *_ in launches)
@@ -215,15 +220,14 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
     assert count("norm_linear", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
     launches.clear()
-    engine.bind({name: PackedMatrix(layout, memory) for name, layout in packed_layers().items()})
-    engine.enqueue()
+    prepared(config, shape, H200, True, FewRows, packed_layers())
     assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
     assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 def test_the_residual_stream_between_segments_is_rounded(
-    launches: list, executor: type[FewRows], monkeypatch: pytest.MonkeyPatch
+    launches: list, way: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a layer without a norm before it is the first of a segment, which takes float32."""
     monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
@@ -234,10 +238,10 @@ def test_the_residual_stream_between_segments_is_rounded(
         for segment in segments.segments_of(model_program(config, whole))
         if isinstance(step := segment.program.steps[0], NormLinear) and step.gated
     ]
-    prepared(config, gated[0], H200, True, executor)
+    prepared(config, gated[0], H200, True, way)
     names = [name for name, *_ in launches]
-    assert len(names) == 1 if executor is FewRows else ["decode::norm<" in name for name in names] == [True, False]
-    assert ("false, false" in names[0]) == (executor is FewRows)
+    assert len(names) == 1 if way is FewRows else ["decode::norm<" in name for name in names] == [True, False]
+    assert ("false, false" in names[0]) == (way is FewRows)
 
 
 @GPUS
@@ -247,9 +251,7 @@ def test_every_shape_of_a_draft_is_prepared(launches: list, head: str, shared_li
     shapes = [shape for shape in shapes if shape.batch * shape.tokens <= 64]
     shapes += [EngineShape("propose", batch, width, 64, 64, width, "draft") for batch in (1, 2) for width in (1, 8, 10)]
     for shape in shapes:
-        executor, reason = kernel_executor(DRAFTS[head], shape, "float16", shared_limit)
-        assert executor is not None, (shape, reason)
-        prepared(DRAFTS[head], shape, shared_limit, has_clusters, executor)
+        prepared(DRAFTS[head], shape, shared_limit, has_clusters)
     check(launches, shared_limit)
 
 
@@ -321,5 +323,5 @@ def test_no_linear_layer_of_usual_models_needs_more_memory_than_devices_have(
         steps = tuple(step for step in program.steps if not isinstance(step, Attention))
         inputs = program.inputs | {"context": program.kinds["context"]}
         linear_layers = replace(program, steps=steps, inputs=inputs)
-        reasons = [executor.refusal(linear_layers, shared_limit) for executor in (FewRows, ManyRows)]
-        assert None in reasons, (shape, reasons)
+        choice, reason = choose(linear_layers, Capacity(shared_limit=shared_limit), shared_limit)
+        assert choice is not None, (shape, reason)

@@ -21,7 +21,7 @@ from decode_models import (
 )
 from device_bits import relative, rounded
 
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.kernels.decode.contract import MAX_ROWS
 
@@ -167,7 +167,7 @@ def test_steps_of_few_tokens_have_the_same_bits(gpu, family: str, starts: tuple[
     config = SHAPES[family]
     arrays = random_model(config, len(starts), 300, list(starts), random_parents(tokens, seed=tokens))
     shape = step_shape(arrays, 300)
-    few, many = (Loaded(gpu, config, shape, arrays, dtype, executor) for executor in (FewRows, ManyRows))
+    few, many = (Loaded(gpu, config, shape, arrays, dtype, way) for way in (FewRows, ManyRows))
     for loaded in (few, many):
         loaded.engine.enqueue()
     results = ("logits", "hidden_states") if config.feature_layers else ("logits",)

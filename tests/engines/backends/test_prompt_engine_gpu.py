@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from decode_models import FAMILIES, LLAMA, ODD, SCALED, Loaded, random_model
 
-from edgellm.engines.backends.prompt_executor import PromptRows
+from edgellm.engines.backends.steps.attention import PromptTokens
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
 
@@ -38,7 +38,7 @@ class Sequence:
         self.features: list[np.ndarray] = []
         self.logits = np.empty(0)
 
-    def take(self, first: int, tokens: int, start: int, executor: type | None) -> None:
+    def take(self, first: int, tokens: int, start: int, is_prompt: bool) -> None:
         """Run the tokens from `first` on as rows from `start` on; their features and the last one's logits stay."""
         arrays = dict(self._arrays)
         for name in _OF_TOKENS:
@@ -48,10 +48,10 @@ class Sequence:
         arrays["attention_mask"] = seen[None, None]
         arrays["last_token_ids"] = np.array([[tokens - 1]], np.int32)
         phase, selected = ("decode", 1) if tokens == 1 else ("verify", tokens)
-        if executor is PromptRows:
+        if is_prompt:
             phase, selected = "prefill", 1
         shape = EngineShape(phase, 1, tokens, self._rows, self._rows, selected)
-        loaded = Loaded(self._gpu, self._config, shape, arrays, self._dtype, executor)
+        loaded = Loaded(self._gpu, self._config, shape, arrays, self._dtype, PromptTokens if is_prompt else None)
         self.states = self.states or {name: array for name, array in loaded.arrays.items() if "_cache_" in name}
         loaded.engine.bind(self.states)
         loaded.engine.enqueue()
@@ -77,10 +77,10 @@ def test_a_token_of_a_prompt_has_the_bits_of_a_small_step(
     whole, small = (Sequence(gpu, config, arrays, rows, dtype) for _ in range(2))
     first = 0
     for tokens in cuts:
-        whole.take(first, tokens, start + first, PromptRows)
+        whole.take(first, tokens, start + first, True)
         first += tokens
     for first in range(0, count, 13):
-        small.take(first, min(13, count - first), start + first, None)
+        small.take(first, min(13, count - first), start + first, False)
     expected = small.rows()
     for state, found in whole.rows().items():
         np.testing.assert_array_equal(found, expected[state], err_msg=state)

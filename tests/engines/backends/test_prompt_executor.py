@@ -13,10 +13,10 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 from prompt_arrays import PROMPT_MODELS, assert_gives_what_the_program_does, bound_to, random_arrays
 
-from edgellm.engines.backends.executors import kernel_executor, planned_shapes
-from edgellm.engines.backends.kernel_executors import ManyRows
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.backends.prompt_executor import PromptRows
+from edgellm.engines.backends.steps.attention import PromptTokens
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -29,7 +29,7 @@ ADAPTED = {"lora_slots": 2, "lora_rank": 8}
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13, tolerance: float = 5e-5) -> None:
     """The engine of the kernels' twins and the whole program."""
-    engine = numpy_kernel_engine(config, shape, PromptRows)
+    engine = numpy_kernel_engine(config, shape, PromptTokens)
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
     assert_gives_what_the_program_does(engine, model_program(config, shape), start, tolerance)
 
@@ -68,7 +68,7 @@ def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
         values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
         expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
     found = {name: array.copy() for name, array in expected.items()}
-    engine = numpy_kernel_engine(config, shape, PromptRows)
+    engine = numpy_kernel_engine(config, shape, PromptTokens)
     engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
     engine.bind(bound_to(found, program))
     ProgramGraph(NumpyOperations(expected, expected), program).run()
@@ -101,7 +101,7 @@ def test_packed_weights_whose_inputs_are_arranged_give_what_their_values_do(
         dense[name] = weight.values() if scales is None else weight.values() * scales
         packed[name] = PackedMatrix(layouts[name], data, InputPermutation.of(weight))
     assert len(layouts) > 10
-    engine = numpy_kernel_engine(config, shape, PromptRows, layouts)
+    engine = numpy_kernel_engine(config, shape, PromptTokens, layouts)
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     engine.bind(bound_to(packed, program))
     engine.enqueue()
@@ -112,14 +112,15 @@ def test_packed_weights_whose_inputs_are_arranged_give_what_their_values_do(
 
 def test_what_the_kernels_of_prompts_take() -> None:
     """What few rows need nothing of them for, a tree they do not take, and what no kernel computes."""
-    taken = {("prefill", 512): PromptRows, ("prefill", 64): ManyRows, ("verify", 72): None}
-    for (phase, tokens), expected in taken.items():
-        shape = EngineShape(phase, 1, tokens, 1024, 1536, tokens if phase == "verify" else 1)
-        assert kernel_executor(LLAMA, shape, "float16", 99 << 10)[0] is expected
+    taken = {512: "kernels of prompts", 64: "kernels of many rows"}
+    for tokens, name in taken.items():
+        choice, _ = kernel_choice(LLAMA, EngineShape("prefill", 1, tokens, 1024, 1536), "float16", 99 << 10)
+        assert choice is not None and name in choice.names
+    assert kernel_choice(LLAMA, EngineShape("verify", 1, 72, 1024, 1536, 72), "float16", 99 << 10)[0] is None
     prefill = EngineShape("prefill", 1, 512, 1024, 1536)
     odd = replace(LLAMA, head_dim=20, rotary_dim=20)
-    executor, reason = kernel_executor(odd, prefill, "float16", 99 << 10)
-    assert executor is None and "multiples of 8" in reason
-    assert kernel_executor(LLAMA, replace(prefill, segment=0), "float16", 99 << 10)[0] is None
+    choice, reason = kernel_choice(odd, prefill, "float16", 99 << 10)
+    assert choice is None and "multiples of 8" in reason
+    assert kernel_choice(LLAMA, replace(prefill, segment=0), "float16", 99 << 10)[0] is None
     limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=8192, max_lora_rank=8, lora_slots=1)
     assert planned_shapes({"base": LLAMA}, limits, "float16", "sm_90") == []

@@ -11,8 +11,8 @@ from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
@@ -72,11 +72,10 @@ class DeviceStep:
     ) -> None:
         self.gpu, self.dtype, self.program = gpu, dtype, model_program(config, shape)
         limit = gpu.kernel_module.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit)
-        assert executor is not None, reason
-        engine = KernelEngine(
-            step_kernels(gpu.kernel_module, dtype, config.head_dim), executor, config, shape, dtype, limit
-        )
+        choice, reason = kernel_choice(config, shape, dtype, limit)
+        assert choice is not None, reason
+        kernels = step_kernels(gpu.kernel_module, dtype, config.head_dim)
+        engine = KernelEngine(kernels, choice, config, shape, dtype)
         self.arrays: dict[str, DeviceArray] = dict(own)
         for name, values in arrays.items():
             if name not in own:

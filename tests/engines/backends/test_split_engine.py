@@ -16,12 +16,11 @@ from packed_weights import random_packed
 from prompt_arrays import PROMPT_MODELS as MODELS
 from prompt_arrays import assert_gives_what_the_program_does, bound_to, random_arrays
 
-from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
+from edgellm.engines.backends.executors import plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.engines.backends.prompt_executor import PromptRows
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program, model_weights
@@ -29,8 +28,9 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import Attention, Normed, NormLinear, Program, Step
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes, segments_of
+from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -78,7 +78,7 @@ def numpy_split_engine(
     """The engine on NumPy, and those of its segments: of a `config` the twins of kernels where they take a segment."""
     engines: dict[int, Any] = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
     for part in segment_shapes(program) if config is not None else ():
-        if kernel_executor(config, part, "float16", 227 << 10)[0] is not None:
+        if kernel_choice(config, part, "float16", 227 << 10)[0] is not None:
             engines[part.segment] = numpy_kernel_engine(config, part)
     return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed, NumpyRecurrent()), engines
 
@@ -138,7 +138,7 @@ def test_what_runs_attention_to_tokens_behind() -> None:
     config, limits = MODELS["images"], EngineLimits(1, 128, 256)
     for tokens in (16, 128):
         shape = limits.base_shape("prefill", 1, tokens, 256)
-        assert kernel_executor(config, shape, "bfloat16", 99 << 10)[0] is PromptRows
+        assert kernel_choice(config, shape, "bfloat16", 99 << 10)[0] is not None
         assert split_refusal(config, shape, "bfloat16", 99 << 10) is None
         assert "attention of an image's tokens to those behind them" in str(
             plan_refusal(config, shape, "float32", 99 << 10, False)
@@ -324,16 +324,17 @@ def test_what_is_planned() -> None:
     expected = {f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1)}
     assert expected <= set(names)
     last = replace(EngineShape("prefill", 1, 512, 8192, 8192), segment=2)  # whose rows are those that get logits
-    assert kernel_executor(LLAMA, last, "float16", 99 << 10) == (FewRows, "")
+    choice, _ = kernel_choice(LLAMA, last, "float16", 99 << 10)
+    assert choice is not None and choice.names == ("kernels of few rows",)
     late = replace(LLAMA, feature_layers=(2,))  # of all rows the features behind the last layer
-    assert "take up to 64 rows, not 512" in kernel_executor(late, last, "float16", 99 << 10)[1]
+    assert "take up to 64 rows, not 512" in kernel_choice(late, last, "float16", 99 << 10)[1]
     int4 = WeightFormat("int4", 64, zeros=False, dtype="float16")
     specs = [spec for spec in model_weights(LLAMA) if len(spec.shape) == 2 and ".layers." in spec.name]
     packed = {spec.name: DeviceLayout(int4, *spec.shape) for spec in specs}
     for number in (0, 1):
         part = replace(EngineShape("prefill", 1, 512, 8192, 8192), segment=number)
         for weights in (None, packed):
-            found = kernel_executor(LLAMA, part, "float16", 99 << 10, packed=weights)
+            found = kernel_choice(LLAMA, part, "float16", 99 << 10, packed=weights)
             assert found == (None, "kernels take up to 64 rows, not 512")
     parts = planned_shapes({"base": LLAMA}, EngineLimits(1, 16, 128), "float16", "sm_86", needless=True)[1:]
     for part in parts:  # of what kernels run whole
@@ -355,7 +356,7 @@ def test_packed_models_have_plans_of_segments_alone() -> None:
     prefill = EngineShape("prefill", 1, 512, 1024, 1536)
     refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=True))
     assert refusal.startswith(
-        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels of prompts cannot run the "
+        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels cannot run the "
     )
     assert "head sizes up to 256 (multiples of 8)" in refusal and refusal.endswith("--backend numpy")
     assert plan_refusal(odd, prefill, "float16", 227 << 10, packed=False) is None
@@ -396,7 +397,7 @@ def test_recurrent_models_have_plans_of_segments_alone() -> None:
     assert planned_shapes({"base": odd}, limits, "float16", "sm_90") == []
     refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=False))
     assert refusal.startswith(
-        "base.prefill-b1-t512-l1024 cannot run on this GPU: kernels of prompts cannot run the gated delta rule of "
+        "base.prefill-b1-t512-l1024 cannot run on this GPU: kernels cannot run the gated delta rule of "
     )
     assert "kernels cannot run the gated delta rule of layer 0: " in refusal and "value heads of 12. Take" in refusal
     assert refusal.endswith("--backend numpy")

@@ -16,12 +16,12 @@ from gpu_device import device_copy
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import packed_copy, random_packed
 
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
@@ -69,9 +69,9 @@ class OnDevice:
         program, engines = model_program(config, shape), {}
         limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
         for part in segment_shapes(program):
-            executor = kernel_executor(config, part, self.dtype, limit)[0]
-            if executor is not None:
-                engines[part.segment] = KernelEngine(own, executor, config, part, self.dtype, limit)
+            choice = kernel_choice(config, part, self.dtype, limit)[0]
+            if choice is not None:
+                engines[part.segment] = KernelEngine(own, choice, config, part, self.dtype)
                 continue
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
@@ -160,8 +160,6 @@ def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
         EngineShape("prefill", batch, 80, 160, 160, segment=LLAMA.num_layers),
     )
     program, limit = model_program(config, shape), gpu.kernel_module.shared_limit
-    executor, _ = kernel_executor(config, shape, "float16", limit)
-    assert executor is not None
     random, host, packed = np.random.default_rng(3), dict[str, np.ndarray](), dict[str, PackedMatrix]()
     for name, (size, kind) in program.edge.items():
         values = random.standard_normal(size, np.float32)
@@ -170,7 +168,7 @@ def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
             weight = random_packed(*size, 32, True, "float16", 0.02, seed=len(packed))
             host[name], packed[name] = weight.values(), packed_copy(gpu, weight)
     host["last_token_ids"] = random.integers(0, 80, (batch, 1)).astype(np.int32)
-    twin = numpy_kernel_engine(config, shape, executor)
+    twin = numpy_kernel_engine(config, shape)
     twin.bind(host)
     twin.attach(NumpyKernelDevice(), np.full(twin.scratch_bytes, 0xFF, np.uint8))
     twin.enqueue()
@@ -178,10 +176,14 @@ def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
     for name, (_, kind) in program.edge.items():
         arrays[name] = device_copy(gpu, to_bits(host[name], "float16") if kind == "compute" else host[name])
     kernels = step_kernels(gpu.kernel_module, "float16", config.head_dim)
-    engine, found = KernelEngine(kernels, executor, config, shape, "float16", limit), []
-    scratch = gpu.empty((engine.scratch_bytes,), "uint8")
-    engine.attach(gpu, scratch)
+    found = []
     for weights in ({}, packed):
+        layouts = {name: weight.layout for name, weight in weights.items()}
+        choice, reason = kernel_choice(config, shape, "float16", limit, packed=layouts)
+        assert choice is not None, reason
+        engine = KernelEngine(kernels, choice, config, shape, "float16", layouts)
+        scratch = gpu.empty((engine.scratch_bytes,), "uint8")
+        engine.attach(gpu, scratch)
         gpu.upload(arrays["logits"], np.full((batch, 1, 200), np.nan, np.float32))
         engine.bind(arrays | weights)
         engine.enqueue()

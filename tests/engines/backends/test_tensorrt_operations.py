@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from edgellm.engines.backends import platform
+from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
 from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.vision import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -175,3 +181,54 @@ def test_operations_of_vision_encoders_build(library: TensorRTLibrary, dtype: st
         settings.num_compute_capabilities = 1
         settings.set_compute_capability(library.compute_capability("sm_86"), 0)
     assert builder.build_serialized_network(network, settings) is not None
+
+
+class _Older:
+    """A network as releases before 10.15 have it."""
+
+    def __init__(self, network: Any) -> None:
+        self._network = network
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("add_kv_cache_update", "add_attention", "add_rotary_embedding"):
+            raise AttributeError(name)
+        return getattr(self._network, name)
+
+
+def test_older_releases_run_segments_and_are_asked_for_nothing_else(
+    library: TensorRTLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetPack 6 has TensorRT 10.3, whose networks lack three layers, and whose engines no runtime configuration."""
+    shape = EngineShape("prefill", 1, 128, 128, 128)
+    program = decoder_program(LLAMA, shape)
+
+    def emit(program: Program) -> None:
+        trt = library.module
+        network = trt.Builder(trt.Logger()).create_network(0)
+        ProgramGraph(TensorRTOperations(trt, _Older(network), "float16", "composed"), program).run()
+
+    for segment in segments_of(program):
+        emit(segment.program)
+    with pytest.raises(EngineError, match=r"has no add_rotary_embedding, which 10\.15 has: kernels run such layers"):
+        emit(program)
+    older = SimpleNamespace(INetworkDefinition=SimpleNamespace(add_select=None), __version__="10.3.0")
+    found = TensorRTLibrary("trt", "10.3.0", older)
+    assert found.lacks == ("add_kv_cache_update", "add_attention", "add_rotary_embedding") and library.lacks == ()
+    limits = EngineLimits(max_batch=1, prefill_chunk=128, kv_capacity=1040)
+    every = planned_shapes({"base": LLAMA}, limits, "float16", "sm_87", needless=True)
+    monkeypatch.setattr(platform, "_search", lambda: (found, ""))
+    planned = planned_shapes({"base": LLAMA}, limits, "float16", "sm_87", needless=True)
+    assert planned == [shape for shape in every if shape.segment is not None] and len(planned) < len(every)
+
+
+def test_an_engine_without_a_runtime_configuration_gets_memory_of_ours_too() -> None:
+    asked = []
+    strategies = SimpleNamespace(USER_MANAGED="ours")
+    library: Any = SimpleNamespace(
+        module=SimpleNamespace(ExecutionContextAllocationStrategy=strategies), version="10.3.0"
+    )
+    engine = SimpleNamespace(create_execution_context=asked.append)
+    runtime = SimpleNamespace(deserialize_cuda_engine=lambda plan: engine)
+    with pytest.raises(EngineError, match=r"TensorRT 10\.3\.0 made no execution context"):
+        TensorRTEngine(library, runtime, b"", SHAPES[0], SimpleNamespace())  # type: ignore[arg-type]
+    assert asked == ["ours"]

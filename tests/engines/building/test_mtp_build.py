@@ -19,7 +19,8 @@ from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import create_app
 from edgellm.drafting.config import default_drafting
 from edgellm.drafting.controller import candidate_plans
-from edgellm.engines.backends.executors import kernel_executor, planned_shapes
+from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building import shipped_draft
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place
@@ -413,8 +414,8 @@ def test_the_pair_builds_with_its_plans(published: Path, ids_file: Path, tmp_pat
     config = directory.model_config("draft")
     for shape in LIMITS.engine_shapes():
         if shape.model == "draft":
-            executor, _ = kernel_executor(config, shape, "float16", 99 << 10)
-            assert executor is not None, shape.name
+            choice, _ = kernel_choice(config, shape, "float16", 99 << 10)
+            assert choice is not None, shape.name
     for shape in LIMITS.engine_shapes():
         if shape.model == "draft":
             assert len(build_plan(config, shape, "float16", "composed", "sm_86")) > 1000

@@ -10,8 +10,8 @@ from golden_files import golden_folder, largest_difference
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from safetensors.numpy import load_file
 
-from edgellm.engines.backends.executors import kernel_executor
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import FAMILIES, decoder_config
@@ -41,9 +41,7 @@ def golden_config(name: str) -> DecoderConfig:
 
 #: Those whose heads have a size that the kernels take.
 CONFIGS = {path.name: golden_config(path.name) for path in sorted(GOLDENS.iterdir()) if path.is_dir()}
-TAKEN = [
-    name for name, config in CONFIGS.items() if kernel_executor(config, decode_shape(config), "float16", 1 << 20)[0]
-]
+TAKEN = [name for name, config in CONFIGS.items() if kernel_choice(config, decode_shape(config), "float16", 1 << 20)[0]]
 #: Of these, those that commit nothing: the others are in test_recurrent_kernels.py.
 NAMES = [name for name in TAKEN if not CONFIGS[name].is_recurrent]
 
@@ -53,9 +51,9 @@ def test_every_family_is_among_them() -> None:
     assert {CONFIGS[name].family for name in TAKEN} == FAMILIES.keys() - with_images
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 @pytest.mark.parametrize("name", NAMES)
-def test_decoded_tokens_have_the_logits_of_transformers(name: str, executor: type[FewRows]) -> None:
+def test_decoded_tokens_have_the_logits_of_transformers(name: str, way: type) -> None:
     """Two sequences, token by token, over the KV caches that the kernels write."""
     config = CONFIGS[name]
     with Checkpoint.open(GOLDENS / name) as checkpoint:
@@ -64,7 +62,7 @@ def test_decoded_tokens_have_the_logits_of_transformers(name: str, executor: typ
     token_ids = expected["token_ids"]
     decode = decode_shape(config)
     table = rotary_table(config, decode.kv_rows, context=token_ids.shape[1])
-    engine = numpy_kernel_engine(config, decode, executor)
+    engine = numpy_kernel_engine(config, decode, way)
     states = decoder_program(config, decode).states
     caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
     inputs = {

@@ -16,8 +16,8 @@ from random_trees import random_trees
 from recurrent_steps import ROWS, RecurrentSteps
 from safetensors.numpy import save_file
 
-from edgellm.engines.backends.executors import kernel_executor
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
@@ -29,16 +29,14 @@ NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied")
 
 
 class KernelSteps(RecurrentSteps):
-    """Sequences that engines of the kernels' twins run, by an executor of the caller's choice."""
+    """Sequences that engines of the kernels' twins run, by an implementation of the caller's choice."""
 
-    def __init__(
-        self, name: str, executor: type[FewRows] | None = None, batch: int = 1, goldens: Path = GOLDENS
-    ) -> None:
+    def __init__(self, name: str, way: type | None = None, batch: int = 1, goldens: Path = GOLDENS) -> None:
         super().__init__(goldens / name, batch)
-        self._executor = executor
+        self._way = way
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
-        engine = numpy_kernel_engine(self.config, program.shape, self._executor)
+        engine = numpy_kernel_engine(self.config, program.shape, self._way)
         for name, (shape, _) in program.outputs.items():
             bindings[name] = np.full(shape, np.nan, np.float32)
         arrays = self.weights | bindings
@@ -48,10 +46,10 @@ class KernelSteps(RecurrentSteps):
         engine.enqueue()
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_and_steps_have_the_logits_of_transformers(name: str, executor: type[FewRows]) -> None:
-    steps = KernelSteps(name, executor)
+def test_prompts_and_steps_have_the_logits_of_transformers(name: str, way: type) -> None:
+    steps = KernelSteps(name, way)
     ids, expected = steps.token_ids[0].tolist(), steps.expected[0]
     logits = [*steps.prefill(ids[:14], chunk=5, padding=2)]
     for token in ids[14:]:
@@ -93,14 +91,14 @@ def test_trees_are_what_steps_along_their_paths_are(name: str, batch: int) -> No
             np.testing.assert_allclose(trees.held(slot)[state], held, rtol=1e-4, atol=1e-4, err_msg=state)
 
 
-def behind_images(place: Path, executor: type[FewRows]) -> tuple[KernelSteps, GoldenModel]:
+def behind_images(place: Path, way: type) -> tuple[KernelSteps, GoldenModel]:
     """A golden prompt with images as the NumPy backend took it, to go on from at the positions behind it."""
     golden = GoldenModel("qwen3_5")
     shutil.copytree(golden.path, place / "qwen3_5")
     one = {name: golden.expected[name][None] for name in ("token_ids", "logits")}
     metadata = {"torch": "", "transformers": ""}
     save_file(one, place / "qwen3_5" / "expected.safetensors", metadata)
-    steps = KernelSteps("qwen3_5", executor, goldens=place)
+    steps = KernelSteps("qwen3_5", way, goldens=place)
     images = golden.placed()
     runner = golden.runner(EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=ROWS))
     runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()
@@ -115,10 +113,10 @@ def behind_images(place: Path, executor: type[FewRows]) -> tuple[KernelSteps, Go
     return steps, golden
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
-def test_behind_images_steps_and_trees_have_the_logits_of_transformers(tmp_path: Path, executor: type[FewRows]) -> None:
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
+def test_behind_images_steps_and_trees_have_the_logits_of_transformers(tmp_path: Path, way: type) -> None:
     """At M-RoPE positions, of which a part of each head is rotated."""
-    steps, golden = behind_images(tmp_path, executor)
+    steps, golden = behind_images(tmp_path, way)
     continued, expected = golden.expected["continued"].tolist(), golden.expected["continued_logits"]
     before, lengths = steps.copy(), list(steps.lengths)
     stepped = []
@@ -134,11 +132,11 @@ def test_behind_images_steps_and_trees_have_the_logits_of_transformers(tmp_path:
 def test_what_kernels_do_not_take_is_refused_by_its_layer() -> None:
     config = RecurrentSteps(GOLDENS / "qwen3_5_text_narrow").config
     decode = EngineShape("decode", 1, 1, 32, 32)
-    executor, reason = kernel_executor(config, decode, "float16", 1 << 20)
-    assert executor is None and "the gated delta rule of layer 1" in reason and "3 value heads of 6" in reason
+    choice, reason = kernel_choice(config, decode, "float16", 1 << 20)
+    assert choice is None and "the gated delta rule of layer 1" in reason and "3 value heads of 6" in reason
     taken = replace(config, delta_heads=(2, 4, 16, 8))
-    assert kernel_executor(taken, decode, "float16", 1 << 20)[0] is not None
-    executor, reason = kernel_executor(replace(taken, delta_heads=(1, 2, 256, 8)), decode, "float16", 1024)
-    assert executor is None
+    assert kernel_choice(taken, decode, "float16", 1 << 20)[0] is not None
+    choice, reason = kernel_choice(replace(taken, delta_heads=(1, 2, 256, 8)), decode, "float16", 1024)
+    assert choice is None
     wide = EngineShape("verify", 1, 65, 96, 96, 65)
-    assert kernel_executor(taken, wide, "float16", 1 << 20) == (None, "kernels take up to 64 rows, not 65")
+    assert kernel_choice(taken, wide, "float16", 1 << 20) == (None, "kernels take up to 64 rows, not 65")

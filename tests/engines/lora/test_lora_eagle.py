@@ -89,7 +89,10 @@ def test_what_is_captured_without_adapters_in_use_applies_them(
 ) -> None:
     """Rounds and plain steps are captured before any sequence has an adapter."""
     captured, plan = opened(directory, FixedShapeBackend(directory)), tree(4, 3, 12)
-    assert captured.capture_steps([plan]) == []
+    captured.plan_captures([plan])
+    while captured.capture_next():
+        pass
+    assert captured._steps.captures and not captured.uncaptured
     for each in (plan, None):
         names: tuple[str | None, ...] = ("first", None)
         assert answers(captured, names, each, SAMPLINGS["greedy"]) == answers(runner, names, each, SAMPLINGS["greedy"])

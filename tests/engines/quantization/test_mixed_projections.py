@@ -20,8 +20,8 @@ from tiny_families import PROMPT, RECURRENT
 from edgellm import LLM, Request, SamplingParams
 from edgellm.engines.backends.device_layouts import model_layouts, with_delta_products
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
@@ -64,9 +64,9 @@ def config_of(directory: Path) -> DecoderConfig:
 class KernelSteps(RecurrentSteps):
     """On the twins of kernels, with linear layers packed as the checkpoint has them."""
 
-    def __init__(self, directory: Path, config: DecoderConfig, executor: type[FewRows] | None) -> None:
+    def __init__(self, directory: Path, config: DecoderConfig, way: type | None) -> None:
         super().__init__(directory)
-        self.config, self._executor, self.packed = config, executor, dict[str, Any]()
+        self.config, self._way, self.packed = config, way, dict[str, Any]()
         with Checkpoint.open(directory) as checkpoint:
             specs = decoder_weights(config)
             self.weights = load_numpy_weights(checkpoint, specs)
@@ -81,7 +81,9 @@ class KernelSteps(RecurrentSteps):
                 self.packed[spec.name] = PackedMatrix(replace(layout, dtype="float32"), data, inputs)
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
-        engine = numpy_kernel_engine(self.config, program.shape, self._executor)
+        engine = numpy_kernel_engine(
+            self.config, program.shape, self._way, {name: matrix.layout for name, matrix in self.packed.items()}
+        )
         for name, (shape, _) in program.outputs.items():
             bindings[name] = np.full(shape, np.nan, np.float32)
         arrays = self.weights | self.packed | bindings
@@ -111,11 +113,11 @@ def test_numpy_has_the_logits_of_transformers(name: str) -> None:
     assert largest_difference(served(steps), steps.expected[0]) <= 1e-4
 
 
-@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
 @pytest.mark.parametrize("name", ["ct_w4_qwen3_5", "fp8_blocks_qwen3_5"])
-def test_the_kernels_twins_have_the_logits_of_transformers(name: str, executor: type[FewRows]) -> None:
+def test_the_kernels_twins_have_the_logits_of_transformers(name: str, way: type) -> None:
     directory = GOLDENS / name
-    steps = KernelSteps(directory, config_of(directory), executor)
+    steps = KernelSteps(directory, config_of(directory), way)
     assert {each.rpartition("layers.0.")[2] for each in steps.packed if ".layers.0." in each} == {
         "linear_attn.qkvz_proj.weight",
         "linear_attn.out_proj.weight",

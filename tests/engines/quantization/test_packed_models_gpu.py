@@ -31,7 +31,7 @@ from edgellm.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.gpu
 
 GOLDENS = golden_folder("quantized")
-LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2, image_rows=(81,))
+LIMITS = EngineLimits(3, 128, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2, image_rows=(81,))
 ADAPTERS = ("pirate", None, "json")
 IMAGE = SHIPPED_MODEL / "scenes" / "toys.png"
 

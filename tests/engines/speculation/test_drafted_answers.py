@@ -34,7 +34,7 @@ def plain(directory: EngineDirectory) -> Iterator[LLM]:
 
 
 @pytest.fixture(
-    params=[(KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0), pytest.param((KINDS[0], 0), marks=pytest.mark.slow)],
+    params=[(KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0), (KINDS[0], 0)],
     ids=lambda pair: f"{pair[0].kind}-{pair[1]} ahead",
 )
 def drafted(

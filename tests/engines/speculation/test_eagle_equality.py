@@ -42,11 +42,11 @@ COUNT = 28
         (3, False),
         (1, True, "int8"),
         ("mtp", True),
-        pytest.param((1, False), marks=pytest.mark.slow),
-        pytest.param((3, True), marks=pytest.mark.slow),
-        pytest.param(("mtp", False), marks=pytest.mark.slow),
-        pytest.param(("mtp", True, "int8"), marks=pytest.mark.slow),
-        pytest.param((3, False, "int8"), marks=pytest.mark.slow),
+        (1, False),
+        (3, True),
+        ("mtp", False),
+        ("mtp", True, "int8"),
+        (3, False, "int8"),
     ],
     ids=lambda p: "-".join(map(str, p)),
 )
@@ -84,16 +84,7 @@ def answers(
     return [tokens[:count] for tokens in found], steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "greedy",
-        "sampled",
-        "everything",
-        pytest.param("penalized", marks=pytest.mark.slow),
-        pytest.param("filtered", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", ["greedy", "sampled", "everything", "penalized", "filtered"])
 def test_one_slot(eagle: DecodingRunner, name: str) -> None:
     sampling = SAMPLINGS[name]
     plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)

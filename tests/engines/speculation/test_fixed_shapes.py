@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,9 @@ from fixed_shape_backend import FixedShapeBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model import limits
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.runners.captured_steps import Stages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
+from edgellm.engines.speculation.round import RoundKey
 from edgellm.engines.speculation.runner import DecodingRunner
 
 PLANS = [
@@ -93,23 +94,6 @@ def test_kernels_run_every_key_range_with_the_largest(
             assert ranges[phase] == ({112} if fewer else {32, 64, 112})
 
 
-class _Keys:
-    """Stands in for `CapturedSteps`: what would be captured, without running it."""
-
-    def __init__(self) -> None:
-        self.found: list[Hashable] = []
-
-    def run(self, key: Hashable, stages: Stages) -> None:
-        pass
-
-    def capture(self, key: Hashable, stages: Stages) -> list[str]:
-        self.found.append(key)
-        return []
-
-    def clear(self) -> None:
-        pass
-
-
 class _KernelsRunSteps(FixedShapeBackend):
     """As a GPU whose kernels take every shape but long prefill."""
 
@@ -117,21 +101,52 @@ class _KernelsRunSteps(FixedShapeBackend):
         return shape.phase != "prefill"
 
 
-@pytest.mark.parametrize(
-    ("backend_type", "steps", "rounds"), [(FixedShapeBackend, 32 + 16, 640), (_KernelsRunSteps, 8 + 4, 64)]
-)
+@pytest.mark.parametrize(("backend_type", "ranges", "rounds"), [(FixedShapeBackend, 4, 640), (_KernelsRunSteps, 1, 64)])
 def test_captures_of_a_long_context(
-    make_engines: Callable[..., EngineDirectory], backend_type: type[FixedShapeBackend], steps: int, rounds: int
+    make_engines: Callable[..., EngineDirectory], backend_type: type[FixedShapeBackend], ranges: int, rounds: int
 ) -> None:
-    """At a context of 32,768 tokens, batch 8: one capture for each batch size, plan and way of drawing."""
+    """At a context of 32,768 tokens, batch 8: one capture for each batch size, plan and way of drawing, two under
+    rules, whose choice alone depends on the way of drawing in plain steps."""
     directory = replace(make_engines(3), limits=EngineLimits(8, 16, 32768, 10, 6, 60))
     plans = [chain(2), chain(3), chain(5), tree(10, 3, 8), tree(10, 3, 16), tree(10, 4, 16), tree(10, 5, 32)]
     runner = DecodingRunner.open(backend_type(directory), directory)
-    plain, drafted = runner.base._steps, runner._steps = _Keys(), _Keys()
     try:
-        assert runner.capture_steps([*plans, tree(10, 6, 60)]) == []
+        runner.plan_captures([*plans, tree(10, 6, 60)])
+        plain, drafted = [[*steps.planned] for steps in (runner.base.steps, runner._steps)]
+        assert len(plain) == 4 * ranges * 2 + 4 * ranges + 4 * 2
+        kinds = ["flush" if key[0] == "flush" else "round" if isinstance(key, RoundKey) else key[1] for key in drafted]
+        expected = {"flush": 4 * ranges, "round": rounds, "base verify": rounds, "acceptance": rounds}
+        assert dict(Counter(kinds)) == expected
+        assert not runner.base.steps.captures, "nothing is captured before its turn"
     finally:
         runner.close()
-    kinds = [type(key).__name__ for key in drafted.found]
-    assert (len(plain.found) + kinds.count("tuple"), kinds.count("RoundKey")) == (steps, rounds)
-    assert len(set(plain.found)) == len(plain.found) and len(set(drafted.found)) == len(drafted.found)
+
+
+def test_a_round_is_not_ready_before_it_is_captured(
+    make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    """A plain step runs meanwhile as it is: nothing is captured while somebody waits."""
+    with open_eagle(make_engines(3), "fixed") as runner:
+        small, large = chain(2), tree(3, 3, 12)
+        assert runner.is_ready(1, large)
+        runner.plan_captures([small, large])
+        while not runner.is_ready(1, small):
+            assert runner.capture_next()
+        count = len(runner.backend.captures)
+        runner.start(0, PROMPTS[0], 0, SamplingValues()).wait()
+        assert runner.is_ready(1, small) and not runner.is_ready(1, large) and not runner.is_ready(1, small, True)
+        for plan in (None, small, None, None, small):
+            runner.step(1, plan).wait()
+        assert len(runner.backend.captures) == count
+        runner.stop(0)
+        while runner.capture_next():
+            pass
+        assert runner.is_ready(1, large) and runner.is_ready(1, small, True) and not runner.uncaptured
+        count = len(runner.backend.captures)
+        assert count == len(set(runner.backend.captures))
+        for values in (SAMPLINGS["greedy"], SAMPLINGS["sampled"], SamplingValues(logit_bias=((7, 2.0),))):
+            runner.start(0, PROMPTS[0], 0, values).wait()
+            for plan in (None, small, large, None, large):
+                runner.step(1, plan).wait()
+            runner.stop(0)
+        assert len(runner.backend.captures) == count

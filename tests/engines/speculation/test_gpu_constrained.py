@@ -123,8 +123,8 @@ def test_two_launches_are_captured(runner: DecodingRunner) -> None:
     ruled_answers(runner, PROMPTS, [GREEDY], [rules()], None)
     ruled_answers(runner, PROMPTS, [GREEDY], [rules()], PLANS[1])
     ruled_answers(runner, PROMPTS, [GREEDY], [rules()], PLANS[3], [list(range(30))])
-    steps, rounds = runner.base._steps.captures, runner._steps.captures
-    assert {key[1] for key in steps if isinstance(key[0], tuple)} == {"forward", "choice"}
+    steps, rounds = runner.base.steps.captures, runner._steps.captures
+    assert {key[0] for key in steps if isinstance(key[0], str)} == {"forward", "choice"}
     parts = {(key[0].plan.kind, key[1]) for key in rounds if isinstance(key[0], tuple)}
     assert parts == {(kind, part) for kind in ("tree", "given") for part in ("base verify", "acceptance")}
     for captures in (steps, rounds):

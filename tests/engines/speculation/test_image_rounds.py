@@ -92,13 +92,7 @@ def answers(runner: DecodingRunner, prompts: list, sampling: SamplingValues, pla
 
 @pytest.mark.parametrize(
     ("generation", "agreeing", "backend"),
-    [
-        (3, False, "numpy"),
-        (3, True, "fixed"),
-        pytest.param(1, True, "numpy", marks=pytest.mark.slow),
-        pytest.param(1, False, "fixed", marks=pytest.mark.slow),
-        pytest.param(3, True, "numpy", marks=pytest.mark.slow),
-    ],
+    [(3, False, "numpy"), (3, True, "fixed"), (1, True, "numpy"), (1, False, "fixed"), (3, True, "numpy")],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounds_give_the_tokens_of_plain_decoding(

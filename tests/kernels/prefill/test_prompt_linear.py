@@ -15,13 +15,17 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.prefill.linear import (
     JOINED,
+    PACKED_TILINGS,
     TILINGS,
     CudaPromptLinear,
+    PromptTiling,
+    packed_prompt_kernel,
     prompt_kernel,
     prompt_tiling,
     prompt_tilings,
 )
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 from tools.bench.prompt_rows import resources
 
 GPUS = {
@@ -31,17 +35,25 @@ GPUS = {
     "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
     "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
 }
+#: Bytes of blocks of packed weights: codes of 4 and of 8 bits in groups of 128, and the most that there are.
+BLOCKS = (528, 1040, 1536)
+EVERY_TILING = [*TILINGS, *(tiling._replace(block_bytes=size) for size in BLOCKS for tiling in PACKED_TILINGS)]
 MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (6, 40)]
 
 
+def named(tiling: PromptTiling) -> str:
+    return f"{tiling.rows}x{tiling.weight_rows}x{tiling.teams}x{tiling.block_bytes}"
+
+
 @pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}x{tiling.teams}")
-def test_tilings_fit_what_they_are_chosen_for(name: str, tiling) -> None:
+@pytest.mark.parametrize("tiling", EVERY_TILING, ids=named)
+def test_tilings_fit_what_they_are_chosen_for(name: str, tiling: PromptTiling) -> None:
     gpu = GPUS[name]
     stages = tiling.stages(gpu)
     assert 2 <= stages <= 4
-    assert (tiling in prompt_tilings(gpu)) == (tiling.shared_bytes(stages) <= gpu.shared_limit)
-    if tiling in prompt_tilings(gpu):
+    every = prompt_tilings(gpu, tiling.block_bytes)
+    assert (tiling in every) == (tiling.shared_bytes(stages) <= gpu.shared_limit)
+    if tiling in every:
         resident = tiling.resident(stages, gpu)
         assert 1 <= resident <= tiling.blocks
         assert resident * (tiling.shared_bytes(stages) + 1024) <= gpu.shared_limit + 1024
@@ -57,9 +69,10 @@ def test_the_fastest_tiling_fits(name: str) -> None:
     gpu = GPUS[name]
     for rows in (1, 17, 65, 128, 512, 4000, 65_536):
         for weight_rows, columns in MATRICES:
-            chosen = prompt_tiling(rows, weight_rows, columns, gpu)
-            assert chosen in prompt_tilings(gpu)
-            assert rows > 64 or chosen.rows <= 64 or gpu.multiprocessors <= 20
+            for block_bytes in (0, *BLOCKS):
+                chosen = prompt_tiling(rows, weight_rows, columns, gpu, block_bytes)
+                assert chosen in prompt_tilings(gpu, block_bytes)
+                assert rows > 64 or chosen.rows <= 64 or gpu.multiprocessors <= 20
 
 
 def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
@@ -76,6 +89,8 @@ def test_a_kernel_has_a_name_of_its_own() -> None:
         for adapted in (False, True)
         for stages in (2, 3)
     ]
+    packed = [(tiling, scales, mode) for tiling in PACKED_TILINGS for scales in (1, 4) for mode in (0, 1, 6)]
+    kernels += [prompt_kernel("linear", "float16", tiling, 2, packed=tuple(its)) for tiling, *its in packed]
     assert len({kernel.source.name for kernel in kernels}) == len(kernels)
 
 
@@ -89,6 +104,19 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     registers, stack = resources(compiled.code)
     assert 200 < registers < 256
     assert stack <= 64
+
+
+@pytest.mark.parametrize("architecture", ["sm_87", "sm_90"])
+@pytest.mark.parametrize("name", ["linear", "gate_up"])
+@pytest.mark.parametrize("tiling", PACKED_TILINGS[:3], ids=named)
+def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
+    """But for some of what places of copies are found by, once in 128 columns."""
+    layout = DeviceLayout(WeightFormat("int4", 128, False, "float16"), 4096, 4096, small=True)
+    try:
+        compiled = compile_module(packed_prompt_kernel(name, layout, tiling, 2).source, architecture)
+    except MissingDependencyError as missing:
+        pytest.skip(str(missing))
+    assert resources(compiled.code)[1] <= 88
 
 
 @pytest.mark.parametrize("rows", [65, 300])
@@ -135,11 +163,14 @@ def test_rows_that_no_kernel_takes_are_refused(rows: int, stride: int, columns: 
         Refusing().linear(array(rows, stride), LinearWeights(array(8, columns)), array(rows, 8, dtype="float32"))
 
 
-def test_an_output_that_is_too_small_and_packed_weights_are_refused() -> None:
+def test_an_output_that_is_too_small_and_weights_of_others_are_refused() -> None:
     with pytest.raises(KernelError, match="expected at least 300 rows of 8 elements"):
         Refusing().linear(array(300, 64), LinearWeights(array(8, 64)), array(299, 8, dtype="float32"))
-    packed = PackedWeight.__new__(PackedWeight)
-    with pytest.raises(KernelError, match="prompts take dense weights"):
-        Refusing()._launch("linear", array(300, 64), LinearWeights(packed), None)
+    layout = DeviceLayout(WeightFormat("int4", 32, False, "bfloat16"), 8, 64)
+    packed = LinearWeights(PackedMatrix(layout, array(*layout.shape, dtype="uint8")))
+    with pytest.raises(KernelError, match="rounded in bfloat16"):
+        Refusing().linear(array(300, 64), packed, array(300, 8, dtype="float32"))
+    with pytest.raises(KernelError, match="gates in eights"):
+        Refusing().gate_up(array(300, 64), packed, "silu", array(300, 4))
     with pytest.raises(KernelError, match="decode kernels compute in"):
         CudaPromptLinear(SimpleNamespace(), "float32")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
+from packed_weights import packed_copy, random_packed
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, low_words, padded_columns
@@ -21,6 +22,7 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear, prompt_kernel, prompt_tilings
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 pytestmark = pytest.mark.gpu
 
@@ -194,12 +196,17 @@ def test_selected_rows_have_the_bits_that_they_have_in_a_whole_layer(gpu, sequen
 
 
 class Adapted:
-    """A layer with LoRA adapters in places."""
+    """A layer with LoRA adapters in places, dense or packed."""
 
-    def __init__(self, given: Bits, modules: Sequence[int], columns: int, rank: int, places: int, rows: int) -> None:
+    def __init__(
+        self, given: Bits, modules: Sequence[int], columns: int, rank: int, places: int, rows: int, is_packed: bool
+    ) -> None:
         self.given, self.modules = given, tuple(modules)
         outputs, low_rows = sum(modules), places * len(modules) * rank
-        self.weight = given.array(outputs, columns, scale=columns**-0.5)
+        self.weight: DeviceArray | PackedMatrix = given.array(outputs, columns, scale=columns**-0.5)
+        if is_packed:
+            weight = random_packed(outputs, columns, 32, True, given.dtype, columns**-0.5 / 8)
+            self.weight = packed_copy(given.gpu, weight)
         self.bias, self.a = given.array(outputs), given.array(low_rows, columns, scale=columns**-0.5)
         b = given.values(low_rows, outputs, scale=0.2)
         ends = np.cumsum(modules)
@@ -225,7 +232,7 @@ class Adapted:
         gated = name == "gate_up"
         width = sum(self.modules) // (1 + gated)
         output = self.given.unwritten(len(x), width, floats=not gated)
-        if isinstance(kernels, CudaPromptLinear) and scales is not None:
+        if scales is not None and (linear.is_packed or isinstance(kernels, CudaPromptLinear)):
             kernels.low_products(values, linear)()
         more = {"linear": (output,), "gate_up": ("silu", output), "linear_residual": (None, output)}[name]
         getattr(kernels, name)(values, linear, *more)()
@@ -243,15 +250,20 @@ STEPS = [
 
 
 @DTYPES
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(("name", "case"), STEPS, ids=str)
-def test_adapters_add_the_bits_that_they_add_in_decode_kernels(gpu, dtype: str, name: str, case: tuple) -> None:
+def test_adapters_add_the_bits_that_they_add_in_decode_kernels(
+    gpu, dtype: str, name: str, case: tuple, is_packed: bool
+) -> None:
     """Of sequences with an adapter, with none, and with shares of several; in turns with the tiled kernels, which find
     the memory cleared that these left, and the other way round."""
     given, places, sequences, tokens = bits(gpu, dtype), 4, 5, 30
     rows = sequences * tokens
-    layer, tiled = Adapted(given, *case, places, rows), CudaTiledKernels(gpu.kernel_module, dtype)
+    layer, tiled = Adapted(given, *case, places, rows, is_packed), CudaTiledKernels(gpu.kernel_module, dtype)
     kernels = CudaPromptLinear(gpu.kernel_module, dtype)
     tilings = prompt_tilings(kernels.gpu)
+    if isinstance(layer.weight, PackedMatrix):
+        tilings = prompt_tilings(kernels.gpu, layer.weight.layout.block_bytes)[::3]
     scales = np.zeros((sequences, places), np.float32)
     scales[0, 2], scales[2, 0], scales[3], scales[4, 3] = 1, 0.5, (0.5, 0, -2, 0.25), 1
     scales, x = to_bits(scales, dtype), given.values(rows, case[1])
@@ -284,3 +296,9 @@ def test_gpus_without_clusters_get_the_same_bits(gpu, older_module, rows: int) -
         for each, output in zip((kernels, older), gated, strict=True):
             each.gate_up(x, linear, "silu", output)()
         np.testing.assert_array_equal(*map(gpu.download, gated))
+        packed = LinearWeights(packed_copy(gpu, random_packed(width, columns, 128, True, "float16")), linear.bias)
+        kernels.linear_residual(x, packed, residual, expected)()
+        for tiling in prompt_tilings(older.gpu, packed.weight.layout.block_bytes)[::2]:
+            output, older.tiling = given.unwritten(rows, width), tiling
+            older.linear_residual(x, packed, residual, output)()
+            np.testing.assert_array_equal(gpu.download(output), gpu.download(expected), err_msg=str(tiling))

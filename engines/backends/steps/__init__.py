@@ -1,0 +1,1 @@
+"""How hand-written kernels run each kind of step of a program."""

@@ -1,0 +1,150 @@
+"""Attention by kernels: of steps of few tokens, whose scores may be masked, and of prompts, whose tokens see all before
+them, or in an image all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, step_rows, too_large
+from edgellm.engines.backends.steps.launching import Launching, StepKernels
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import LAST_SEEN, Attention
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
+from edgellm.kernels.decode.contract import (
+    MAX_TILED_ROWS,
+    MAX_TOKENS,
+    AttentionScratch,
+    AttentionStep,
+    AttentionWeights,
+    attention_refusal,
+)
+from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
+from edgellm.kernels.prefill.launcher import attention_bytes
+from edgellm.kernels.recurrent.contract import GatedHeads
+
+#: Where gated attention finds its heads without the gates, and where parts of a row's keys leave what they found.
+UNGATED, PARTIAL = "qkv without gates", "partial"
+
+
+class _AnyAttention(Implementation[Attention]):
+    """What both ways share: the gate of each head."""
+
+    def scratch(self, step: Attention, program: Program) -> Edge:
+        rows, width = self._rows_of(step, program)
+        found: Edge = {step.output: ((rows, width), "compute")}
+        if step.gated:
+            found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
+        return found
+
+    def launches(self, step: Attention, run: Launching, next_early: bool) -> list[Any]:
+        if not step.gated:
+            return self._attention(step, run, run.array(step.value))
+        recurrent, heads, value = run.kernels.recurrent, GatedHeads(*step.heads), run.sequences(step.value)
+        return [
+            recurrent.separate_gates(value, heads, run.sequences(UNGATED)),
+            *self._attention(step, run, run.array(UNGATED)),
+            recurrent.sigmoid_gate(value, heads, run.sequences(step.output)),
+        ]
+
+    def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
+        raise NotImplementedError
+
+
+class FewTokens(_AnyAttention):
+    """Attention of decode steps and trees: keys are shared among blocks, whose results are then joined."""
+
+    name = "kernels of few tokens"
+    reads_mask = True
+
+    def suits(self, step: Attention, program: Program) -> bool:
+        few = step_rows(step, program) <= MAX_TILED_ROWS and program.shape.tokens <= MAX_TOKENS
+        return few and not step.looks_ahead
+
+    def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
+        shape = program.shape
+        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        return refused or too_large(attention_shared_bytes(_attention_shape(step, shape)), limit)
+
+    def scratch(self, step: Attention, program: Program) -> Edge:
+        partials = attention_partials(_attention_shape(step, program.shape))
+        return super().scratch(step, program) | {PARTIAL: ((partials,), "float32")}
+
+    def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
+        array = run.array
+        mask = None if run.program.shape.phase == "decode" else array("attention_mask")
+        q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
+        epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
+        part = (step.rotary_first, step.rotary) if step.rotary else None
+        k_cache, v_cache, *scales = map(array, step.state(run.program.shape).names)
+        k_scale, v_scale = scales or (None, None)
+        attention = run.kernels.few.attention(
+            qkv,
+            AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
+            AttentionStep(
+                array("rope_rotary_cos_sin"),
+                array("kvcache_start_index"),
+                mask,
+                *(k_cache, v_cache, step.masks_all),
+                *(k_scale, v_scale, step.window),
+            ),
+            AttentionScratch(array(PARTIAL), array("counters")),
+            array(step.output),
+        )
+        return [attention]
+
+
+class PromptTokens(_AnyAttention):
+    """Attention of any number of tokens that see all before them; queries stand where the context will."""
+
+    name = "kernels of prompts"
+
+    def suits(self, step: Attention, program: Program) -> bool:
+        return program.shape.phase in PROMPT_PHASES
+
+    def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
+        shape, size = program.shape, step.heads[2]
+        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        return refused or too_large(attention_bytes(size, 2 if size <= 128 else 1, shape.kv_cache == "int8"), limit)
+
+    def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
+        prefill, array, norms = run.kernels.prefill, run.array, None
+        shape = run.program.shape
+        qkv = qkv.reshape(shape.batch, shape.tokens, -1)
+        if step.q_norm is not None and step.k_norm is not None:
+            query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
+            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
+        rotary = array("rope_rotary_cos_sin") if step.rotary else None
+        part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
+        keys, values, *scales = map(array, step.state(shape).names)
+        rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
+        row_scales = RowScales(*scales) if scales else None
+        context = run.sequences(step.output)
+        given = context, rows, step.scale, context, row_scales
+        return [
+            prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
+            prefill.attention_ahead(*given, array(LAST_SEEN)) if step.looks_ahead else prefill.causal_attention(*given),
+        ]
+
+    def loads(self, step: Attention, program: Program) -> tuple[Any, ...]:
+        return step.heads[0], step.heads[2], step.window is not None, step.looks_ahead
+
+    def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
+        (heads, size, window, ahead), shape = what, program.shape
+        int8, dtype = shape.kv_cache == "int8", kernels.any_rows.dtype
+        kernels.prefill.load(dtype, size, tokens, shape.batch * heads, int8, window, ahead)
+
+
+def ring_refusal(shape: EngineShape) -> str | None:
+    """Why kernels do not take the rings of windows of a shape, None if they do, or there are none."""
+    if shape.window_rows % RING_STEP == 0:
+        return None
+    return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
+
+
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    """What the attention of a layer works on."""
+    rows, window = (shape.kv_rows, 0) if step.window is None else (shape.window_rows, step.window)
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)

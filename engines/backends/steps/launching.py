@@ -1,0 +1,126 @@
+"""What implementations of steps make their launches of: kernels, the arrays of an engine, and what brings the inputs of
+a linear layer together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import Input, Keep, Linear, NormLinear
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.quantization.device_layout import InputPermutation
+
+#: Where the inputs of a linear layer come together that does not norm them itself.
+JOINED_INPUTS = "joined_inputs"
+
+
+class StepKernels(NamedTuple):
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
+    need beside them: kernels of recurrent layers, of linear layers of any number of rows, and of prompts' attention."""
+
+    few: Any
+    many: Any
+    gpu: Capacity = Capacity()
+    recurrent: Any = None
+    any_rows: Any = None
+    prefill: Any = None
+
+
+class Launching:
+    """The kernels and arrays of a program whose launches are made."""
+
+    def __init__(
+        self, kernels: StepKernels, program: Program, array: Callable[[str], Array], lows: Iterator[tuple[Array, Array]]
+    ) -> None:
+        """`array` gives the array of a tensor at the engine's edge, or of a value; `lows` what each linear layer with
+        adapters has of `LinearAdapters.low` and `next_low`."""
+        self.kernels, self.program, self.array, self._lows = kernels, program, array, lows
+
+    def sequences(self, name: str) -> Array:
+        """A value [B, T, width]."""
+        shape = self.program.shape
+        return self.array(name).reshape(shape.batch, shape.tokens, -1)
+
+    def shared(self, name: str, rows: int, width: int) -> Array:
+        """The first rows [rows, width] of memory that steps share."""
+        return self.array(name)[: rows * width].reshape(rows, width)
+
+    def weights(self, linear: Linear) -> LinearWeights:
+        """The weights of a linear layer, with adapters where the engine has them."""
+        bias = None if linear.bias is None else self.array(linear.bias.name)
+        return LinearWeights(self.array(linear.weight.name), bias, self._adapters(linear))
+
+    def _adapters(self, linear: Linear) -> LinearAdapters | None:
+        adapted, shape = self.program.adapted.get(linear.name), self.program.shape
+        if adapted is None:
+            return None
+        a, b = (self.array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
+        return LinearAdapters(a, b, self.array(SCALES), module_rows(adapted), *next(self._lows))
+
+    def parts(self, given: Input) -> list[NormedInput]:
+        """An input, in the parts that are normed each by itself."""
+        if not given.norms:
+            return [NormedInput(self.array(given.value), None)]
+        parts, first = [], 0
+        for norm in given.norms:
+            width, values = norm.weight.shape[0], self.array(given.value)
+            weight = self.array(norm.weight.name)
+            parts.append(NormedInput(values, weight, norm.epsilon, norm.offset)._replace(first=first, width=width))
+            first += width
+        return parts
+
+    def kept(self, keep: Keep | None) -> Kept | None:
+        """Where a step keeps what it read."""
+        return None if keep is None else Kept(self.array(keep.target), keep.place, keep.raw)
+
+    def copy_kept(self, keep: Keep, values: Array) -> Any:
+        """The launch that keeps values which their step does not keep."""
+        any_place = self.shared(JOINED_INPUTS, values.size // values.shape[-1], values.shape[-1])
+        return self.kernels.few.norm(NormedInput(values, None), any_place, 0, self.kept(keep))
+
+    def together(
+        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: InputPermutation | None = None
+    ) -> tuple[Array, list[Any]]:
+        """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
+        launches that bring them there, each normed, and `arranged`."""
+        given, is_rounded = step.inputs[0], comes_rounded(step.inputs[0].value, self.program)
+        if len(step.inputs) == 1 and not given.norms and is_rounded and step.keep is None and arranged is None:
+            return self.array(given.value), []
+        columns, values = step.linear.weight.shape[1], self.array(step.inputs[-1].value)
+        width = padded_columns(columns) if padded else columns
+        packed = self.shared(JOINED_INPUTS, values.size // values.shape[-1], width)
+        parts: list[tuple[NormedInput, Keep | None]] = []
+        for given in step.inputs:
+            parts += [(part, None) for part in self.parts(given)]
+        if step.keep is not None:
+            parts[-1] = (parts[-1][0], step.keep)
+        launches, column, at_once = [], 0, arranged if len(parts) == 1 else None
+        for number, (part, keep) in enumerate(parts):
+            early = next_early or number > 0
+            launches.append(self.kernels.few.norm(part, packed, column, self.kept(keep), early, at_once))
+            column += part.width or part.values.shape[-1]
+        whole = NormedInput(packed, None, width=columns)
+        if arranged is not None and at_once is None:
+            launches.append(self.kernels.few.norm(whole, packed, arranged=arranged))
+        return packed, launches
+
+    def arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
+        """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self.kernels.few.norm(inputs, x, arranged=linear.arranged)]
+
+
+def comes_rounded(value: str, program: Program) -> bool:
+    """Whether a value is an input of the engine in the compute dtype; the residual stream between segments is not."""
+    return value in program.inputs and program.inputs[value][1] == "compute"
+
+
+def module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
+    """The rows of each layer that is multiplied as one with others."""
+    return tuple(rows for _, rows in adapted.modules)

@@ -1,0 +1,328 @@
+"""Linear layers by kernels of few rows, of many, of packed weights, and of prompts.
+
+Kernels of few rows norm inside their linear layers: every block of a layer norms for itself, which is fastest for up to
+a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows and of prompts have the
+norms as launches of their own, for all blocks of the linear layer that follows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from edgellm.engines.backends.steps.implementation import (
+    PROMPT_PHASES,
+    Implementation,
+    packed_layout,
+    step_rows,
+    too_large,
+)
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching, StepKernels, comes_rounded, module_rows
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import LinearResidual, NormLinear
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.contract import (
+    ACTIVATIONS,
+    MAX_ROWS,
+    MAX_TILED_ROWS,
+    LinearWeights,
+    NormedInput,
+    adapters_refusal,
+    padded_columns,
+    padded_ranks,
+)
+from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm_linear_shared_bytes, norm_shared_bytes
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
+from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
+from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
+
+#: What a linear layer gives before it is normed and added.
+UNNORMED = "unnormed"
+Layer = NormLinear | LinearResidual
+
+
+class _AnyLinear(Implementation[Any]):
+    """What all ways share: which layers no kernel takes, and what stands around a product.
+
+    A way runs steps of both kinds: `NormLinear` by `_normed`, `LinearResidual` by `_added`.
+    """
+
+    most_rows = MAX_TILED_ROWS
+    takes_packed = False
+
+    def suits(self, step: Layer, program: Program) -> bool:
+        """See `Implementation.suits`."""
+        is_packed = packed_layout(step, program) is not None
+        return step_rows(step, program) <= self.most_rows and is_packed == self.takes_packed
+
+    def refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        """See `Implementation.refusal`."""
+        return linear_refusal(step, program) or self._memory_refusal(step, program, limit)
+
+    def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        raise NotImplementedError
+
+    def scratch(self, step: Layer, program: Program) -> Edge:
+        """See `Implementation.scratch`."""
+        found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
+        columns, keep = step.linear.weight.shape[1], step.keep
+        if isinstance(step, LinearResidual):
+            given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
+            joined = given * width if keep is not None and step.selects else 0
+            found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
+        else:
+            given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
+            joined = given * padded_columns(columns)
+            found |= dict.fromkeys(found, ((rows, width), "compute" if step.gated else "float32"))
+        if keep is not None:
+            found[keep.target] = ((given, kept_width), "compute")
+        return found | {JOINED_INPUTS: ((joined,), "compute")}
+
+    def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
+        """See `Implementation.launches`."""
+        linear = run.weights(step.linear)
+        if isinstance(step, NormLinear):
+            return self._normed(step, run, linear, next_early)
+        selected = self._selected(step, run)
+        x, launches = run.array(step.value), list[Any]()
+        launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
+        if step.keep is not None and selected:  # features are those of all rows
+            launches.append(run.copy_kept(step.keep, run.array(step.residual)))
+            step = replace(step, keep=None)
+        return [*launches, *self._added(step, run, x, linear, *selected)]
+
+    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        raise NotImplementedError
+
+    def _added(
+        self, step: LinearResidual, run: Launching, x: Array, linear: LinearWeights, *selected: Array
+    ) -> list[Any]:
+        """The launches that multiply inputs which are arranged, and add what that gives."""
+        kernels = self._kernels(step, run, linear)
+        residual, output = run.array(step.residual), run.array(step.output)
+        if step.norm is None:
+            return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
+        given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
+        normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
+        return [
+            kernels.linear_residual(x, linear, None, given, step.scale, None, *selected),
+            run.kernels.few.norm_residual(normed, residual, output, *selected),
+        ]
+
+    def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The launches of a layer, of all rows or of those that are selected, behind those of its norms."""
+        selected = self._selected(step, run)
+        x, launches = run.together(step, False, next_early)
+        launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
+        kernels, output = self._kernels(step, run, linear), run.array(step.output)
+        return [*launches, kernels.linear_residual(x, linear, None, output, step.scale, None, *selected)]
+
+    def _tiled(
+        self, step: NormLinear, run: Launching, linear: LinearWeights, kernels: Any, next_early: bool
+    ) -> list[Any]:
+        """The same of all rows by kernels that take the inputs padded."""
+        as_given = linear.adapters is not None  # whose A multiplies inputs that are not arranged yet
+        x, launches = run.together(step, True, next_early, None if as_given else linear.arranged)
+        if as_given:
+            launches += [*self._low_products(run, x, linear), *run.arranged(x, linear)]
+        output = run.array(step.output)
+        if step.gated:
+            return [*launches, kernels.gate_up(x, linear, step.activation, output)]
+        return [*launches, kernels.linear(x, linear, output, step.scale)]
+
+    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
+        """The kernels that multiply what is not normed by them."""
+        raise NotImplementedError
+
+    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        """What makes the products of adapters' A, where the layer's kernel does not make them itself."""
+        return []
+
+    @staticmethod
+    def _selected(step: Layer, run: Launching) -> tuple[Array, ...]:
+        return (run.array("last_token_ids"),) if step.selects else ()
+
+
+class FewRows(_AnyLinear):
+    """Up to 16 rows of dense weights, normed inside where that can be."""
+
+    name = "kernels of few rows"
+    most_rows = MAX_ROWS
+
+    def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        rows, ranks = step_rows(step, program), _ranks(program)
+        if prepares_inside(step, program):
+            count = len(step.inputs)
+            widths = [step.linear.weight.shape[1] // count] * count
+            return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
+        return too_large(linear_residual_shared_bytes(rows, limit, ranks), limit)
+
+    def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
+        """See `Implementation.clocks`."""
+        inside, (rows, columns) = prepares_inside(step, program), step.linear.weight.shape
+        clocks = few_rows_clocks(step_rows(step, program), rows, columns, inside, gpu)
+        return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
+
+    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        if not prepares_inside(step, run.program):
+            return self._normed_apart(step, run, linear, next_early)
+        return _inside(step, run, linear, next_early)
+
+    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
+        return run.kernels.few
+
+
+class ManyRows(_AnyLinear):
+    """Up to 64 rows of dense weights, normed by launches of their own."""
+
+    name = "kernels of many rows"
+
+    def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        return too_large(max(_norm_bytes(step), tiled_shared_bytes(limit)), limit)
+
+    def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
+        """See `Implementation.clocks`."""
+        adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
+        clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
+        return clocks + _norm_count(step) * NORM_CLOCKS
+
+    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        if step.selects:
+            return self._normed_apart(step, run, linear, next_early)
+        return self._tiled(step, run, linear, run.kernels.many, next_early)
+
+    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
+        return run.kernels.many
+
+
+class PackedRows(_AnyLinear):
+    """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
+
+    name = "kernels of packed rows"
+    takes_packed = True
+
+    def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        layout = packed_layout(step, program)
+        assert layout is not None
+        return packed_refusal(step_rows(step, program), layout, limit)
+
+    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        few, output, rows = run.kernels.few, run.array(step.output), step_rows(step, run.program)
+        if step.selects:
+            return self._normed_apart(step, run, linear, next_early)
+        inside = _norms_packed(step, run.program, rows) and linear.arranged is None
+        if not few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
+            return self._tiled(step, run, linear, run.kernels.many, next_early)
+        if inside:
+            return _inside(step, run, linear, next_early)
+        x, launches = run.together(step, False, next_early, linear.arranged)
+        if step.gated:
+            return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
+        return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
+
+    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
+        takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
+        return run.kernels.few if takes else run.kernels.many
+
+    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        return [] if linear.adapters is None else [run.kernels.many.low_products(x, linear, *selected)]
+
+
+class PromptRows(_AnyLinear):
+    """More rows, of dense weights or of packed ones."""
+
+    name = "kernels of prompts"
+
+    def suits(self, step: Layer, program: Program) -> bool:
+        """See `Implementation.suits`."""
+        is_prompt = program.shape.phase in PROMPT_PHASES and program.shape.segment is None
+        return is_prompt and step_rows(step, program) > MAX_TILED_ROWS
+
+    def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
+        return too_large(_norm_bytes(step), limit)
+
+    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        if step.selects:
+            return self._normed_apart(step, run, linear, next_early)
+        return self._tiled(step, run, linear, run.kernels.any_rows, next_early)
+
+    def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
+        return run.kernels.any_rows
+
+    def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
+
+    def loads(self, step: Layer, program: Program) -> tuple[Any, ...]:
+        """See `Implementation.loads`."""
+        name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
+        adapted, shape = program.adapted.get(step.linear.name), program.shape
+        low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
+        return name, step.linear.weight.shape, low_rows, packed_layout(step, program)
+
+    def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
+        """See `Implementation.load`."""
+        (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
+        if rows <= MAX_TILED_ROWS:
+            return
+        kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
+        if low_rows:
+            kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
+
+
+def linear_refusal(step: Layer, program: Program) -> str | None:
+    """What about a linear layer no kernel of decoders can do, whatever the GPU has; None if there is nothing."""
+    shape = program.shape
+    if not step.gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
+        return f"kernels put {step.output} out in float32 alone"
+    adapted = program.adapted.get(step.linear.name)
+    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
+    if refused:
+        return refused
+    if (columns := step.linear.weight.shape[1]) % 8:
+        return f"widths must be multiples of 8, not {columns}"
+    if isinstance(step, LinearResidual):
+        return "features are taken where what is added is normed" if step.norm and step.keep else None
+    if any(norm.bias is not None for given in step.inputs for norm in given.norms):
+        return "there is no kernel for layer norms"
+    if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel"
+    return None
+
+
+def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
+    """Whether one kernel norms the inputs of a linear layer, or rounds one without norms, and multiplies them."""
+    if isinstance(step, LinearResidual):
+        return False
+    if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
+        return not step.selects and len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
+    return step.gated or not comes_rounded(step.inputs[0].value, program)
+
+
+def _norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
+    """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
+    return len(step.inputs) == 1 and prepares_inside(step, program) and rows <= MAX_NORMED_ROWS
+
+
+def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+    """The launch that norms the inputs of a layer and multiplies them."""
+    few, output = run.kernels.few, run.array(step.output)
+    inputs = [part for given in step.inputs for part in run.parts(given)]
+    if step.gated:
+        return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
+    return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]
+
+
+def _ranks(program: Program) -> int:
+    return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
+
+
+def _norm_bytes(step: Layer) -> int:
+    """Shared memory of the launches that norm a layer's inputs."""
+    return norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
+
+
+def _norm_count(step: Layer) -> int:
+    """Launches that bring the inputs of a layer together, where it does not norm them itself."""
+    return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0

@@ -1,0 +1,99 @@
+"""Recurrent layers by kernels, of steps of few rows and of prompts alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.engines.backends.steps.implementation import Implementation, too_large
+from edgellm.engines.backends.steps.launching import Launching
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.recurrent.contract import (
+    MAX_NODES,
+    Convolution,
+    DeltaGates,
+    GatedHeadNorm,
+    convolution_refusal,
+    delta_refusal,
+    norm_refusal,
+)
+from edgellm.kernels.recurrent.launcher import delta_bytes
+
+
+class _OwnDtype(Implementation[Any]):
+    """Writes values of the dtype that the program gives them."""
+
+    def scratch(self, step: Any, program: Program) -> Edge:
+        """See `Implementation.scratch`."""
+        return {step.output: (self._rows_of(step, program), program.kinds[step.output][1])}
+
+
+class ConvolveColumns(_OwnDtype):
+    """Short convolutions."""
+
+    def refusal(self, step: ShortConvolution, program: Program, limit: int) -> str | None:
+        """See `Implementation.refusal`."""
+        if (nodes := _nodes(program)) > MAX_NODES:
+            return f"short convolutions take trees of up to {MAX_NODES} nodes, not {nodes}"
+        if step.activation not in (None, "silu") or (step.gated and step.activation is not None):
+            return f"the activation {step.activation} has no kernel"
+        return convolution_refusal(step.width)
+
+    def launches(self, step: ShortConvolution, run: Launching, next_early: bool) -> list[Any]:
+        """See `Implementation.launches`."""
+        convolution = Convolution(run.array(step.weight.name), step.activation == "silu", step.gated)
+        bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
+        value, output = run.sequences(step.value), run.sequences(step.output)
+        return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
+
+
+class UpdateMatrices(_OwnDtype):
+    """Gated delta rules."""
+
+    def refusal(self, step: GatedDelta, program: Program, limit: int) -> str | None:
+        """See `Implementation.refusal`."""
+        nodes = _nodes(program)
+        refused = delta_refusal(step.heads, step.sizes, nodes)
+        return refused or too_large(delta_bytes(step.sizes[0], program.shape.tokens, nodes > 1), limit)
+
+    def launches(self, step: GatedDelta, run: Launching, next_early: bool) -> list[Any]:
+        """See `Implementation.launches`."""
+        gates = DeltaGates(run.array(step.a_log.name), run.array(step.dt_bias.name), step.first)
+        value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
+        return [run.kernels.recurrent.gated_delta(value, run.sequences(step.gates), gates, before, output, *when)]
+
+
+class NormGated(_OwnDtype):
+    """Norms of heads, times a gate."""
+
+    def refusal(self, step: GatedNorm, program: Program, limit: int) -> str | None:
+        """See `Implementation.refusal`."""
+        if step.norm.bias is not None or step.norm.offset:
+            return "there is no kernel for layer norms, or norms with an offset, that are gated"
+        return norm_refusal(step.norm.weight.shape[0])
+
+    def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
+        """See `Implementation.launches`."""
+        norm = GatedHeadNorm(run.array(step.norm.weight.name), step.norm.epsilon, step.first)
+        value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
+        return [run.kernels.recurrent.gated_norm(value, gate, norm, output)]
+
+
+def _nodes(program: Program) -> int:
+    """Nodes of the tree that a step takes, 1 where its tokens are a chain."""
+    return program.shape.tokens if "node_parents" in program.inputs else 1
+
+
+def _state(step: ShortConvolution | GatedDelta, run: Launching) -> tuple[Array | None, ...]:
+    """A layer's state before the step; the parents of its nodes, what is kept for a commit, and how many tokens count,
+    each where the engine has it."""
+    program, array, state = run.program, run.array, step.state(run.program.shape)
+    (before,), kept = (array(name) for name in state.names), state.kept_names[-1]
+    return (
+        before,
+        array("node_parents") if "node_parents" in program.inputs else None,
+        array(kept) if kept in program.outputs else None,
+        array("state_tokens") if "state_tokens" in program.inputs else None,
+    )

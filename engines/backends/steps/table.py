@@ -1,0 +1,171 @@
+"""Which implementations there are of each kind of step, and the choice among them for a program on a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
+from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
+from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices
+from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge, without_layer
+from edgellm.engines.model.steps import (
+    Add,
+    Attention,
+    GatedDelta,
+    GatedNorm,
+    LinearResidual,
+    NormLinear,
+    NormParts,
+    Scale,
+    ShortConvolution,
+    SideBySide,
+    Step,
+)
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
+from edgellm.kernels.decode.tilings import Capacity, fastest
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+_LINEAR: tuple[Implementation[Any], ...] = FewRows(), ManyRows(), PackedRows(), PromptRows()
+#: Of each kind of step, what runs it; of those that do not refuse it the fastest by their clocks, or the first.
+TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
+    Scale: (ScaleRows(),),
+    Add: (AddRows(),),
+    SideBySide: (RowsSideBySide(),),
+    NormParts: (NormPartsInPlace(),),
+    NormLinear: _LINEAR,
+    LinearResidual: _LINEAR,
+    Attention: (FewTokens(), PromptTokens()),
+    ShortConvolution: (ConvolveColumns(),),
+    GatedDelta: (UpdateMatrices(),),
+    GatedNorm: (NormGated(),),
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs each step of an engine's programs, in order."""
+
+    implementations: tuple[Implementation[Any], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernels that it has, by what they are called, each once."""
+        return tuple(dict.fromkeys(each.name for each in self.implementations))
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether a step reads the engine's `attention_mask`."""
+        return any(each.reads_mask for each in self.implementations)
+
+    def scratch(self, program: Program) -> Edge:
+        """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside."""
+        edge, found = program.inputs.keys() | program.outputs.keys(), dict[str, tuple[tuple[int, ...], str]]()
+        for implementation, step in zip(self.implementations, program.steps, strict=True):
+            for name, (size, dtype) in implementation.scratch(step, program).items():
+                place = without_layer(name)
+                if name not in edge and (place not in found or math.prod(found[place][0]) < math.prod(size)):
+                    found[place] = size, dtype
+        return {JOINED_INPUTS: ((0,), "compute")} | found
+
+    def load_prompts(self, program: Program, kernels: StepKernels, step: int, are_packed: bool = False) -> None:
+        """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's: for the
+        steps whose weights are packed, of which not all is known before they are loaded, or for the others."""
+        pairs = zip(self.implementations, program.steps, strict=True)
+        own = [pair for pair in pairs if (packed_layout(pair[1], program) is not None) == are_packed]
+        needed = {(implementation, implementation.loads(each, program)) for implementation, each in own}
+        for tokens in {*range(step, program.shape.tokens, step), program.shape.tokens}:
+            for implementation, what in needed:
+                if what:
+                    implementation.load(what, program, kernels, tokens)
+
+
+def kernel_choice(
+    config: ModelConfig,
+    shape: EngineShape,
+    dtype: str,
+    shared_limit: int,
+    capacity: Capacity | None = None,
+    packed: Mapping[str, DeviceLayout] | None = None,
+    only: Collection[type[Implementation[Any]]] = (),
+) -> tuple[Choice | None, str]:
+    """The fastest implementation of each step of a shape where blocks may have `shared_limit` bytes of shared memory;
+    or None, and the first step of the program that none can run, with the reason.
+
+    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
+    are read packed, by name. `only`: of linear layers these implementations alone, where one of them takes the step. A
+    step of more rows than one launch takes runs in passes, each of some of its sequences.
+    """
+    if dtype not in ("float16", "bfloat16"):
+        return None, f"kernels compute in float16 and bfloat16, not {dtype}"
+    if shape.model == "vision":
+        return None, "vision encoders have kernels of their own"
+    program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
+    rows = most_rows(program)
+    if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
+        return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"
+    return choose(program, capacity or Capacity(shared_limit=shared_limit), shared_limit, only)
+
+
+def choose(
+    program: Program, gpu: Capacity, limit: int, only: Collection[type[Implementation[Any]]] = ()
+) -> tuple[Choice | None, str]:
+    """See `kernel_choice`."""
+    chosen: list[Implementation[Any]] = []
+    for step in program.steps:
+        possible, reason = _possible(step, program, limit)
+        if not possible:
+            return None, f"kernels cannot run {step.title}: {reason}"
+        preferred = [each for each in possible if type(each) in only] or possible
+        chosen.append(_fastest(preferred, step, program, gpu))
+    return Choice(tuple(chosen)), ""
+
+
+def _fastest(
+    possible: Sequence[Implementation[Any]], step: Step, program: Program, gpu: Capacity
+) -> Implementation[Any]:
+    return fastest(possible, lambda each, gpu: each.clocks(step, program, gpu), gpu)
+
+
+def _possible(step: Step, program: Program, limit: int) -> tuple[list[Implementation[Any]], str]:
+    """What runs a step, and why the last of those does not that refuse it."""
+    possible, reason = [], "there is no kernel for it"
+    for implementation in (each for each in TABLE.get(type(step), ()) if each.suits(step, program)):
+        refusal = implementation.refusal(step, program, limit)
+        if refusal is None:
+            possible.append(implementation)
+        else:
+            reason = refusal
+    return possible, reason
+
+
+def most_rows(program: Program) -> int:
+    """The most rows of its steps that multiply or attend."""
+    return max(
+        step_rows(step, program) for step in program.steps if step.multiplies is not None or isinstance(step, Attention)
+    )
+
+
+def adapter_words(program: Program) -> int:
+    """The most words that a linear layer needs as `LinearAdapters.low`."""
+    shape = program.shape
+    fused = max((len(each.modules) for each in program.adapted.values()), default=0)
+    return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
+
+
+def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large steps of several slots."""
+    count = 1
+    if shape.phase != "decode" and shape.tokens <= MAX_TILED_ROWS:
+        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
+    ends = [shape.batch * number // count for number in range(count + 1)]
+    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

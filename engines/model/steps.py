@@ -1,0 +1,462 @@
+"""The steps that programs are made of: what each reads, writes and computes.
+
+Values are rows: of B sequences by T tokens, of so many elements. What a step is stands here, what it computes in
+`graph.py` by operations, and how kernels do it in `backends/steps`.
+
+Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size, N rows and K columns of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
+
+from edgellm.engines.formats.strict_formats import ADDED_LATER
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, KVRows, WindowRows
+
+#: The input that names for each token the last row that it sees, [B, T] int32; only tokens of images see behind their
+#: own. Of the same step, and never before that of the token before.
+LAST_SEEN = "last_seen"
+
+
+#: Says of a step's field that it names what the step reads: values, inputs of the engine, or parts that name them.
+READS = {"reads": True}
+#: Says of a flag that where it is set the step reads this input of the engine.
+READS_SELECTED, READS_LAST_SEEN = {"reads": "last_token_ids"}, {"reads": LAST_SEEN}
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm (Zhang and Sennrich 2019) by weight + offset, or with a bias a layer norm (Ba et al. 2016)."""
+
+    weight: WeightSpec
+    epsilon: float
+    bias: WeightSpec | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [.., K] times the transpose of a weight [N, K], plus a bias [N]; its weights are named after it."""
+
+    name: str
+    weight: WeightSpec
+    bias: WeightSpec | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """A value that a linear layer takes, normed before where it has norms; several stand side by side.
+
+    `parts`: so many equal parts of it are normed each by its own of `norms`.
+    """
+
+    value: str
+    norms: tuple[Norm, ...] = ()
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A step's (last) input also becomes columns `place` * width .. of the value or output `target`.
+
+    `raw`: as it was before its norm.
+    """
+
+    target: str
+    place: int = 0
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a program; `output` is the value that it writes.
+
+    What it reads is declared on its fields; `results` says what its values are like. So values, segments and the places
+    of what is under way follow from the steps alone.
+    """
+
+    output: str
+
+    @property
+    def weights(self) -> Iterator[WeightSpec]:
+        """Its weights, in order of use."""
+        return _weights(vars(self).values())
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values and inputs that it reads, states, masks and rotary rows apart."""
+        declared = ((getattr(self, each.name), each.metadata.get("reads")) for each in fields(self))
+        return tuple(name for value, what in declared if what for name in _names(value, what))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The values that it writes: its output, and what it keeps."""
+        return (self.output,) if self.keeps is None else (self.output, self.keeps.target)
+
+    @property
+    def keeps(self) -> Keep | None:
+        """What it leaves of its input or its residual, if anything."""
+        return getattr(self, "keep", None)
+
+    @property
+    def multiplies(self) -> Linear | None:
+        """The linear layer whose weight it multiplies, if it has one."""
+        return getattr(self, "linear", None)
+
+    @property
+    def title(self) -> str:
+        """The step in a few words, for messages."""
+        return f"the step {type(self).__name__} to {self.output}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """Shape and dtype of what it writes in a decoder, by name, where `kinds` are those of what it reads and
+        `residual` is the dtype of the residual stream. A step of encoders alone says nothing."""
+        return {}
+
+    def __repr__(self) -> str:
+        """Prints as dataclasses do, but for fields that came later where they have their defaults: a plan is built anew
+        where the text of its program is another."""
+        shown = (
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)
+            if not each.metadata.get("added_later") or getattr(self, each.name) != each.default
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _names(part: object, declared: object) -> Iterator[str]:
+    """What a field names that is declared to be read."""
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, Input):
+        yield part.value
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from _names(one, declared)
+    elif part is True:
+        assert isinstance(declared, str)
+        yield declared
+
+
+def _weights(parts: Iterable[object]) -> Iterator[WeightSpec]:
+    """Those among the parts of a step, and in parts of these."""
+    for part in parts:
+        if isinstance(part, WeightSpec):
+            yield part
+        elif isinstance(part, (Input, Linear, Norm)):
+            yield from _weights(vars(part).values())
+        elif isinstance(part, tuple):
+            yield from _weights(part)
+
+
+def _rows(kinds: Edge, value: str, width: int) -> tuple[int, ...]:
+    """Rows like those of a value, of another width."""
+    return (*kinds[value][0][:-1], width)
+
+
+def _selected(selects: bool, rows: tuple[int, ...], width: int, shape: EngineShape) -> tuple[int, ...]:
+    """The rows that a linear layer gives, of its input's."""
+    return (rows[0], shape.selected if selects else rows[1], width)
+
+
+def _kept(keep: Keep | None, rows: tuple[int, ...]) -> Edge:
+    """What a step keeps of its input or its residual."""
+    return {} if keep is None else {keep.target: (rows, "compute")}
+
+
+@dataclass(frozen=True)
+class Scale(Step):
+    """output = factor * value, in the dtype of the residual stream."""
+
+    value: str = field(metadata=READS)
+    factor: float
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], residual)}
+
+
+@dataclass(frozen=True)
+class Add(Step):
+    """output = value + an input of the engine, or a weight whose rows are those of one sequence."""
+
+    value: str = field(metadata=READS)
+    other: str | WeightSpec = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], residual)}
+
+
+@dataclass(frozen=True)
+class Normed(Step):
+    """output = norm(value)."""
+
+    value: str = field(metadata=READS)
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class NormParts(Step):
+    """output = value with its first columns normed: part after part, each as wide as the norm of `norms` that it gets;
+    the columns behind the last part stay as they are."""
+
+    value: str = field(metadata=READS)
+    norms: tuple[Norm, ...]
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: kinds[self.value]}
+
+
+@dataclass(frozen=True)
+class NormLinear(Step):
+    """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
+
+    `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
+    rows only those that `last_token_ids` names.
+    """
+
+    inputs: tuple[Input, ...] = field(metadata=READS)
+    linear: Linear
+    activation: str | None = None
+    gated: bool = False
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = field(default=False, metadata=READS_SELECTED)
+
+    @property
+    def title(self) -> str:
+        return f"the linear layer {self.linear.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        of_keep = kinds[self.inputs[-1].value][0]
+        width = self.linear.weight.shape[0] // (2 if self.gated else 1)
+        return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
+
+
+@dataclass(frozen=True, repr=False)
+class LinearResidual(Step):
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets
+    the residual; `selects` as in `NormLinear`."""
+
+    value: str = field(metadata=READS)
+    linear: Linear
+    residual: str = field(metadata=READS)
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = field(default=False, metadata=READS_SELECTED)
+    norm: Norm | None = field(default=None, metadata=ADDED_LATER)
+    gated: ClassVar[bool] = False
+
+    @property
+    def title(self) -> str:
+        return f"the linear layer {self.linear.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
+        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        return kept | {self.output: (rows, residual)}
+
+
+@dataclass(frozen=True, repr=False)
+class Attention(Step):
+    """Grouped-query attention over the KV rows of layer `index`: q/k norm, rotary embedding, row write, softmax of
+    scores.
+
+    `value` [.., (n + 2 n_kv) D] holds query, key and value heads, `heads` are n, n_kv and D. `rotary` is the size that
+    is rotated (0: none).
+    `masks_all`: the mask decides about the rows before the new ones too (trees of a draft). `gated`: in `value`
+    [.., (2 n + 2 n_kv) D] a gate stands behind each query head, and what the head attends to is multiplied by its
+    sigmoid. With a `window` each token sees the latest so many of the rows that it would see, its own included, and the
+    layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on. With
+    `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
+    the step, and with a window those of them that its own position reaches back to.
+    """
+
+    value: str = field(metadata=READS)
+    index: int
+    heads: tuple[int, int, int]
+    scale: float
+    rotary: int
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    masks_all: bool = False
+    gated: bool = field(default=False, metadata=ADDED_LATER)
+    window: int | None = field(default=None, metadata=ADDED_LATER)
+    rotary_first: int = field(default=0, metadata=ADDED_LATER)
+    looks_ahead: bool = field(default=False, metadata=ADDED_LATER | READS_LAST_SEEN)
+
+    def state(self, shape: EngineShape) -> KVRows:
+        """The layer's state in an engine of a shape, which need not know what of it is saved."""
+        rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)
+        if self.window is None:
+            return rows
+        return WindowRows(rows.index, rows.heads, rows.size, rows.dtype, self.window, shape.window_rows)
+
+    @property
+    def title(self) -> str:
+        return f"the attention of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (_rows(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Step):
+    """A causal convolution of each channel by itself over the last `width` tokens, in float32.
+
+    y_t = sum over j < width of weight[:, width - 1 - j] u_{t-j}, plus the bias, through `activation` ("silu" or none);
+    t - j counts along a node's path where tokens are a tree. u is the first `channels` columns of `value`, and y the
+    output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
+    """
+
+    value: str = field(metadata=READS)
+    index: int
+    channels: int
+    width: int
+    weight: WeightSpec
+    bias: WeightSpec | None = None
+    activation: str | None = None
+    gated: bool = False
+
+    def state(self, shape: EngineShape) -> ConvColumns:
+        """The layer's state of this step in an engine of a shape."""
+        return ConvColumns(self.index, self.channels, self.width)
+
+    @property
+    def title(self) -> str:
+        return f"the short convolution of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (_rows(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
+
+
+@dataclass(frozen=True)
+class GatedDelta(Step):
+    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), in float32, token by token.
+
+    `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
+    `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
+    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
+    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
+    dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
+    """
+
+    value: str = field(metadata=READS)
+    gates: str = field(metadata=READS)
+    index: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    first: int
+    a_log: WeightSpec
+    dt_bias: WeightSpec
+
+    def state(self, shape: EngineShape) -> DeltaMatrix:
+        """The layer's state of this step in an engine of a shape."""
+        return DeltaMatrix(self.index, self.heads, self.sizes)
+
+    @property
+    def title(self) -> str:
+        return f"the gated delta rule of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (_rows(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
+
+
+@dataclass(frozen=True)
+class GatedNorm(Step):
+    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
+
+    value: str = field(metadata=READS)
+    gate: str = field(metadata=READS)
+    first: int
+    heads: int
+    norm: Norm
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], "compute")}
+
+
+#: The steps that have a state.
+Stateful = Attention | ShortConvolution | GatedDelta
+
+
+def stateful(steps: Iterable[Step]) -> tuple[Stateful, ...]:
+    """Those of some steps that have a state, KV rows or another."""
+    return tuple(step for step in steps if isinstance(step, Stateful))
+
+
+@dataclass(frozen=True)
+class EncoderAttention(Step):
+    """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
+
+    `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
+    them.
+    """
+
+    value: str = field(metadata=READS)
+    heads: int
+    head_size: int
+    windows: tuple[int, int]
+    mask: str | None = field(default=None, metadata=READS)
+    rotary: str | None = field(default=None, metadata=READS)
+
+
+@dataclass(frozen=True)
+class Gather(Step):
+    """output = the rows of value that the engine's input `rows` [B, M] names."""
+
+    value: str = field(metadata=READS)
+    rows: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
+class Prepend(Step):
+    """output = a row that is a weight, then those of value."""
+
+    value: str = field(metadata=READS)
+    row: WeightSpec
+
+
+@dataclass(frozen=True)
+class DropFirst(Step):
+    """output = the `rows` rows of value behind its first."""
+
+    value: str = field(metadata=READS)
+    rows: int
+
+
+@dataclass(frozen=True)
+class Reshape(Step):
+    """output = the elements of value in another `shape`: neighbouring rows side by side as one."""
+
+    value: str = field(metadata=READS)
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AveragePool(Step):
+    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
+    `size` of them, in reading order; summed in float32."""
+
+    value: str = field(metadata=READS)
+    width: int
+    side: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Product(Step):
+    """output = scale * value times a weight [K, N], rounded once."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    scale: float
+
+
+@dataclass(frozen=True)
+class SideBySide(Step):
+    """output = the columns of several values, one behind the other."""
+
+    values: tuple[str, ...] = field(metadata=READS)

@@ -1,0 +1,87 @@
+"""A GPU that is not there, on which models are opened and answer: nothing is computed, each step gives token 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.building.needed_kernels import AbsentBackend
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.gpu import absent_gpu
+from edgellm.kernels.made import CAPTURED, Made
+from edgellm.kernels.sampling.launcher import CudaSampling
+
+_DONE: Any = SimpleNamespace(wait=lambda: None)
+_VIEWED = {"bool": np.bool_}
+
+
+class ServingOnNothing(AbsentBackend):
+    """The GPU's backend without a GPU: `module.sources` are the modules that were asked for, `made` counts captures."""
+
+    def __init__(self, directory: EngineDirectory, target: str = "sm_90") -> None:
+        gpu = absent_gpu(target, 132, 227 << 10)
+        super().__init__(directory.models, directory.limits, directory.dtype, {}, gpu)
+        self._directory, self.made, self.capturing = directory, Made(), False
+        self.module.driver.cuMemsetD8Async = lambda *arguments: (0,)  # type: ignore[attr-defined]
+        self.kernels = CudaSampling(self._module, self.compute_dtype, self.empty((1 << 30,), "uint8"))
+        self._scratch, self._plans = self.empty((0,), "uint8"), None
+
+    def free_memory(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def close(self) -> None:
+        self._engines.clear()
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        assert target.shape == source.shape
+
+    def host_visible(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        return self.empty(shape, dtype)
+
+    def seen(self, array: DeviceArray) -> np.ndarray:
+        return _ones(array)
+
+    def read(self, array: DeviceArray) -> Any:
+        assert not self.capturing, "a readback cannot be captured"
+        return SimpleNamespace(wait=lambda: _ones(array))
+
+    def download(self, array: DeviceArray) -> np.ndarray:
+        return -_ones(array)  # no weight is infinite
+
+    def signal(self) -> Any:
+        return SimpleNamespace(give=lambda: None, wait=lambda: None)
+
+    def host_memory(self, nbytes: int) -> np.ndarray:
+        return np.zeros(nbytes, np.uint8)
+
+    def upload(self, array: DeviceArray, values: np.ndarray) -> None:
+        assert not self.capturing and array.shape == values.shape
+
+    def begin_beside(self) -> None:
+        pass
+
+    def wait_for(self, transfer: Any) -> None:
+        pass
+
+    def upload_rows(self, *arguments: Any) -> Any:
+        return _DONE
+
+    upload_rows_beside = download_rows = upload_rows
+
+    def capture(self, step: Callable[[], None], name: str) -> Callable[[], None]:
+        self.capturing = True
+        before = set(self.module.sources)
+        with self.made.counting(CAPTURED):
+            step()
+        assert set(self.module.sources) == before, f"{name}: a module would be loaded while it is captured"
+        self.capturing = False
+        return partial(step)
+
+
+def _ones(array: DeviceArray) -> np.ndarray:
+    return np.ones(array.shape, _VIEWED.get(array.dtype, array.dtype))

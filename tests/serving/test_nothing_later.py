@@ -1,0 +1,69 @@
+"""After a model was opened nothing is compiled, loaded or captured for what it serves: on a GPU that is not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from absent_serving import ServingOnNothing
+from every_kind import DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
+
+from edgellm import LLM, SpecDecodeRuntime
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.image_inputs import ImageRows
+from edgellm.kernels.made import CAPTURED
+
+
+@pytest.fixture
+def on_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ServingOnNothing]]:
+    """Lets models for so many sequences at a time be opened where nothing is computed; gives their backends."""
+
+    def with_batch(batch: int) -> list[ServingOnNothing]:
+        made: list[ServingOnNothing] = []
+
+        def open_backend(name: str, directory: EngineDirectory, executor: str) -> ServingOnNothing:
+            made.append(ServingOnNothing(directory))
+            return made[-1]
+
+        for_sequences(batch, monkeypatch)
+        monkeypatch.setattr("edgellm.runtime.open_backend", open_backend)
+        monkeypatch.setattr(ImageRows, "check", lambda *arguments: None)  # no image reaches its tokens
+        return made
+
+    return with_batch
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DRAFTINGS)
+def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callable[[int], list]) -> None:
+    made = on_nothing(batch)
+    with SpecDecodeRuntime(drafting=DRAFTINGS[name]) as runtime:
+        (backend,) = made
+        while batch > 1 and runtime.idle():
+            pass
+        before, captured = set(backend.module.sources), backend.made.counts[CAPTURED]
+        assert captured > 5 and not runtime._runner.uncaptured
+        assert not runtime.idle(), "all of one sequence at a time is captured when the model is opened"
+        answer_all(runtime, batch)
+        assert set(backend.module.sources) == before
+        assert backend.made.counts[CAPTURED] == captured
+
+
+def test_what_is_left_is_captured_while_nobody_waits(
+    on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it runs as it is; requests come first."""
+    monkeypatch.setattr("edgellm.runtime.CAPTURED_AT_ONCE", 3)
+    made = on_nothing(1)
+    with LLM(drafting=TREE) as llm:
+        (backend,) = made
+        assert len(llm.generate([5, 6], PARAMS).token_ids) == 20
+        until = time.monotonic() + 30
+        steps = [llm._runtime._runner.base.steps, llm._runtime._runner._steps]
+        while any(each.planned for each in steps) and time.monotonic() < until:
+            time.sleep(0.01)
+        captured = backend.made.counts[CAPTURED]
+        assert captured > 100 and not any(each.planned for each in steps)
+        assert len(llm.generate([5, 6], PARAMS).token_ids) == 20
+        assert backend.made.counts[CAPTURED] == captured
