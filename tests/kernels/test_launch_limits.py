@@ -109,7 +109,7 @@ class FailingGPU:
         self.prepared_stream = None
         self.launches, self._first, self.cleared = [], first, []
 
-    def load_prepared(self, source: Any) -> None:
+    def load_for_any(self, source: Any) -> None:
         """There is nothing to load."""
 
     def prepared(self, kernel: Any, shared_bytes: int, parameter_bytes: int) -> Any:

@@ -172,7 +172,7 @@ def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
 
     code = compile_module(device_limits._SOURCE, architecture).code
     assert all(name in code for name in (b"read_ring", b"multiply", b"count_clocks"))
-    assert b"read_beside" in compile_module(neighbour._SOURCE, architecture).code
+    assert neighbour.KERNEL.encode() in compile_module(neighbour._SOURCE, architecture).code
     assert device_limits.DeviceLimits(1000.0, 100.0, 16).mma_share(1e12, 20.0) == 0.5
 
 

@@ -23,6 +23,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels import compiler, nvrtc
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.made import Made
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)
 DIRECTORY: Any = SimpleNamespace(dtype="float16", limits=EngineLimits(), kept_kernels=lambda gpu: None)
@@ -42,7 +43,7 @@ def opened_device(**attributes: Any) -> tuple[CudaDevice, list[str]]:
     log: list[str] = []
     device = object.__new__(CudaDevice)
     context = SimpleNamespace(pop=lambda: log.append("left"))
-    vars(device).update({"_context": context, "_readbacks": {}, "_first_event": None, **attributes})
+    vars(device).update({"_context": context, "_readbacks": {}, "_first_event": None, "made": Made(), **attributes})
     return device, log
 
 
@@ -75,7 +76,7 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     log: list[str] = []
 
     def open_device(device: CudaDevice) -> None:
-        device.gpu, device.stream = None, FailingStream()
+        device.gpu, device.stream, device.made = None, FailingStream(), Made()
 
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
@@ -83,7 +84,7 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"), side_by_side=lambda waits: nullcontext())
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: kernels)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept, made: kernels)
     monkeypatch.setattr(cuda_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
     with pytest.raises(KernelError, match="NVRTC refused"):
         cuda_backend.CudaBackend(DIRECTORY)
@@ -96,19 +97,19 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     log: list[str] = []
 
     def open_device(device: CudaDevice) -> None:
-        device.gpu, device.stream = None, FailingStream()
+        device.gpu, device.stream, device.made = None, FailingStream(), Made()
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     module = SimpleNamespace(
-        load_prepared=lambda source: compiler.compiled_now(source, "sm_90"),
+        load_for_any=lambda source: compiler.compiled_now(source, "sm_90"),
         side_by_side=lambda waits: nullcontext(),
         close=lambda: None,
     )
     monkeypatch.setattr(CudaDevice, "empty", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: module)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept, made: module)
     if missing == "NVRTC":
         monkeypatch.setattr(nvrtc, "_libraries", list)
         monkeypatch.setattr(compiler, "find_nvrtc", nvrtc.find_nvrtc.__wrapped__)
