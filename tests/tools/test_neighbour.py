@@ -262,6 +262,7 @@ def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_part_of_the_gpu_has_its_board_s_ratio(repository: Path, tmp_path: Path, name: str) -> None:
     """In a process of its own, which ends though an error ends its script."""
