@@ -53,19 +53,16 @@ class _AnyLinear(Implementation[Any]):
     takes_packed = False
 
     def suits(self, step: Layer, program: Program) -> bool:
-        """See `Implementation.suits`."""
         is_packed = packed_layout(step, program) is not None
         return step_rows(step, program) <= self.most_rows and is_packed == self.takes_packed
 
     def refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        """See `Implementation.refusal`."""
         return linear_refusal(step, program) or self._memory_refusal(step, program, limit)
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         raise NotImplementedError
 
     def scratch(self, step: Layer, program: Program) -> Edge:
-        """See `Implementation.scratch`."""
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
         columns, keep = step.linear.weight.shape[1], step.keep
         if isinstance(step, LinearResidual):
@@ -81,7 +78,6 @@ class _AnyLinear(Implementation[Any]):
         return found | {JOINED_INPUTS: ((joined,), "compute")}
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
-        """See `Implementation.launches`."""
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
             return self._normed(step, run, linear, next_early)
@@ -160,7 +156,6 @@ class FewRows(_AnyLinear):
         return too_large(linear_residual_shared_bytes(rows, limit, ranks), limit)
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
-        """See `Implementation.clocks`."""
         inside, (rows, columns) = prepares_inside(step, program), step.linear.weight.shape
         clocks = few_rows_clocks(step_rows(step, program), rows, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
@@ -183,7 +178,6 @@ class ManyRows(_AnyLinear):
         return too_large(max(_norm_bytes(step), tiled_shared_bytes(limit)), limit)
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
-        """See `Implementation.clocks`."""
         adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
         clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
@@ -236,7 +230,6 @@ class PromptRows(_AnyLinear):
     name = "kernels of prompts"
 
     def suits(self, step: Layer, program: Program) -> bool:
-        """See `Implementation.suits`."""
         is_prompt = program.shape.phase in PROMPT_PHASES and program.shape.segment is None
         return is_prompt and step_rows(step, program) > MAX_TILED_ROWS
 
@@ -255,14 +248,12 @@ class PromptRows(_AnyLinear):
         return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
 
     def loads(self, step: Layer, program: Program) -> tuple[Any, ...]:
-        """See `Implementation.loads`."""
         name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
         adapted, shape = program.adapted.get(step.linear.name), program.shape
         low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
         return name, step.linear.weight.shape, low_rows, packed_layout(step, program)
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
-        """See `Implementation.load`."""
         (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
         if rows <= MAX_TILED_ROWS:
             return

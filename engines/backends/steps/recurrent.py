@@ -26,7 +26,6 @@ class _OwnDtype(Implementation[Any]):
     """Writes values of the dtype that the program gives them."""
 
     def scratch(self, step: Any, program: Program) -> Edge:
-        """See `Implementation.scratch`."""
         return {step.output: (self._rows_of(step, program), program.kinds[step.output][1])}
 
 
@@ -34,7 +33,6 @@ class ConvolveColumns(_OwnDtype):
     """Short convolutions."""
 
     def refusal(self, step: ShortConvolution, program: Program, limit: int) -> str | None:
-        """See `Implementation.refusal`."""
         if (nodes := _nodes(program)) > MAX_NODES:
             return f"short convolutions take trees of up to {MAX_NODES} nodes, not {nodes}"
         if step.activation not in (None, "silu") or (step.gated and step.activation is not None):
@@ -42,7 +40,6 @@ class ConvolveColumns(_OwnDtype):
         return convolution_refusal(step.width)
 
     def launches(self, step: ShortConvolution, run: Launching, next_early: bool) -> list[Any]:
-        """See `Implementation.launches`."""
         convolution = Convolution(run.array(step.weight.name), step.activation == "silu", step.gated)
         bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
         value, output = run.sequences(step.value), run.sequences(step.output)
@@ -53,13 +50,11 @@ class UpdateMatrices(_OwnDtype):
     """Gated delta rules."""
 
     def refusal(self, step: GatedDelta, program: Program, limit: int) -> str | None:
-        """See `Implementation.refusal`."""
         nodes = _nodes(program)
         refused = delta_refusal(step.heads, step.sizes, nodes)
         return refused or too_large(delta_bytes(step.sizes[0], program.shape.tokens, nodes > 1), limit)
 
     def launches(self, step: GatedDelta, run: Launching, next_early: bool) -> list[Any]:
-        """See `Implementation.launches`."""
         gates = DeltaGates(run.array(step.a_log.name), run.array(step.dt_bias.name), step.first)
         value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
         return [run.kernels.recurrent.gated_delta(value, run.sequences(step.gates), gates, before, output, *when)]
@@ -69,13 +64,11 @@ class NormGated(_OwnDtype):
     """Norms of heads, times a gate."""
 
     def refusal(self, step: GatedNorm, program: Program, limit: int) -> str | None:
-        """See `Implementation.refusal`."""
         if step.norm.bias is not None or step.norm.offset:
             return "there is no kernel for layer norms, or norms with an offset, that are gated"
         return norm_refusal(step.norm.weight.shape[0])
 
     def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
-        """See `Implementation.launches`."""
         norm = GatedHeadNorm(run.array(step.norm.weight.name), step.norm.epsilon, step.first)
         value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
         return [run.kernels.recurrent.gated_norm(value, gate, norm, output)]
