@@ -7,6 +7,7 @@ attention are those of `CudaDecodeKernels`. A row gets the bits that `CudaDecode
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
@@ -245,6 +246,7 @@ class CudaTiledKernels:
         return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
 
 
+@cache
 def tiled_shared_bytes(shared_limit: int) -> int:
     """The least shared memory with which a block computes a linear layer of many rows, where a GPU has a limit."""
     gpu = Capacity(1, shared_limit, has_clusters=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from math import gcd
 from typing import ClassVar, TypeVar
@@ -50,7 +50,7 @@ class Capacity:
     has_clusters: bool = True
     architecture: str = "sm_90"
 
-    @property
+    @cached_property
     def speeds(self) -> tuple[int, int]:
         """Bytes from memory, and multiply-adds of a multiprocessor, in a clock."""
         number = int(re.sub(r"\D", "", self.architecture))
@@ -295,6 +295,7 @@ def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float, mo
     return max(weights * blocks / gpu.speeds[0], (weights + activations) / most)
 
 
+@cache
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
     """Clocks of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm
     inside where `normed`: each multiprocessor for itself."""
@@ -308,6 +309,7 @@ def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capa
     return _STARTS + norms + step + alone / _SHARED + _ENDS
 
 
+@cache
 def many_rows_clocks(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
 ) -> float:
@@ -332,6 +334,8 @@ def fastest_tiling(
 def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], float], gpu: Capacity) -> _Choice:
     """The fastest of some choices, by their clocks on a GPU. Without clusters, of those that are as fast, the one that
     would be the fastest with more memory bandwidth: where memory hides the rest, it leaves the most to hide."""
+    if len(choices) == 1:
+        return choices[0]
     least = min(clocks(choice, gpu) for choice in choices)
     as_fast = [choice for choice in choices if clocks(choice, gpu) <= least * (1 if gpu.has_clusters else _AS_FAST)]
     return min(as_fast, key=lambda choice: clocks(choice, replace(gpu, architecture="sm_90")))
