@@ -79,9 +79,9 @@ def quantize_rows(
 def unbiased(weights: np.ndarray, packed: PackedWeight, factors: np.ndarray | None = None) -> PackedWeight:
     """The weight float32 [N, K] with the codes of `packed` and scales so that no group is made smaller on the whole.
 
-    Values w' of the least squared error are shorter than the weights w of their group: the error leans against w. Errors
-    of other directions average out over groups, this one makes every output smaller by its share, in each layer anew
-    (1 to 3 % with 4 bits). Scales times |w F|^2 / (w F . w' F) leave the error no part along w and hardly make it larger;
+    Values w' of the least squared error are shorter than the weights w of their group: the error leans against w. What
+    else errors are averages out over groups, but this makes every output smaller by its share, in each layer anew (1 to
+    3 % with 4 bits). Scales times |w F|^2 / (w F . w' F) leave the error no part along w, and make it hardly larger;
     `factors` F as `quantize_rows` takes them.
     """
     (rows, columns), format = weights.shape, packed.format
