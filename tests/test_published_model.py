@@ -10,7 +10,7 @@ import pytest
 from http_server import running
 from published_model import published_answers, published_file
 
-from edgellm import LLM
+from edgellm import LLM, EdgeLLMError
 
 SCHEMA = {
     "type": "object",
@@ -50,3 +50,15 @@ def test_the_server_gives_such_an_answer(gguf: Path) -> None:
         chunks = client.chat.completions.create(model=name, messages=said, temperature=0, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == "The capital of France is Paris."
+
+
+def test_what_its_weights_take_in_float32_is_planned_and_refused_early(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """134.5 million of them, 94 MiB in the file."""
+    monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 400 << 20)
+    monkeypatch.setattr(
+        "edgellm.engines.backends.numpy_backend.load_numpy_weights", lambda *_: pytest.fail("it was read")
+    )
+    with pytest.raises(EdgeLLMError, match=r"(?s)400 MiB are free.*weights +513\.1 MiB"):
+        LLM(gguf, backend="numpy", build={"kv_capacity": 256})

@@ -16,6 +16,7 @@ after each way.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -61,9 +62,10 @@ def as_checkpoint(file: Path, folder: Path, moved: bool) -> None:
             tensors[name] = StoredTensor("float16", values.reshape(info.shape).astype(np.float16))
         folder.mkdir()
         write_tensors(folder / "model.safetensors", tensors)
-        for each in opened.iterdir():
-            if each.suffix == ".json" and each.is_file():
-                shutil.copy(each, folder)
+        for each in opened.glob("tokenizer*.json"):
+            shutil.copy(each, folder)
+        config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def llama_cpp_rounded(weights: np.ndarray, name: str) -> np.ndarray:

