@@ -8,7 +8,15 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.quantizer.rounding import BLIND_CLIPPING, CLIPPING, Clipping, quantize_rows, side_by_side, unbiased
+from edgellm.engines.quantizer.rounding import (
+    BLIND_CLIPPING,
+    BLIND_WITH_ZEROS,
+    CLIPPING,
+    Clipping,
+    quantize_rows,
+    side_by_side,
+    unbiased,
+)
 from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -36,8 +44,9 @@ class Arithmetic:
         clipping: Clipping | None = None,
     ) -> PackedWeight:
         """The weight float32 [N, K] as `rounding.quantize_rows` finds its codes, by default with `CLIPPING`, without
-        factors with `BLIND_CLIPPING`, and with the scales of `unbiased`."""
-        clipping = clipping or (BLIND_CLIPPING if factors is None else CLIPPING)
+        factors with `BLIND_CLIPPING` or `BLIND_WITH_ZEROS`, and with the scales of `unbiased`."""
+        blind = BLIND_WITH_ZEROS if format.zeros else BLIND_CLIPPING
+        clipping = clipping or (blind if factors is None else CLIPPING)
         return unbiased(weights, self._searched(weights, format, factors, clipping), factors)
 
     def _searched(

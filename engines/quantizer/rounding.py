@@ -21,8 +21,10 @@ Clipping = Sequence[float]
 #: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
 #: with the largest inputs.
 CLIPPING: Clipping = tuple(1.25 - step / 64 for step in range(42))
-#: Those that are tried where nothing says which columns matter: large weights often stand where large inputs do.
+#: Those that are tried where nothing says which columns matter: large weights often stand where large inputs do. With
+#: zero points, which the largest weights fill from end to end, none but the full scale was found to gain anything.
 BLIND_CLIPPING: Clipping = CLIPPING[12:27]
+BLIND_WITH_ZEROS: Clipping = (1.0,)
 #: Fewer, for where much else is tried at the same time.
 COARSE_CLIPPING = (1.07, 1.0, 0.93, 0.86, 0.79, 0.72)
 #: How far beside the nearest a zero point is tried.
