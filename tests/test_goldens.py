@@ -35,12 +35,13 @@ LIMITS = {
     "lora": 210_000,
     "losses": 10_000,
     "mtp": 30_000,
+    "published": 5_000,
     "quantized": 1_680_000,
     "torch_files": 40_000,
     "vision": 115_000,
 }
 #: The most bytes that all tracked files may have.
-CHECKOUT_LIMIT = 46 << 20
+CHECKOUT_LIMIT = 47 << 20
 
 
 def test_goldens_stay_small(repository: Path) -> None:

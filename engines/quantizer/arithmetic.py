@@ -8,7 +8,15 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows, side_by_side
+from edgellm.engines.quantizer.rounding import (
+    BLIND_CLIPPING,
+    BLIND_WITH_ZEROS,
+    CLIPPING,
+    Clipping,
+    quantize_rows,
+    side_by_side,
+    unbiased,
+)
 from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -33,9 +41,17 @@ class Arithmetic:
         weights: np.ndarray,
         format: WeightFormat,
         factors: np.ndarray | None = None,
-        clipping: Clipping = CLIPPING,
+        clipping: Clipping | None = None,
     ) -> PackedWeight:
-        """See `rounding.quantize_rows`."""
+        """The weight float32 [N, K] as `rounding.quantize_rows` finds its codes, by default with `CLIPPING`, without
+        factors with `BLIND_CLIPPING` or `BLIND_WITH_ZEROS`, and with the scales of `unbiased`."""
+        blind = BLIND_WITH_ZEROS if format.zeros else BLIND_CLIPPING
+        clipping = clipping or (blind if factors is None else CLIPPING)
+        return unbiased(weights, self._searched(weights, format, factors, clipping), factors)
+
+    def _searched(
+        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
+    ) -> PackedWeight:
         return quantize_rows(weights, format, factors, clipping)
 
     def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -72,12 +88,8 @@ class CudaArithmetic(Arithmetic):
         self._module.close()
         self._device.close()
 
-    def quantize_rows(
-        self,
-        weights: np.ndarray,
-        format: WeightFormat,
-        factors: np.ndarray | None = None,
-        clipping: Clipping = CLIPPING,
+    def _searched(
+        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
     ) -> PackedWeight:
         device, (rows, columns) = self._device, weights.shape
         groups = format.groups(columns)

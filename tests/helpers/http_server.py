@@ -46,8 +46,11 @@ class ServerProcess:
             lines.put("")
 
         threading.Thread(target=read, daemon=True).start()
-        listening = re.search(r"http://(.+):(\d+);", lines.get(timeout=60))
-        assert listening, self.said
+        listening = None
+        while listening is None:  # the first start of a file says what it makes of it
+            line = lines.get(timeout=60)
+            assert line, self.said
+            listening = re.search(r"http://(.+):(\d+);", line)
         self.host, self.port = listening[1], int(listening[2])
 
     def wait_until_ready(self) -> ServerProcess:

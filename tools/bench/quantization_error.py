@@ -27,7 +27,7 @@ from edgellm.engines.quantizer.arithmetic import NUMPY
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
 from edgellm.engines.quantizer.layers import linears, scale_layer
-from edgellm.engines.quantizer.rounding import quantize_rows, rounded
+from edgellm.engines.quantizer.rounding import rounded
 from edgellm.engines.quantizer.scaling import foldings, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
@@ -129,7 +129,7 @@ def plainly_rounded(weights: np.ndarray, format: WeightFormat) -> np.ndarray:
 
 def nearest(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:
     """Float32 [N, K], each weight to the nearest code, in scales that were searched."""
-    return quantize_rows(weights, format, seen.factors).values()
+    return NUMPY.quantize_rows(weights, format, seen.factors).values()
 
 
 def in_turn(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engines.quantizer.rounding import CLIPPING, quantize_rows, rounded
+from edgellm.engines.quantizer.arithmetic import NUMPY
+from edgellm.engines.quantizer.rounding import BLIND_CLIPPING, CLIPPING, quantize_rows, rounded, unbiased
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 COLUMNS = 96
@@ -68,6 +69,53 @@ def test_each_group_has_the_least_error_that_there_is(
             found = error_of(weights[row, part], scale, zero, format.bits, matrices[place])
             expected = least_error(weights[row, part], format, matrices[place])
             assert found <= expected * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("codes", "group"), [("int4", 32), ("int8", None)])
+@pytest.mark.parametrize("kind", ["none", "diagonal", "whole"])
+def test_unbiased_scales_leave_no_error_along_the_weights(
+    codes: Codes, group: int | None, zeros: bool, kind: str
+) -> None:
+    """Heavy tails, which the search clips: without them values are shorter than the weights."""
+    random, format = np.random.default_rng(6), WeightFormat(codes, group, zeros, "float32")
+    weights = random.standard_t(4, (300, COLUMNS)).astype(np.float32)
+    weights[5] = 0
+    size = group or COLUMNS
+    factors, matrices = None, np.broadcast_to(np.eye(size), (COLUMNS // size, size, size))
+    if kind == "diagonal":
+        factors = random.random(COLUMNS).astype(np.float32) * 3
+        matrices = np.stack([np.diag(part) for part in factors.reshape(-1, size)])
+    elif kind == "whole":
+        matrices = factors = random.standard_normal((COLUMNS // size, size, size)).astype(np.float32)
+    searched = quantize_rows(weights, format, factors)
+    packed = unbiased(weights, searched, factors)
+    assert np.array_equal(packed.codes, searched.codes)
+
+    def products(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        seen = np.einsum("rgk,gkl->rgl", values.reshape(300, -1, size).astype(np.float64), matrices)
+        wanted = np.einsum("rgk,gkl->rgl", weights.reshape(300, -1, size).astype(np.float64), matrices)
+        return (seen * wanted).sum(-1), (wanted * wanted).sum(-1)
+
+    before, whole = products(searched.values())
+    after, _ = products(packed.values())
+    np.testing.assert_allclose(after, whole, rtol=1e-5)
+    assert codes == "int8" or before.sum() < whole.sum() * 0.997
+    larger = np.square(packed.values() - weights).sum() / np.square(searched.values() - weights).sum()
+    assert larger < 1.05
+
+
+def test_without_activations_large_weights_are_clipped_less() -> None:
+    """They often stand where large inputs do."""
+    weights = np.random.default_rng(7).standard_t(4, (300, COLUMNS)).astype(np.float32)
+    format = WeightFormat("int4", 32, False, "float32")
+    largest = np.abs(weights).reshape(300, -1, 32).max(-1) / 7
+    found = NUMPY.quantize_rows(weights, format)
+    expected = unbiased(weights, quantize_rows(weights, format, clipping=BLIND_CLIPPING))
+    assert np.array_equal(found.scales, expected.scales) and np.array_equal(found.codes, expected.codes)
+    assert (
+        (np.abs(quantize_rows(weights, format).scales) / largest).min() < 0.8 < (np.abs(found.scales) / largest).min()
+    )
 
 
 def test_ties_go_to_even_codes() -> None:

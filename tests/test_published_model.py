@@ -1,0 +1,64 @@
+"""A model that others published, from its GGUF file: answers are those of transformers on the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from http_server import running
+from published_model import published_answers, published_file
+
+from edgellm import LLM, EdgeLLMError
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "is_capital": {"type": "boolean"}},
+    "required": ["city", "is_capital"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kept = getattr(request.config, "cache", None)  # None: pytest runs without its cache
+    return published_file(tmp_path_factory.mktemp("published") if kept is None else kept.mkdir("published"))
+
+
+def test_answers_are_those_of_transformers_in_float32(gguf: Path) -> None:
+    """And one has the form of a schema."""
+    answers = published_answers()
+    with LLM(gguf, backend="numpy", build={"kv_capacity": 256}) as model:
+        for each in answers["answers"]:
+            messages = [{"role": "user", "content": each["prompt"]}]
+            assert model.tokenizer.encode_chat(messages) == each["token_ids"]
+            found = model.chat(messages, temperature=0.0, max_tokens=answers["tokens"])
+            assert list(found.token_ids) == each["float32"], each["prompt"]
+        question = "What is the capital of France? Answer in JSON."
+        form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+        found = model.chat(question, temperature=0.0, max_tokens=40, response_format=form)
+    jsonschema.validate(json.loads(found.text), SCHEMA)
+    assert found.finish_reason == "stop" and "Paris" in found.text
+
+
+def test_the_server_gives_such_an_answer(gguf: Path) -> None:
+    first = published_answers()["answers"][0]
+    said = [{"role": "user", "content": first["prompt"]}]
+    with running(gguf, "--kv-capacity", 256) as server, server.client() as client:
+        (name,) = (each.id for each in client.models.list())
+        chunks = client.chat.completions.create(model=name, messages=said, temperature=0, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "The capital of France is Paris."
+
+
+def test_what_its_weights_take_in_float32_is_planned_and_refused_early(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """134.5 million of them, 94 MiB in the file."""
+    monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 400 << 20)
+    monkeypatch.setattr(
+        "edgellm.engines.backends.numpy_backend.load_numpy_weights", lambda *_: pytest.fail("it was read")
+    )
+    with pytest.raises(EdgeLLMError, match=r"(?s)400 MiB are free.*weights +513\.1 MiB"):
+        LLM(gguf, backend="numpy", build={"kv_capacity": 256})

