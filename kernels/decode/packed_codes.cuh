@@ -2,7 +2,8 @@
 // `PackedWeight.values` rounded to T.
 //
 // A block of weights is 8 rows times 128 columns: 16 bytes for each lane of a warp, of 8-bit codes 16 for columns 0 to 63 and 16
-// for the others; then scales, and zero points, of the rows' groups. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of
+// for the others; of codes of more than 4 bits and less than 8 their upper bits, 4 or 8 bytes for each lane; then scales, and zero
+// points or minima, of the rows' groups. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of
 // four steps of 32 columns, a word of 4-bit codes a step, or two words of 8-bit codes, four columns each. Codes stand where few
 // instructions leave two columns in the halves of a word as 16-bit floats; device_layout.py puts them there.
 //
@@ -14,27 +15,41 @@ namespace decode {
 namespace packed {
 
 // A format is one number, MODE. SCALING: nothing is known of the scales; those of float16, of symmetric int4, are finite
-// times 2^18; or each has a zero point behind it. CODES. ROUNDED: the dtype that a product is rounded to before it is
-// rounded to T. KIND: scales are of that dtype, of float32, or 8-bit floats behind two factors of the row.
-constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
-constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3;
+// times 2^18; each has a zero point behind it; or a minimum, which is added. CODES. ROUNDED: the dtype that a product is rounded
+// to before it is rounded to T. KIND: scales are of that dtype, and products; or products are of float32, and scales are, too,
+// or 8-bit floats behind two factors of the row, or float16, or whole numbers of 8 bits behind a factor of the row, as minima
+// are, or exponents.
+constexpr int ANY = 0, SMALL = 1, ZEROS = 2, MINIMA = 3;
+constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3, INT5 = 4, INT6 = 5, IQ4 = 6;
 constexpr int TO_T = 0, TO_HALF = 1, TO_BFLOAT16 = 2;
-constexpr int NARROW = 0, WIDE = 1, FACTORED = 2;
+constexpr int NARROW = 0, WIDE = 1, FACTORED = 2, HALVES = 3, LEVELS = 4, POWERS = 5;
+constexpr __device__ int scaling_of(int mode) { return mode % 4; }
+constexpr __device__ int codes_of(int mode) { return mode / 4 % 8; }
+constexpr __device__ int rounded_of(int mode) { return mode / 32 % 4; }
+constexpr __device__ int kind_of(int mode) { return mode / 128; }
 
 constexpr int BLOCK_STEPS = 4, BLOCK_COLUMNS = 32 * BLOCK_STEPS;
 
 // SCALES of a row in a block. Those of groups of 16 columns stand in the order of columns 0 to 15 of each step, then 16 to 31: a
-// lane needs half of them.
+// lane needs half of them. PARTS: what each consists of.
 template <int SCALES, int MODE> struct Format {
-    static constexpr int SCALING = MODE % 4, CODES = MODE / 4 % 4, KIND = MODE / 64;
-    static constexpr int WORDS = CODES == INT8 || CODES == FP8 ? 2 : 1;  // of a lane, a step
-    static constexpr int CODE_BYTES = 512 * WORDS;
+    static constexpr int SCALING = scaling_of(MODE), CODES = codes_of(MODE), KIND = kind_of(MODE);
+    static constexpr int WORDS = CODES == INT8 || CODES == FP8 ? 2 : 1;       // of a lane, a step
+    static constexpr int UPPER = CODES == INT5 ? 1 : CODES == INT6 ? 2 : 0;  // bits of a code, words of a lane
+    static constexpr int PARTS = SCALING == ZEROS || SCALING == MINIMA ? 2 : 1;
+    static constexpr int TAIL_BEGIN = 512 * WORDS, CODE_BYTES = TAIL_BEGIN + 128 * UPPER;
     static constexpr int SCALE_BYTES =  // of a row
-        KIND == FACTORED ? 8 + SCALES : (KIND == WIDE ? 4 : 2) * SCALES * (SCALING == ZEROS ? 2 : 1);
+        KIND == FACTORED ? 8 + SCALES
+        : KIND == LEVELS ? (2 + SCALES) * PARTS
+        : KIND == POWERS ? SCALES
+                         : (KIND == WIDE ? 4 : 2) * SCALES * PARTS;
     static constexpr int LANE_SCALES = SCALES == 8 ? 4 : SCALES;
-    static constexpr int LANE_BYTES = KIND == FACTORED ? SCALE_BYTES : SCALE_BYTES / SCALES * LANE_SCALES;
-    static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES;
+    static constexpr int LANE_BYTES =
+        KIND == FACTORED ? SCALE_BYTES : KIND == LEVELS ? 4 + 4 * PARTS : SCALE_BYTES / SCALES * LANE_SCALES;
+    static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES, TAIL_BYTES = BLOCK_BYTES - TAIL_BEGIN;
     static_assert(KIND != FACTORED || (SCALES == 8 && SCALING == ANY), "such are 4-bit floats in groups of 16");
+    static_assert(KIND < LEVELS || SCALES == 8 || SCALES == 4, "such have groups of 16 or 32");
+    static_assert(SCALING != MINIMA || KIND == WIDE || KIND >= HALVES, "minima are added in float32");
 };
 
 // a b + c of two values each, rounded once.
@@ -78,12 +93,13 @@ template <int CODES, int SCALING> struct Exact;
 constexpr unsigned HIGH = 0x03c003c0u, LOW = 0x003c003cu, THOUSAND = 0x64006400u;
 constexpr unsigned SIXTY_FOURTH = 0x24002400u, QUARTER = 0x34003400u;
 
-// The zero point is stored as -(16 + z).
+// The zero point is stored as -(16 + z); with minima there is none.
 template <int SCALING> struct Exact<INT4, SCALING> {
     unsigned high_zero, low_zero;
     __device__ __forceinline__ void set(unsigned zero) {
-        high_zero = SCALING == ZEROS ? zero : 0xce00ce00u;                                                  // - 24
-        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u) : 0xdc20dc20u;  // - 240, - 264
+        high_zero = SCALING == ZEROS ? zero : SCALING == MINIMA ? 0xcc00cc00u : 0xce00ce00u;  // - 16, - 24
+        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u)     // - 240
+                                    : SCALING == MINIMA ? 0xdc00dc00u : 0xdc20dc20u;         // - 256, - 264
     }
     __device__ __forceinline__ void pairs(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
         high = fused<__half>(word & HIGH | THOUSAND, SIXTY_FOURTH, high_zero);
@@ -233,9 +249,9 @@ template <typename T> struct Converted<T, T> {
 
 // The weights of a row's group: `set` takes the i-th scale of those that a lane has, `values` makes a step's words four pairs
 // of columns.
-template <typename T, int MODE, bool IS_NARROW = MODE / 64 == NARROW> struct Group {
-    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
-    Product<Inner, MODE / 4 % 4, MODE % 4> product;
+template <typename T, int MODE, bool IS_NARROW = kind_of(MODE) == NARROW> struct Group {
+    using Inner = typename Rounding<rounded_of(MODE), T>::Type;
+    Product<Inner, codes_of(MODE), scaling_of(MODE)> product;
     __device__ __forceinline__ void set(const unsigned* stored, int i) { product.set(stored, i); }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         product.values(words, mask, four);
@@ -244,28 +260,45 @@ template <typename T, int MODE, bool IS_NARROW = MODE / 64 == NARROW> struct Gro
     }
 };
 
-// Scales of float32: products are of float32, too. A zero point follows its scale as two of float16. Or the factors of a row,
-// then the scales of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of exponent.
+// A whole number of 8 bits, the i-th of a word, stored as 128 more: behind an exponent of 2^23 a byte is 2^23 + q.
+__device__ __forceinline__ float whole_of(unsigned word, int i) {
+    return __uint_as_float(bytes_of(word, 0x4b000000u, 0x7440u | i)) - 8388736.f;
+}
+
+// Products of float32. A zero point follows its scale as two of float16, a minimum as its scale is. Of FACTORED scales the
+// factors of a row stand before those of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of
+// exponent. Of LEVELS the factors of scales and minima, four scales, four minima: products of float32 are exact.
 template <typename T, int MODE> struct Group<T, MODE, false> {
-    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
-    static constexpr int SCALING = MODE % 4, PARTS = SCALING == ZEROS ? 2 : 1;
-    Exact<MODE / 4 % 4, SCALING> codes;
-    float scale;
+    using Inner = typename Rounding<rounded_of(MODE), T>::Type;
+    static constexpr int SCALING = scaling_of(MODE), PARTS = SCALING == ZEROS || SCALING == MINIMA ? 2 : 1, KIND = kind_of(MODE);
+    Exact<codes_of(MODE), SCALING> codes;
+    float scale, minimum;
     __device__ __forceinline__ void set(const unsigned* stored, int i) {
-        if constexpr (MODE / 64 == FACTORED) {
+        if constexpr (KIND == FACTORED) {
             const float value = unpack<__half>(bytes_of(stored[2], 0, 0x4404u | i << 4) >> 1).x;
             scale = __fmaf_rn(value, __uint_as_float(stored[0]), value * __uint_as_float(stored[1]));
+        } else if constexpr (KIND == LEVELS) {
+            const float2 factors = unpack<__half>(stored[0]);
+            scale = whole_of(stored[1], i) * factors.x;
+            if (PARTS == 2) minimum = whole_of(stored[PARTS], i) * factors.y;
+        } else if constexpr (KIND == HALVES) {
+            const float2 two = unpack<__half>(PARTS == 2 ? stored[i] : both(stored[i / 2], i % 2));
+            scale = two.x, minimum = two.y;
         } else {
             scale = __uint_as_float(stored[i * PARTS]);
+            if (SCALING == MINIMA) minimum = __uint_as_float(stored[i * PARTS + 1]);
         }
         codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
+    }
+    __device__ __forceinline__ float value(float code) const {
+        return SCALING == MINIMA ? __fmaf_rn(code, scale, minimum) : code * scale;
     }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         codes.pairs(words, mask, four);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 two = unpack<__half>(four[i]);
-            four[i] = Converted<Inner, T>::pair(pack<Inner>(two.x * scale, two.y * scale));
+            four[i] = Converted<Inner, T>::pair(pack<Inner>(value(two.x), value(two.y)));
         }
     }
 };
@@ -280,13 +313,26 @@ template <int SCALES, int MODE> struct Lane {
     uint4 codes[Own::WORDS];
     unsigned scales[(Own::LANE_BYTES + 3) / 4];
 
-    // `block` reads 16, 8, 4 or 2 bytes at a place behind the block's begin.
-    template <typename Block> __device__ __forceinline__ void read(const Block& block) {
+    // `block` reads 16, 8, 4 or 2 bytes at a place behind the block's begin. `row`: of the block.
+    template <typename Block> __device__ __forceinline__ void read(const Block& block, int row = own_row()) {
+        const int lane = row * 4 + own_quad(), half = SCALES == 8 ? own_quad() / 2 : 0;
 #pragma unroll
-        for (int piece = 0; piece < Own::WORDS; ++piece) block.read(piece * 512 + threadIdx.x % 32 * 16, codes[piece]);
-        int place = Own::CODE_BYTES + own_row() * Own::SCALE_BYTES;
-        if (Own::LANE_BYTES != Own::SCALE_BYTES) place += own_quad() / 2 * Own::LANE_BYTES;
-        if constexpr (Own::LANE_BYTES % 16 == 0) {
+        for (int piece = 0; piece < Own::WORDS; ++piece) block.read(piece * 512 + lane * 16, codes[piece]);
+        const int place = Own::CODE_BYTES + row * Own::SCALE_BYTES + (Own::KIND == FACTORED ? 0 : half * Own::LANE_BYTES);
+        if constexpr (Own::KIND == LEVELS) {
+            const int numbers = Own::CODE_BYTES + 16 * Own::PARTS + (row * SCALES + half * 4) * Own::PARTS;
+            if constexpr (Own::PARTS == 2) {
+                uint2 two;
+                block.read(Own::CODE_BYTES + row * 4, scales[0]);
+                block.read(numbers, two);
+                scales[1] = two.x, scales[2] = two.y;
+            } else {
+                unsigned short factor;
+                block.read(Own::CODE_BYTES + row * 2, factor);
+                block.read(numbers, scales[1]);
+                scales[0] = factor;
+            }
+        } else if constexpr (Own::LANE_BYTES % 16 == 0) {
 #pragma unroll
             for (int word = 0; word < Own::LANE_BYTES / 4; word += 4) {
                 uint4 four;
