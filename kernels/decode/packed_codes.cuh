@@ -111,6 +111,29 @@ template <int SCALING> struct Exact<INT4, SCALING> {
     }
 };
 
+// Codes of 5 or 6 bits, as of 4, each behind 1024 + 4 q, where UPPER bits join those of 4. words: these, and the upper bits, two
+// columns in the halves of a word, the first columns at the lowest ones.
+template <int UPPER, int SCALING> struct ExactWithUpper {
+    unsigned minus;
+    __device__ __forceinline__ void set(unsigned zero) {
+        constexpr unsigned MIDDLE = UPPER == 1 ? 0xdc40dc40u : 0xdc80dc80u;  // - 272, - 288
+        minus = SCALING == MINIMA ? 0xdc00dc00u : SCALING == ZEROS ? fused<__half>(zero, 0x3c003c00u, 0xdb80db80u) : MIDDLE;
+    }
+    template <int PAIR> __device__ __forceinline__ unsigned pair(unsigned word, unsigned upper, unsigned mask) const {
+        constexpr unsigned BITS = UPPER == 1 ? 0x00400040u : 0x00c000c0u;
+        constexpr int BEFORE = UPPER * PAIR;
+        const unsigned own = BEFORE <= 6 ? upper << (6 - BEFORE) : upper >> (BEFORE - 6);
+        return fused<__half>(word & mask | THOUSAND | own & BITS, QUARTER, minus);
+    }
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        const unsigned other = turned(words[0]);
+        four[0] = pair<0>(words[0] >> 4, words[1], mask), four[1] = pair<1>(words[0], words[1], mask);
+        four[2] = pair<2>(other >> 4, words[1], mask), four[3] = pair<3>(other, words[1], mask);
+    }
+};
+template <int SCALING> struct Exact<INT5, SCALING> : ExactWithUpper<1, SCALING> {};
+template <int SCALING> struct Exact<INT6, SCALING> : ExactWithUpper<2, SCALING> {};
+
 // Behind an exponent of 1024 a byte is 1024 + q. The zero point is stored as -(1024 + z).
 template <int SCALING> struct Exact<INT8, SCALING> {
     unsigned minus;
@@ -311,6 +334,7 @@ __device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
 template <int SCALES, int MODE> struct Lane {
     using Own = Format<SCALES, MODE>;
     uint4 codes[Own::WORDS];
+    unsigned upper[Own::UPPER > 0 ? Own::UPPER : 1];
     unsigned scales[(Own::LANE_BYTES + 3) / 4];
 
     // `block` reads 16, 8, 4 or 2 bytes at a place behind the block's begin. `row`: of the block.
@@ -318,6 +342,13 @@ template <int SCALES, int MODE> struct Lane {
         const int lane = row * 4 + own_quad(), half = SCALES == 8 ? own_quad() / 2 : 0;
 #pragma unroll
         for (int piece = 0; piece < Own::WORDS; ++piece) block.read(piece * 512 + lane * 16, codes[piece]);
+        if constexpr (Own::UPPER == 1) {
+            block.read(Own::TAIL_BEGIN + lane * 4, upper[0]);
+        } else if constexpr (Own::UPPER == 2) {
+            uint2 two;
+            block.read(Own::TAIL_BEGIN + lane * 8, two);
+            upper[0] = two.x, upper[1] = two.y;
+        }
         const int place = Own::CODE_BYTES + row * Own::SCALE_BYTES + (Own::KIND == FACTORED ? 0 : half * Own::LANE_BYTES);
         if constexpr (Own::KIND == LEVELS) {
             const int numbers = Own::CODE_BYTES + 16 * Own::PARTS + (row * SCALES + half * 4) * Own::PARTS;
@@ -362,7 +393,13 @@ template <int SCALES, int MODE> struct Lane {
         const uint4& piece = codes[Own::WORDS == 1 ? 0 : step / 2];
         const bool later = Own::WORDS == 1 ? step >= 2 : step % 2 != 0;
         const unsigned pair[2] = {later ? piece.z : piece.x, later ? piece.w : piece.y};
-        group.values(Own::WORDS == 1 ? pair + step % 2 : pair, mask, four);
+        if constexpr (Own::UPPER > 0) {
+            const int behind = step * 4 * Own::UPPER;  // bits of each half of a word
+            const unsigned with_upper[2] = {pair[step % 2], upper[behind / 16] >> behind % 16};
+            group.values(with_upper, mask, four);
+        } else {
+            group.values(Own::WORDS == 1 ? pair + step % 2 : pair, mask, four);
+        }
     }
 };
 

@@ -1,4 +1,4 @@
-"""The layout in which kernels read weights of 4 and 8 bits: a pure function of a `PackedWeight`, and back.
+"""The layout in which kernels read weights of 4 to 8 bits: a pure function of a `PackedWeight`, and back.
 
 A block is 8 rows times 128 columns: 512 bytes of codes of 4 bits, 16 for each lane of a warp, or twice as many of 8
 bits, 16 for each lane of columns 0 to 63, then of the others; then what belongs to the groups of the 8 rows. Lane i has
@@ -32,6 +32,9 @@ TURNS = {
     "fp8": ((7, 8), (23, 24), (0, 7), (16, 23)),
     "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
 }
+TURNS |= {"int5": TURNS["int4"], "int6": TURNS["int4"]}  # of their lower four bits
+#: Of such codes the bits that stand behind: of two neighbouring columns in the halves of a word, the first at the lowest.
+UPPER_BITS = {"int5": 1, "int6": 2}
 #: By which small scales of float16 are stored times; the largest that stays finite.
 SMALL_FACTOR = 2.0**18
 SMALL_SCALE = 65504 / SMALL_FACTOR
@@ -220,7 +223,8 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     if reason is not None:
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
-    if format.codes == "fp4" or format.minima or format.scaling in ("levels", "powers"):
+    in_float32 = format.codes == "fp4" or format.minima or format.scaling in ("levels", "powers")
+    if in_float32 or (format.codes in UPPER_BITS and product == "bfloat16"):
         product = "float32"
     else:
         factor = _FACTORS.get((format.codes, product), 1)
@@ -243,8 +247,11 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
     down, along = layout.blocks
     padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
     padded[: layout.rows, : layout.columns] = weight.codes
-    turns, bits = TURNS[layout.format.codes], layout.format.bits
-    columns = padded.reshape(down, BLOCK_ROWS, along, bits // 4, -1, STEP // LANE_COLUMNS, bits // 4, len(turns))
+    turns, upper = TURNS[layout.format.codes], UPPER_BITS.get(layout.format.codes, 0)
+    bits = 32 // len(turns)
+    columns = (padded & (1 << bits) - 1).reshape(
+        down, BLOCK_ROWS, along, bits // 4, -1, STEP // LANE_COLUMNS, bits // 4, len(turns)
+    )
     words = np.zeros(columns.shape[:-1], np.uint32)
     every = np.arange(1 << bits, dtype=np.uint32)
     for column, (turn, highest) in enumerate(turns):
@@ -252,9 +259,35 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
         words |= (_turned(low, turn) | _turned(every - low, highest))[columns[..., column]]
     result = np.empty(layout.shape, np.uint8)
     lanes = words.transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps of a piece, words
-    result[..., : layout.code_bytes] = lanes.copy().view(np.uint8).reshape(down, along, -1)
+    lower = BLOCK_ROWS * BLOCK_COLUMNS * bits // 8
+    result[..., :lower] = lanes.copy().view(np.uint8).reshape(down, along, -1)
+    if upper:
+        result[..., lower : layout.code_bytes] = _upper_words(padded >> bits, layout)
     result[..., layout.code_bytes :] = tail_bytes(weight, layout)
     return layout, result
+
+
+def _upper_words(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
+    """The bytes of the upper bits of codes of so many rows and columns of blocks."""
+    (down, along), bits = layout.blocks, UPPER_BITS[layout.format.codes]
+    shape = down, BLOCK_ROWS, along, bits, -1, STEP // LANE_COLUMNS, LANE_COLUMNS // 2, 2
+    pairs = values.astype(np.uint32).reshape(shape).transpose(0, 2, 1, 5, 3, 4, 6, 7)  # a lane's words, steps, pairs
+    words = (pairs << _upper_places(bits)).reshape(down, along, BLOCK_ROWS, STEP // LANE_COLUMNS, bits, -1).sum(-1)
+    return words.astype(np.uint32).view(np.uint8).reshape(down, along, -1)
+
+
+def _upper_places(bits: int) -> np.ndarray:
+    """Where in a word upper bits are, by step of the word, pair of columns and column."""
+    pairs = np.arange(16 // bits, dtype=np.uint32).reshape(-1, LANE_COLUMNS // 2, 1)
+    return pairs * np.uint32(bits) + np.array([0, 16], np.uint32)
+
+
+def _upper_values(words: np.ndarray, layout: DeviceLayout) -> np.ndarray:
+    """What `_upper_words` was given, from its bytes."""
+    (down, along), bits = layout.blocks, UPPER_BITS[layout.format.codes]
+    words = words.copy().view(np.uint32).reshape(down, along, BLOCK_ROWS, STEP // LANE_COLUMNS, bits, 1, 1, 1)
+    pairs = words >> _upper_places(bits) & np.uint32((1 << bits) - 1)
+    return pairs.transpose(0, 2, 1, 4, 5, 3, 6, 7).reshape(down * BLOCK_ROWS, -1).astype(np.uint8)
 
 
 def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
@@ -311,12 +344,17 @@ def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     """The weight that `to_device_layout` was given, without what it says of its inputs."""
     format, (down, along) = layout.format, layout.blocks
-    turns, bits, wide, stored = TURNS[format.codes], format.bits, layout.product == "float32", _scale_dtype(layout)
-    words = data[..., : layout.code_bytes].copy().view(np.uint32)
+    turns, wide, stored = TURNS[format.codes], layout.product == "float32", _scale_dtype(layout)
+    bits = 32 // len(turns)
+    lower = BLOCK_ROWS * BLOCK_COLUMNS * bits // 8
+    words = data[..., :lower].copy().view(np.uint32)
     words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
     words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
     every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
-    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
+    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)
+    if format.codes in UPPER_BITS:
+        codes |= _upper_values(data[..., lower : layout.code_bytes], layout) << bits
+    codes = codes[: layout.rows, : layout.columns]
     tails = data[..., layout.code_bytes :].copy()
     codes = np.ascontiguousarray(codes)
     if layout.kind == "levels":
