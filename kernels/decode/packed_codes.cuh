@@ -171,6 +171,24 @@ template <int SCALING> struct Exact<FP4, SCALING> {
     }
 };
 
+// Codes name bytes of a table, 128 more than their values (`IQ4` of packed_weight.py), which become float16 as codes of 8 bits
+// do. Of a code's bits the lower three choose among eight bytes, the highest one among two such choices.
+template <int SCALING> struct Exact<IQ4, SCALING> {
+    static_assert(SCALING == ANY, "without zero points and minima");
+    __device__ __forceinline__ void set(unsigned) {}
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+        const unsigned lower = words[0] & 0x77777777u, highest = words[0] >> 1 & 0x44444444u | 0x32103210u;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned chosen = i == 0 ? lower : lower >> 16;
+            const unsigned first = bytes_of(0x3f2d1801u, 0x766a5d4fu, chosen), second = bytes_of(0xa6998d81u, 0xf1d9c5b5u, chosen);
+            const unsigned bytes = bytes_of(first, second, i == 0 ? highest : highest >> 16);
+            four[2 * i] = fused<__half>(bytes_of(bytes, THOUSAND, 0x5150), 0x3c003c00u, 0xe480e480u);  // - 1152
+            four[2 * i + 1] = fused<__half>(bytes_of(bytes, THOUSAND, 0x5352), 0x3c003c00u, 0xe480e480u);
+        }
+    }
+};
+
 // Times scales of T, rounded once.
 template <typename T, int CODES, int SCALING> struct Product;
 

@@ -33,6 +33,7 @@ TURNS = {
     "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
 }
 TURNS |= {"int5": TURNS["int4"], "int6": TURNS["int4"]}  # of their lower four bits
+TURNS["iq4"] = tuple((bit, bit) for bit in range(0, 32, 4))
 #: Of such codes the bits that stand behind: of two neighbouring columns in the halves of a word, the first at the lowest.
 UPPER_BITS = {"int5": 1, "int6": 2}
 #: By which small scales of float16 are stored times; the largest that stays finite.
@@ -224,7 +225,7 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
     in_float32 = format.codes == "fp4" or format.minima or format.scaling in ("levels", "powers")
-    if in_float32 or (format.codes in UPPER_BITS and product == "bfloat16"):
+    if in_float32 or (format.codes in ("int5", "int6", "iq4") and product == "bfloat16"):
         product = "float32"
     else:
         factor = _FACTORS.get((format.codes, product), 1)
