@@ -325,6 +325,9 @@ template <typename T, int MODE> struct Group<T, MODE, false> {
         } else if constexpr (KIND == HALVES) {
             const float2 two = unpack<__half>(PARTS == 2 ? stored[i] : both(stored[i / 2], i % 2));
             scale = two.x, minimum = two.y;
+        } else if constexpr (KIND == POWERS) {
+            const unsigned exponent = bytes_of(stored[0], 0, 0x4440u | i);
+            scale = __uint_as_float(exponent == 0 ? 0x00400000u : exponent << 23);
         } else {
             scale = __uint_as_float(stored[i * PARTS]);
             if (SCALING == MINIMA) minimum = __uint_as_float(stored[i * PARTS + 1]);
@@ -338,7 +341,9 @@ template <typename T, int MODE> struct Group<T, MODE, false> {
         codes.pairs(words, mask, four);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float2 two = unpack<__half>(four[i]);
+            // Scales that are exponents have no room for what makes 4-bit floats good.
+            const unsigned pair = KIND == POWERS ? fused<__half>(four[i], 0x74007400u, MINUS_ZERO) : four[i];
+            const float2 two = unpack<__half>(pair);
             four[i] = Converted<Inner, T>::pair(pack<Inner>(value(two.x), value(two.y)));
         }
     }

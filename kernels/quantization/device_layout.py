@@ -201,7 +201,7 @@ class PackedMatrix:
 
 def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     """Why the kernels of a compute dtype do not take weights of a format; None if they do."""
-    if format.codes not in TURNS or (format.codes == "fp4" and format.group != 16):
+    if format.codes not in TURNS or (format.codes == "fp4" and format.group != 16 and format.scaling != "powers"):
         return f"kernels take no {format}"
     if format.scaling in ("levels", "powers") and format.group not in (16, 32):
         return f"kernels take scales in {format.scaling} of groups of 16 and 32, not of {format.group}"
@@ -297,6 +297,9 @@ def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
         return _factored_tails(weight, layout)
     if layout.kind == "levels":
         return _level_tails(weight, layout)
+    if layout.kind == "powers":
+        exponents = (weight.scales.view(np.uint32) >> 23).astype(np.uint8)
+        return _placed(exponents, layout).reshape(*layout.blocks, -1)
     wide, stored = layout.product == "float32", _scale_dtype(layout)
     parts = [_placed(_bits(weight.scales * np.float32(_factor(layout)), stored), layout)]
     if weight.minima is not None:
@@ -367,7 +370,7 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
         tails = tails.reshape(down, along, BLOCK_ROWS, -1)
         factors, tails = tails[..., :8].copy().view(np.float32)[:, 0].reshape(-1, 2), tails[..., 8:].copy()
     else:
-        tails = tails.view(np.uint32 if stored == "float32" else np.uint16)
+        tails = tails.view({"powers": np.uint8, "wide": np.uint32}.get(layout.kind, np.uint16))
     halves = 2 if layout.scales == 8 else 1
     tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
     tails = tails.transpose(0, 2, 1, 4, 3, 5).reshape(down * BLOCK_ROWS, along * layout.scales, -1)
@@ -376,6 +379,8 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     if layout.has_factors:
         own = factors[: layout.rows] / np.float32(_factor(layout) * _BYTE_FACTOR)
         scales = ScaleFactors(chosen[..., 0], own[:, 0], own[:, 1]).scales()
+    elif layout.kind == "powers":
+        scales = np.ldexp(np.float32(1), chosen[..., 0].astype(np.int32) - 127)
     else:
         scales = _values(chosen[..., 0], stored) / np.float32(_factor(layout))
     zeros = None
