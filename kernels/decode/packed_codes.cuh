@@ -137,7 +137,9 @@ template <int SCALING> struct Exact<INT6, SCALING> : ExactWithUpper<2, SCALING> 
 // Behind an exponent of 1024 a byte is 1024 + q. The zero point is stored as -(1024 + z).
 template <int SCALING> struct Exact<INT8, SCALING> {
     unsigned minus;
-    __device__ __forceinline__ void set(unsigned zero) { minus = SCALING == ZEROS ? zero : 0xe480e480u; }  // - 1152
+    __device__ __forceinline__ void set(unsigned zero) {
+        minus = SCALING == ZEROS ? zero : SCALING == MINIMA ? 0xe400e400u : 0xe480e480u;  // - 1024, - 1152
+    }
     __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
