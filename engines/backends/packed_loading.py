@@ -21,8 +21,8 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.stored import StoredCodes, fused
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import (
-    BLOCK_ROWS,
     DeviceLayout,
     InputPermutation,
     PackedMatrix,

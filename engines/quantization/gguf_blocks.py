@@ -180,10 +180,8 @@ class BlockLayout(Layout):
         """Whether columns that share a factor stay together."""
         if self.order is None:
             return True
-        order = np.array(self.order)
-        if len(order) % LEVEL_COLUMNS:
-            return False
-        return bool((order.reshape(-1, LEVEL_COLUMNS) // LEVEL_COLUMNS == order[::LEVEL_COLUMNS, None] // LEVEL_COLUMNS).all())
+        places = np.array(self.order).reshape(-1, LEVEL_COLUMNS) // LEVEL_COLUMNS
+        return bool((places == places[:, :1]).all())
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
         """See `Layout`."""
@@ -212,7 +210,8 @@ class BlockLayout(Layout):
             codes, scales = codes.reshape(rows, -1, self.group)[:, groups].reshape(rows, columns), scales[:, groups]
             minima = None if minima is None else minima[:, groups]
             if factors is not None:
-                numbers, factors = numbers[:, groups], factors[:, order[:: LEVEL_COLUMNS // self.group, 0] // LEVEL_COLUMNS]
+                of_factor = LEVEL_COLUMNS // self.group
+                numbers, factors = numbers[:, groups], factors[:, groups[::of_factor] // of_factor]
         stored, format = StoredCodes(codes, "bytes", 8, (rows, columns)), self.format("float32")
         levels = Levels(factors, numbers) if factors is not None and format.scaling == "levels" else None
         return StoredWeight(format, (stored,), scales, minima=minima, levels=levels)

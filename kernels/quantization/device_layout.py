@@ -1,12 +1,10 @@
 """The layout in which kernels read weights of 4 to 8 bits: a pure function of a `PackedWeight`, and back.
 
-A block is 8 rows times 128 columns: 512 bytes of codes of 4 bits, 16 for each lane of a warp, or twice as many of 8
-bits, 16 for each lane of columns 0 to 63, then of the others; then what belongs to the groups of the 8 rows. Lane i has
-of row i / 4 columns 8 (i % 4) to + 7 of each step of 32 columns, a word of eight codes a step, or two of four. Where in
-its word a code stands, `TURNS` says, and decode/packed_codes.cuh why. Of each row and group in a block follows the
-scale, and where there are zero points or minima, behind each scale what takes the zero point off, or the minimum: of 16
-bits, or of 32. Or the row's two factors of float32, then its scales as 8-bit floats (`scale_factors`). Or of all rows the
-factors of `Levels`, then of each row the whole numbers, of four groups the scales', then the minima's.
+A block is 8 rows times 128 columns: the codes as words of lanes (`code_words`), 512 bytes of 4 bits; then what belongs
+to the groups of the 8 rows. Of each row and group in a block follows the scale, and where there are zero points or
+minima, behind each scale what takes the zero point off, or the minimum: of 16 bits, or of 32. Or the row's two factors
+of float32, then its scales as 8-bit floats (`scale_factors`). Or of all rows the factors of `Levels`, then of each row
+the whole numbers, of four groups the scales', then the minima's. Or of each scale its exponent.
 """
 
 from __future__ import annotations
@@ -20,22 +18,10 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS, code_words, codes_of
 from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, ScaledWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.scale_factors import ScaleFactors, scale_factors
 
-#: Rows and columns of a block, columns of a step and of a lane in it.
-BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
-#: By codes, and for each column of a word: by how many bits a code is turned to the left, and its highest bit alone.
-TURNS = {
-    "int4": tuple((bit, bit) for bit in (6, 22, 2, 18, 14, 30, 10, 26)),
-    "int8": ((0, 0), (16, 16), (8, 8), (24, 24)),
-    "fp8": ((7, 8), (23, 24), (0, 7), (16, 23)),
-    "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
-}
-TURNS |= {"int5": TURNS["int4"], "int6": TURNS["int4"]}  # of their lower four bits
-TURNS["iq4"] = tuple((bit, bit) for bit in range(0, 32, 4))
-#: Of such codes the bits that stand behind: of two neighbouring columns in the halves of a word, the first at the lowest.
-UPPER_BITS = {"int5": 1, "int6": 2}
 #: By which small scales of float16 are stored times; the largest that stays finite.
 SMALL_FACTOR = 2.0**18
 SMALL_SCALE = 65504 / SMALL_FACTOR
@@ -248,47 +234,10 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
     down, along = layout.blocks
     padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
     padded[: layout.rows, : layout.columns] = weight.codes
-    turns, upper = TURNS[layout.format.codes], UPPER_BITS.get(layout.format.codes, 0)
-    bits = 32 // len(turns)
-    columns = (padded & (1 << bits) - 1).reshape(
-        down, BLOCK_ROWS, along, bits // 4, -1, STEP // LANE_COLUMNS, bits // 4, len(turns)
-    )
-    words = np.zeros(columns.shape[:-1], np.uint32)
-    every = np.arange(1 << bits, dtype=np.uint32)
-    for column, (turn, highest) in enumerate(turns):
-        low = every & (1 << bits - 1) - 1
-        words |= (_turned(low, turn) | _turned(every - low, highest))[columns[..., column]]
     result = np.empty(layout.shape, np.uint8)
-    lanes = words.transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps of a piece, words
-    lower = BLOCK_ROWS * BLOCK_COLUMNS * bits // 8
-    result[..., :lower] = lanes.copy().view(np.uint8).reshape(down, along, -1)
-    if upper:
-        result[..., lower : layout.code_bytes] = _upper_words(padded >> bits, layout)
+    result[..., : layout.code_bytes] = code_words(padded, layout.format.codes)
     result[..., layout.code_bytes :] = tail_bytes(weight, layout)
     return layout, result
-
-
-def _upper_words(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
-    """The bytes of the upper bits of codes of so many rows and columns of blocks."""
-    (down, along), bits = layout.blocks, UPPER_BITS[layout.format.codes]
-    shape = down, BLOCK_ROWS, along, bits, -1, STEP // LANE_COLUMNS, LANE_COLUMNS // 2, 2
-    pairs = values.astype(np.uint32).reshape(shape).transpose(0, 2, 1, 5, 3, 4, 6, 7)  # a lane's words, steps, pairs
-    words = (pairs << _upper_places(bits)).reshape(down, along, BLOCK_ROWS, STEP // LANE_COLUMNS, bits, -1).sum(-1)
-    return words.astype(np.uint32).view(np.uint8).reshape(down, along, -1)
-
-
-def _upper_places(bits: int) -> np.ndarray:
-    """Where in a word upper bits are, by step of the word, pair of columns and column."""
-    pairs = np.arange(16 // bits, dtype=np.uint32).reshape(-1, LANE_COLUMNS // 2, 1)
-    return pairs * np.uint32(bits) + np.array([0, 16], np.uint32)
-
-
-def _upper_values(words: np.ndarray, layout: DeviceLayout) -> np.ndarray:
-    """What `_upper_words` was given, from its bytes."""
-    (down, along), bits = layout.blocks, UPPER_BITS[layout.format.codes]
-    words = words.copy().view(np.uint32).reshape(down, along, BLOCK_ROWS, STEP // LANE_COLUMNS, bits, 1, 1, 1)
-    pairs = words >> _upper_places(bits) & np.uint32((1 << bits) - 1)
-    return pairs.transpose(0, 2, 1, 4, 5, 3, 6, 7).reshape(down * BLOCK_ROWS, -1).astype(np.uint8)
 
 
 def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
@@ -348,17 +297,8 @@ def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     """The weight that `to_device_layout` was given, without what it says of its inputs."""
     format, (down, along) = layout.format, layout.blocks
-    turns, wide, stored = TURNS[format.codes], layout.product == "float32", _scale_dtype(layout)
-    bits = 32 // len(turns)
-    lower = BLOCK_ROWS * BLOCK_COLUMNS * bits // 8
-    words = data[..., :lower].copy().view(np.uint32)
-    words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
-    words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
-    every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
-    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)
-    if format.codes in UPPER_BITS:
-        codes |= _upper_values(data[..., lower : layout.code_bytes], layout) << bits
-    codes = codes[: layout.rows, : layout.columns]
+    wide, stored = layout.product == "float32", _scale_dtype(layout)
+    codes = codes_of(data[..., : layout.code_bytes], format.codes)[: layout.rows, : layout.columns]
     tails = data[..., layout.code_bytes :].copy()
     codes = np.ascontiguousarray(codes)
     if layout.kind == "levels":
@@ -415,12 +355,6 @@ def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     once = groups.size == values.shape[1]  # each group stands in one place: nothing is gathered
     placed = rows.reshape(-1, *groups.shape)[..., order] if once else rows[:, groups[:, order]]
     return placed.reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
-
-
-def _turned(words: np.ndarray, bits: int) -> np.ndarray:
-    """Words turned to the left."""
-    bits %= 32
-    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits else words
 
 
 def _bits(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -65,8 +65,8 @@ class WeightFormat:
         return 1 if self.group is None else -(-columns // self.group)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, scales, minima and zero points, with scales of two bytes (float32 that may be any numbers: four;
-        powers and those of 4-bit floats, by which they are published, one, as those of `Levels` beside their factors)."""
+        """Bytes of codes, scales, minima and zero points, with scales of two bytes. Any numbers of float32 have four;
+        powers, and the 8-bit floats by which 4-bit floats are published, one, as have `Levels` beside their factors."""
         groups, parts = rows * self.groups(columns), 2 if self.minima else 1
         scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
         scale = {"any": scale, "float16": 2, "levels": 1, "powers": 1}[self.scaling]
@@ -76,7 +76,7 @@ class WeightFormat:
 
 
 class Levels(NamedTuple):
-    """Scales and minima as whole numbers of groups times a factor of `LEVEL_COLUMNS` columns, as float32 multiplies them.
+    """Scales and minima as whole numbers of groups times a factor of `LEVEL_COLUMNS` columns, exact in float32.
 
     `factors` float16 [N, ceil(K / 128), P], `numbers` int8 [N, groups, P]: of scales, and where P is 2 of minima.
     """
@@ -85,7 +85,7 @@ class Levels(NamedTuple):
     numbers: np.ndarray
 
     def products(self) -> np.ndarray:
-        """float32 [N, groups, P], exact."""
+        """float32 [N, groups, P]."""
         groups, of_factor = self.numbers.shape[1], -(-self.numbers.shape[1] // self.factors.shape[1])
         return self.numbers * np.repeat(self.factors.astype(np.float32), of_factor, axis=1)[:, :groups]
 

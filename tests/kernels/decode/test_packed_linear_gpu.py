@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_bits import relative
 from gpu_device import device_copy
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
 
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
@@ -109,7 +109,25 @@ def test_every_format_gives_the_bits_of_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-@pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_formats_of_gguf_files_give_the_bits_of_the_dequantized_weight(gpu, kind: str, compute: str) -> None:
+    kernels = CudaTiledKernels(gpu.kernel_module, compute)
+    for rows, columns, size in ((1, 2048, 0.01), (2, 544, 2.0), (8, 2048, 0.2), (16, 1056, 0.01), (64, 2048, 0.01)):
+        weight = random_of(GGUF_FORMATS[kind], 72, columns, size)
+        packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
+        _, x = normal(gpu, compute, rows, columns)
+        output = gpu.empty((rows, 72), "float32")
+        kernels.linear(x, LinearWeights(dense), output)()
+        expected = gpu.download(output)
+        assert np.isfinite(expected).all()
+        for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
+            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+            kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
+            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {columns}")
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("codes", ["int4", "int5", "int6", "int8", "iq4", "fp8", "fp4"])
 def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
     kernels, scale_dtype = CudaTiledKernels(gpu.kernel_module, compute), "float32" if codes == "fp4" else compute
     for zeros in (False, True)[: 1 + codes.startswith("int")]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
+from edgellm.kernels.quantization.code_words import TURNS
 from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
-    TURNS,
     DeviceLayout,
     device_layout,
     from_device_layout,
