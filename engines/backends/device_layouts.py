@@ -10,7 +10,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import EMBEDDING, HEAD, decoder_weights, head_format
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
@@ -97,12 +97,12 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
 
 def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:
     """Whether packed parts of a spec are dense on the device: those that may be, where its kernels do not take them or
-    not together, and tables of embeddings."""
+    not together."""
     layouts = [checkpoint.layout(name, shape) for name, shape in spec.parts]
     if not all(layout is None or layout.may_be_dense for layout in layouts):
         return False
     refused = any(format is not None and layout_refusal(format, dtype) is not None for format in formats)
-    return refused or len(formats) > 1 or spec.name == EMBEDDING
+    return refused or len(formats) > 1
 
 
 def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:

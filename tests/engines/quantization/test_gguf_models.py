@@ -74,7 +74,7 @@ def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dt
         layers = [f"model.layers.{layer}." for layer in range(2)]
         names = "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
         expected = {f"{layer}{name}.weight" for layer in layers for name in names}
-        assert packed.keys() == expected | {"lm_head.weight"}
+        assert packed.keys() == expected | {"lm_head.weight", "model.embed_tokens.weight"}
         of_numpy = load_numpy_weights(checkpoint, specs)
         rest = [spec for spec in specs if spec.name not in packed]
         whole = {spec.name: np.empty(spec.shape, np.float16 if dtype == "float16" else np.uint16) for spec in rest}
@@ -109,7 +109,7 @@ def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
         specs = decoder_weights(decoder_config(checkpoint.config))
         names = packed_layouts(checkpoint, specs, "float16").keys()
         assert "model.layers.1.self_attn.qkv_proj.weight" in names
-        assert "model.embed_tokens.weight" not in names
+        assert "model.embed_tokens.weight" in names
         words = "GGUF Q4_0: int4, groups of 32"
         assert described_parts(checkpoint, specs)[words][0] == 14
     with Checkpoint.open(write_mixture(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
