@@ -72,16 +72,17 @@ class StoredWeight:
         return PackedWeight(self.format, whole, self.scales, *beside)
 
 
-def fused(parts: Sequence[StoredWeight]) -> StoredWeight | None:
-    """Weights of as many columns as one, the rows of each behind those before; None where their formats differ, or the
-    order or scales of their inputs."""
+def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:
+    """Whether two are rows of one weight: by their formats, and the order and scales of their inputs."""
+    same = one.format == other.format and _equal(one.order, other.order)
+    return same and _equal(one.input_scales, other.input_scales)
+
+
+def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
+    """Weights that `may_fuse` as one, the rows of each behind those before."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    for part in parts[1:]:
-        same = part.format == first.format and _equal(part.order, first.order)
-        if not same or not _equal(part.input_scales, first.input_scales):
-            return None
     codes = tuple(codes for part in parts for codes in part.codes)
     scales, zeros, minima = (_joined([getattr(part, name) for part in parts]) for name in ("scales", "zeros", "minima"))
     found = [part.levels for part in parts if part.levels is not None]

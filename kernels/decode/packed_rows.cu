@@ -333,14 +333,14 @@ __device__ __forceinline__ void multiply_input(const NormLinear& arguments, cons
 // output = scale (norm(input) weight^T + bias)
 ROWS_KERNEL(norm_linear, NormLinear) {
     using G = ROWS_GEOMETRY(false);
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_input<T, G, true, false>(arguments, output);
 }
 
 // The same of the rounded input.
 ROWS_KERNEL(rounded_linear, NormLinear) {
     using G = ROWS_GEOMETRY(false);
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_input<T, G, false, true>(arguments, output);
 }
 

@@ -68,6 +68,11 @@ class DeviceLayout:
     factored: bool | None = None
 
     @property
+    def runs(self) -> tuple[DeviceLayout, ...]:
+        """Itself, where others have several (`RunsLayout`)."""
+        return (self,)
+
+    @property
     def compute(self) -> str:
         """The compute dtype of the kernels."""
         return self.dtype or self.format.dtype
@@ -173,6 +178,11 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the weight."""
         return self.layout.rows, self.layout.columns
+
+    @property
+    def runs(self) -> tuple[PackedMatrix, ...]:
+        """Itself, where others have several (`PackedRuns`)."""
+        return (self,)
 
     @property
     def dtype(self) -> str:

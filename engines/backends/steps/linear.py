@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, TypeGuard
 
 from edgellm.engines.backends.steps.implementation import (
@@ -84,7 +85,10 @@ class _AnyLinear(Implementation[Any]):
         """See `Implementation.launches`."""
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
-            return self._normed(step, run, linear, next_early)
+            found, steps = list[Any](), chain((step,), repeat(replace(step, keep=None)))  # it is kept once
+            for own, part in zip(steps, linear.runs):  # noqa: B905 - as many as there are runs
+                found += self._normed(own, run, part, next_early)
+            return found
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
@@ -206,7 +210,8 @@ class PackedRows(_AnyLinear):
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         layout = packed_layout(step, program)
         assert layout is not None
-        return packed_refusal(step_rows(step, program), layout, limit)
+        refusals = (packed_refusal(step_rows(step, program), own, limit) for own in layout.runs)
+        return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         few, output, rows = run.kernels.few, run.array(step.output), step_rows(step, run.program)
@@ -266,7 +271,8 @@ class PromptRows(_AnyLinear):
         (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
         if rows <= MAX_TILED_ROWS:
             return
-        kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
+        for own in (None,) if packed is None else packed.runs:
+            kernels.any_rows.load(name, rows, weight if own is None else (own.rows, own.columns), low_rows > 0, own)
         if low_rows:
             kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
 

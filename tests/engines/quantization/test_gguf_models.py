@@ -72,7 +72,7 @@ def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dt
         specs = decoder_weights(config)
         packed = packed_layouts(checkpoint, specs, dtype)
         layers = [f"model.layers.{layer}." for layer in range(2)]
-        names = "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
+        names = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
         expected = {f"{layer}{name}.weight" for layer in layers for name in names}
         assert packed.keys() == expected | {"lm_head.weight", "model.embed_tokens.weight"}
         of_numpy = load_numpy_weights(checkpoint, specs)
@@ -93,9 +93,9 @@ def test_kernels_of_a_gpu_that_is_not_there_take_them(tmp_path: Path, kinds: dic
     weights = WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
     packed = {name: layout for name, layout in weights.loaded["base"].items() if layout is not None}
     assert packed.keys() == weights.planned["base"].keys() and len(packed) > 4
-    found = {(layout.format.codes, layout.kind) for layout in packed.values()}
+    found = {(run.format.codes, run.kind) for layout in packed.values() for run in layout.runs}
     plain = "narrow" if dtype == "float16" else "float16"
-    levels = {("iq4", "levels")} if "iq4_xs" in kinds.values() else set()
+    levels = {(codes, "levels") for codes in ("int4", "int6", "iq4")} if "iq4_xs" in kinds.values() else set()
     assert found == {("int4", plain), ("int8", plain)} | levels
     gpu = absent_gpu("sm_86", 16, SHARED_MEMORY["sm_86"])
     limits = EngineLimits(1, 16, 64, packed=True)
@@ -112,10 +112,12 @@ def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
         assert "model.embed_tokens.weight" in names
         words = "GGUF Q4_0: int4, groups of 32"
         assert described_parts(checkpoint, specs)[words][0] == 14
-    with Checkpoint.open(write_mixture(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
-        names = packed_layouts(checkpoint, specs, "float16").keys()
-        assert "model.layers.1.self_attn.qkv_proj.weight" not in names
-        assert "model.layers.1.mlp.gate_up_proj.weight" in names
+    mixed = same | {"attn_v": "q8_0", "ffn_up": "q4_1"}
+    with Checkpoint.open(write_mixture(tmp_path / "mixed", mixed)) as checkpoint:
+        layouts = packed_layouts(checkpoint, specs, "float16")
+        runs = layouts["model.layers.1.self_attn.qkv_proj.weight"].runs
+        assert [(run.format.codes, run.rows) for run in runs] == [("int4", 384), ("int8", 128)]
+        assert "model.layers.1.mlp.gate_up_proj.weight" not in layouts
 
 
 def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:
