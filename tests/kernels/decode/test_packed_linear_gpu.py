@@ -19,8 +19,10 @@ from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation
 from edgellm.kernels.quantization.packed_weight import Codes
+from edgellm.kernels.quantization.row_runs import PackedRuns
 
 pytestmark = pytest.mark.gpu
 
@@ -138,6 +140,39 @@ def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
         packed, output = packed_copy(gpu, weight, compute), gpu.empty((64, 256), "float32")
         kernels.linear(ones, LinearWeights(packed), output)()
         np.testing.assert_array_equal(gpu.download(output).T, compute_bits(weight.values(), compute)[1])
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 100])
+def test_runs_of_rows_give_the_bits_of_the_dequantized_weight(gpu, rows: int, compute: str) -> None:
+    """Of q, k and v in three formats, by kernels of few rows, of many and of prompts."""
+    module, kinds, columns = gpu.kernel_module, {"q4_k": 136, "q6_k": 24, "q8_0": 40}, 1056
+    weights = [random_of(GGUF_FORMATS[kind], own, columns, seed=own) for kind, own in kinds.items()]
+    values, width = np.concatenate([weight.values() for weight in weights]), sum(kinds.values())
+    dense, (_, bias) = device_copy(gpu, compute_bits(values, compute)[0]), normal(gpu, compute, width)
+    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)), bias)
+    kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
+    _, x = normal(gpu, compute, rows, columns)
+    output, few = gpu.empty((rows, width), "float32"), CudaDecodeKernels(module, compute, 64)
+
+    def computed(linear: LinearWeights, kind: str) -> np.ndarray:
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        for run in linear.runs:
+            if kind == "linear":
+                kernels.linear(x, run, output, 0.5)()
+            elif kind == "normed":
+                few.norm_linear([NormedInput(hidden, None)], run, output, 0.5)()
+            else:
+                (few if kind == "few" else kernels).linear_residual(x, run, None, output, 0.5)()
+        return gpu.download(output)
+
+    hidden = device_copy(gpu, np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32))
+    for kind in ("linear", "added", *(("few",) if rows <= 8 else ()), *(("normed",) if rows <= 2 else ())):
+        expected = computed(LinearWeights(dense, bias), kind)
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(computed(packed, kind), expected, err_msg=kind)
+    with pytest.raises(KernelError, match="takes no residual"):
+        kernels.linear_residual(x, packed.runs[1], output, output)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 30, 64])
