@@ -104,9 +104,8 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
 
 
 def takes_runs(spec: WeightSpec) -> bool:
-    """Whether the parts of a layer may be multiplied in launches of their own: where they have whole blocks of rows,
-    and none is multiplied by another's product, as gates and ups."""
-    return not spec.name.endswith("gate_up_proj.weight") and all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
+    """Whether the parts of a layer may be multiplied in launches of their own: where they have whole blocks of rows."""
+    return all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
 
 
 def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:

@@ -293,6 +293,24 @@ class CudaDecodeKernels:
         kernel = norm_kernel("scale_rows", self._type)
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
 
+    def gate_rows(self, gates_and_ups: DeviceArray, activation: str, output: DeviceArray) -> Launch:
+        """See `NumpyDecodeKernels.gate_rows`, of up to 65,535 rows."""
+        rows, width = rows_of(output), output.shape[-1]
+        if (gates_and_ups.dtype, output.dtype, width % 8, gates_and_ups.size) != (
+            "float32",
+            self.dtype,
+            0,
+            2 * output.size,
+        ):
+            raise KernelError(
+                f"gates and ups {gates_and_ups.dtype} {list(gates_and_ups.shape)} give no {output.dtype} "
+                f"{list(output.shape)}; expected float32, {self.dtype} of half as many columns, in eights"
+            )
+        numbers = ctypes.c_int(width), ctypes.c_int(activation_number(activation))
+        arguments = *(ctypes.c_void_p(each.pointer) for each in (gates_and_ups, output)), *numbers
+        grid = -(-width // (8 * THREADS)), rows, 1
+        return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
+
     def norm_residual(
         self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None
     ) -> Launch:

@@ -139,6 +139,11 @@ class NumpyDecodeKernels:
         """`output` [R, K] float32 = factor x [R, K] compute."""
         return NumpyLaunch(lambda: write(output, x.reshape(output.shape) * np.float32(factor)))
 
+    def gate_rows(self, gates_and_ups: np.ndarray, activation: str, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, F] compute = activation(gate) up of [R, 2F] float32, gates, then ups."""
+        activation_number(activation)
+        return NumpyLaunch(lambda: write(output, gated(rows_of(gates_and_ups), activation)))
+
     def norm_residual(
         self, normed: NormedInput, residual: np.ndarray, output: np.ndarray, selected: np.ndarray | None = None
     ) -> NumpyLaunch:

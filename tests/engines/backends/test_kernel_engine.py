@@ -80,7 +80,8 @@ def launched(
 def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Arrays with packed linear layers whose inputs are permuted, scaled, or both: dense, and as kernels have them.
 
-    Of what is multiplied as one, the last eight rows are packed in another way, with inputs in another order."""
+    Of what is multiplied as one, the last eight rows, or the ups, are packed in another way, with inputs in another
+    order."""
     dense, packed, random = dict(arrays), dict[str, Any](arrays), np.random.default_rng(5)
     for number, (name, array) in enumerate(arrays.items()):
         if not name.endswith("weight") or array.ndim != 2 or "embed" in name:
@@ -88,7 +89,8 @@ def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         columns = array.shape[1]
         order = random.permutation(columns).astype(np.int32) if number % 3 else None
         scales = random.uniform(0.5, 2, columns).astype(np.float32) if number % 3 != 1 else None
-        size, apart = 0.3 * columns**-0.5, 8 if "qkv" in name else 0
+        # Gates and ups are halves.
+        size, apart = 0.3 * columns**-0.5, 8 if "qkv" in name else array.shape[0] // 2 if "gate_up" in name else 0
         weights = [random_packed(array.shape[0] - apart, columns, 16, True, "float16", size)]
         weights = [replace(weights[0], order=order, input_scales=scales)]
         if apart:

@@ -117,7 +117,8 @@ def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
         layouts = packed_layouts(checkpoint, specs, "float16")
         runs = layouts["model.layers.1.self_attn.qkv_proj.weight"].runs
         assert [(run.format.codes, run.rows) for run in runs] == [("int4", 384), ("int8", 128)]
-        assert "model.layers.1.mlp.gate_up_proj.weight" not in layouts
+        runs = layouts["model.layers.1.mlp.gate_up_proj.weight"].runs
+        assert [(run.format.minima, run.rows) for run in runs] == [(False, 256), (True, 256)]
 
 
 def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, dty
     assert_agrees_with_numpy(*published(tmp_path / name, dtype), 4)
 
 
-#: Types each everywhere, and mixtures, also of layers that are multiplied as one: gates and ups are dense there.
+#: Types each everywhere, and mixtures, also of layers that are multiplied as one.
 GGUF = {
     "q4_0": dict.fromkeys(MIXTURE, "q4_0"),
     "q8_0": dict.fromkeys(MIXTURE, "q8_0"),

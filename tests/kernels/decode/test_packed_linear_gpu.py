@@ -175,6 +175,32 @@ def test_runs_of_rows_give_the_bits_of_the_dequantized_weight(gpu, rows: int, co
         kernels.linear_residual(x, packed.runs[1], output, output)
 
 
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_gates_and_ups_in_two_formats_have_the_bits_of_the_dequantized_weight(
+    gpu, rows: int, activation: str, compute: str
+) -> None:
+    module, columns, width = gpu.kernel_module, 544, 4104
+    weights = [
+        random_of(GGUF_FORMATS[kind], width, columns, seed=number) for number, kind in enumerate(("q4_0", "q5_1"))
+    ]
+    dense = device_copy(gpu, compute_bits(np.concatenate([weight.values() for weight in weights]), compute)[0])
+    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)))
+    kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
+    (_, x), output = normal(gpu, compute, rows, columns), gpu.zeros((rows, width), compute)
+    kernels.gate_up(x, LinearWeights(dense), activation, output)()
+    expected, apart = gpu.download(output), gpu.empty((rows, 2 * width), "float32")
+    gpu.upload(output, np.zeros_like(expected))
+    for run in packed.runs:
+        kernels.linear(x, run, apart)()
+    few = CudaDecodeKernels(module, compute, 64)
+    few.gate_rows(apart, activation, output)()
+    np.testing.assert_array_equal(gpu.download(output), expected)
+    with pytest.raises(KernelError, match="half as many columns"):
+        few.gate_rows(output, activation, apart)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 30, 64])
 @pytest.mark.parametrize(("width", "columns"), [(336, 520), (4096, 2048)])
 def test_gates_and_residuals_get_the_bits_of_the_dequantized_weight(
