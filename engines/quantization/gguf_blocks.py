@@ -221,10 +221,7 @@ class Gguf(Quantization):
     """What is packed in GGUF files, which say of each tensor how: `layout` finds nothing beside that."""
 
     method = "gguf"
-    notes = (
-        "On a GPU tensors of other types than Q4_0 and Q8_0, the embedding, and layers that are multiplied as one in "
-        "several types are dense.",
-    )
+    notes = ("On a GPU layers that are multiplied as one are dense where one of them is not packed.",)
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Nothing is read of the settings."""

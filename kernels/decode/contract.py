@@ -111,7 +111,7 @@ class LinearWeights(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is of 4 or 8 bits."""
+        """Whether the weight is of 4 to 8 bits."""
         return isinstance(self.weight, PackedWeight | PackedMatrix)
 
     @property

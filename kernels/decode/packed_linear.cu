@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 and 8 bits, of up to 64 rows of activations, on every GPU.
+// Linear layers over weights of 4 to 8 bits, of up to 64 rows of activations, on every GPU.
 //
 // The sums are those of the other linear layers over the weights that `PackedWeight.values` gives: each code, less its zero
 // point, times its scale, rounded to T, then multiplied on the tensor cores in the same order, which depends on K alone.

@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 to 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 

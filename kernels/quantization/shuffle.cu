@@ -1,4 +1,4 @@
-// Brings weights of 4 and 8 bits into the layout that kernels read, on the device: see device_layout.py.
+// Brings weights of 4 to 8 bits into the layout that kernels read, on the device: see device_layout.py.
 
 // By how many bits the code of each column of a word is turned to the left, and its highest bit.
 constexpr int TURNS[][2] = {HOST_TURNS};
