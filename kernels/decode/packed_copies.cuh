@@ -1,7 +1,7 @@
 // How packed weights and activations come into shared memory, and to the lanes that multiply them.
 #pragma once
 #include "decode/many_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {

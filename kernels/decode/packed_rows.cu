@@ -5,7 +5,7 @@
 // registers, that the next kernel's finds room beside it; each warp copies weights ahead, before its kernel waits for the one
 // before, up to all that it multiplies; activations are staged once; and the sums of several tiles are added at once.
 #include "decode/few_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {

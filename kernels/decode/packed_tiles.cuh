@@ -2,7 +2,7 @@
 // warps of a team.
 #pragma once
 #include "decode/many_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {

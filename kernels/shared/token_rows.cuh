@@ -4,8 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#ifdef EMBEDDING_MODE  // of a packed table, with EMBEDDING_SCALES: see packed_codes.cuh
-#include "decode/packed_codes.cuh"
+#ifdef EMBEDDING_MODE  // of a packed table, with EMBEDDING_SCALES: see packed_blocks.cuh
+#include "decode/packed_blocks.cuh"
 #endif
 #include "shared/groups.cuh"
 
