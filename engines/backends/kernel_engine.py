@@ -31,7 +31,7 @@ from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
-from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns, RunsLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
 _ALIGNMENT = 256
 
@@ -200,11 +200,10 @@ def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
             yield steps.index(step) - 1, step.index
 
 
-def stand_in(layout: PackedLayout, memory: Any) -> AnyPacked:
+def stand_in(layout: PackedLayout, memory: Any) -> Any:
     """A packed weight of a layout on memory that nothing reads."""
     if isinstance(layout, RunsLayout):
-        found = (stand_in(own, memory) for own in layout.runs)
-        return PackedRuns(tuple(each for each in found if isinstance(each, PackedMatrix)))
+        return PackedRuns(tuple(stand_in(own, memory) for own in layout.runs))
     columns, format = (layout.columns,), layout.format
     order = replace(memory, shape=columns, dtype="int32") if format.permuted else None
     scales = replace(memory, shape=columns, dtype="float32") if format.scaled else None

@@ -27,7 +27,7 @@ from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import Launchable, PromptKernels
-from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 
 #: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
@@ -244,10 +244,10 @@ class SplitEngine:
             launches += self._dense(self._bound[whole], values, beside=bool(launches))
         return launches
 
-    def _dense(self, weight: AnyPacked, values: Array, beside: bool) -> list[Launchable]:
-        """What makes a weight's dense values, [N, K]."""
+    def _dense(self, weight: Any, values: Array, beside: bool) -> list[Launchable]:
+        """What makes a packed weight's dense values, [N, K]."""
         launches, first = list[Launchable](), 0
-        for run in weight.runs:
+        for run in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + run.shape[0]]
             launches.append(self._kernels.dequantize(run, own, beside=beside or bool(launches)))
             first += run.shape[0]

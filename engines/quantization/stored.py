@@ -84,7 +84,8 @@ def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
     if len(parts) == 1:
         return first
     codes = tuple(codes for part in parts for codes in part.codes)
-    scales, zeros, minima = (_joined([getattr(part, name) for part in parts]) for name in ("scales", "zeros", "minima"))
+    scales = np.concatenate([part.scales for part in parts])
+    zeros, minima = _joined([part.zeros for part in parts]), _joined([part.minima for part in parts])
     found = [part.levels for part in parts if part.levels is not None]
     levels = Levels(*map(np.concatenate, zip(*found, strict=True))) if found else None
     return replace(first, codes=codes, scales=scales, zeros=zeros, minima=minima, levels=levels)

@@ -278,8 +278,8 @@ def _level_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     numbers = (weight.levels.numbers.astype(np.int16) + _LEVEL_OFFSET).astype(np.uint8)
     placed = np.stack([_placed(numbers[..., part], layout) for part in range(layout.parts)], axis=-1)
     placed = placed.reshape(down, along, -1, 4, layout.parts).swapaxes(-1, -2).reshape(down, along, -1)
-    factors = factors.reshape(down, BLOCK_ROWS, along, -1).swapaxes(1, 2).copy()
-    return np.concatenate((factors.view(np.uint8).reshape(down, along, -1), placed), axis=-1)
+    of_blocks = factors.reshape(down, BLOCK_ROWS, along, -1).swapaxes(1, 2).copy()
+    return np.concatenate((of_blocks.view(np.uint8).reshape(down, along, -1), placed), axis=-1)
 
 
 def _levels_of(layout: DeviceLayout, tails: np.ndarray) -> Levels:
