@@ -116,7 +116,8 @@ def test_what_is_not_as_described_is_told(plain_directory: Path, compiled: list,
         shutil.rmtree(folder)
     else:
         path = folder / "manifest.json" if damage == "manifest" else next(folder.glob("*.cubin"))
-        path.write_bytes(path.read_bytes().replace(b"l", b"L"))
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(EngineDirectoryError, match=r"kernels/sm_86-cuda13\.0"):
         EngineDirectory.open(plain_directory, verify=True)
     if damage == "cubin":  # which is compared when it is loaded
