@@ -180,11 +180,6 @@ class PackedMatrix:
         return self.layout.rows, self.layout.columns
 
     @property
-    def runs(self) -> tuple[PackedMatrix, ...]:
-        """Itself, where others have several (`PackedRuns`)."""
-        return (self,)
-
-    @property
     def dtype(self) -> str:
         """The compute dtype of the kernels that it is for."""
         return self.layout.compute
