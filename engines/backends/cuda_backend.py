@@ -43,7 +43,8 @@ from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.twin import first_not_finite
@@ -94,7 +95,7 @@ class CudaBackend(CudaDevice):
         self._scratch, self._is_checked = self.empty((0,), "uint8"), False
         #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
         #: same name it is the draft's, which is loaded last.
-        self._loaded: dict[str, DeviceLayout | None] = {}
+        self._loaded: dict[str, PackedLayout | None] = {}
 
     def _make_launchers(self) -> None:
         """Those that all engines share; each loads a kernel when a launch first needs it."""
@@ -137,7 +138,7 @@ class CudaBackend(CudaDevice):
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, DeviceArray | PackedMatrix]:
+    ) -> dict[str, DeviceArray | AnyPacked]:
         """The weights side by side, filled straight from the memory-mapped checkpoint; packed ones in the kernels'
         layout, and those of vision encoders with zeros behind that a loaded engine takes so (`EncoderEngine.paddings`).
         The kernels that engines need for them are loaded, too."""
@@ -170,7 +171,7 @@ class CudaBackend(CudaDevice):
                 self.upload(whole[begin : begin + piece.size], piece)
             advance(values.nbytes)
         self._check_finite(checkpoint, dense, weights, paddings)
-        found: dict[str, DeviceArray | PackedMatrix] = {**weights}
+        found: dict[str, DeviceArray | AnyPacked] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
             found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, memory, advance)
@@ -212,9 +213,11 @@ class CudaBackend(CudaDevice):
         encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
         return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
 
-    def _load_kernels(self, weights: Mapping[str, DeviceArray | PackedMatrix]) -> None:
+    def _load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""
-        packed = {name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix)}
+        packed = {
+            name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix | PackedRuns)
+        }
         self._loaded |= dict.fromkeys(weights) | packed
         with self._module.side_by_side():
             self.prepare_steps()
@@ -330,7 +333,7 @@ class CudaBackend(CudaDevice):
         packed = set(self._packed_of(shape.model, program))
         return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
 
-    def _packed_of(self, model: str, program: Program) -> dict[str, DeviceLayout]:
+    def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
         found = {}
         for spec in program.weights.values():

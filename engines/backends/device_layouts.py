@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import EMBEDDING, HEAD, decoder_weights, head_format
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
 from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.row_runs import PackedLayout, RunsLayout
 
 #: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
-PackedLayouts = Mapping[str, Mapping[str, DeviceLayout]]
+PackedLayouts = Mapping[str, Mapping[str, PackedLayout]]
 _REFUSED = (
     "the GPU's kernels do not take the packed weights of the {}. The NumPy backend runs them (--backend numpy); for a "
     "GPU take another release of the model, or quantize the unquantized one: edgellm quantize CHECKPOINT TARGET"
@@ -32,7 +35,7 @@ def model_layouts(
 
     Raises EngineError, with what to do, for a linear layer that the kernels do not take, and CheckpointError.
     """
-    found: dict[str, Mapping[str, DeviceLayout]] = {}
+    found: dict[str, Mapping[str, PackedLayout]] = {}
     for model, config in models.items():
         with checkpoints[model]() as checkpoint:
             layouts = packed_layouts(checkpoint, model_weights(config), dtype) | _head_layout(config, dtype)
@@ -71,16 +74,18 @@ def with_delta_products(config: DecoderConfig, checkpoint: Checkpoint) -> Decode
     return replace(config, delta_products=products if any(products) else ())
 
 
-def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, DeviceLayout]:
+def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, PackedLayout]:
     """The `model_layouts` of one checkpoint: those of `specs` that are packed, by name."""
-    found: dict[str, DeviceLayout] = {}
+    found: dict[str, PackedLayout] = {}
     for spec in specs:
-        formats = {checkpoint.weight_format(name, shape) for name, shape in spec.parts}
+        each_part = [checkpoint.weight_format(name, shape) for name, shape in spec.parts]
+        formats = set(each_part)
         if formats == {None} or _becomes_dense(checkpoint, spec, formats, dtype):
             continue
-        format = next(each for each in formats if each is not None)
+        known = [format for format in each_part if format is not None]
+        format = next((each for each in known if layout_refusal(each, dtype) is not None), known[0])
         reason = layout_refusal(format, dtype)
-        if len(formats) > 1:
+        if len(formats) > 1 and (None in formats or not takes_runs(spec)):
             listed = " and ".join(sorted(str(each or "dense") for each in formats))
             reason = f"layers that are multiplied as one have one format there, not {listed}"
         if reason is not None:
@@ -88,21 +93,29 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
             if format.dtype != dtype and layout_refusal(format, format.dtype) is None:
                 layer += f" (edgellm build --dtype {format.dtype})"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
-        rows, columns = spec.shape
-        # Scales that 16 bits may not hold are planned with 32.
-        multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
-        found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
+        runs, columns = list[DeviceLayout](), spec.shape[1]
+        for own, of_run in groupby(zip(known, spec.parts, strict=True), key=lambda pair: pair[0]):
+            rows = sum(shape[0] for _, (_, shape) in of_run)
+            # Scales that 16 bits may not hold are planned with 32.
+            multiplied = "float32" if own.codes == "fp8" or own.dtype == "float32" else None
+            runs.append(DeviceLayout(own, rows, columns, dtype=dtype, multiplied=multiplied))
+        found[spec.name] = runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
     return found
+
+
+def takes_runs(spec: WeightSpec) -> bool:
+    """Whether the parts of a layer may be multiplied in launches of their own: where they have whole blocks of rows."""
+    return all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
 
 
 def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:
     """Whether packed parts of a spec are dense on the device: those that may be, where its kernels do not take them or
-    not together, and tables of embeddings."""
+    not together."""
     layouts = [checkpoint.layout(name, shape) for name, shape in spec.parts]
     if not all(layout is None or layout.may_be_dense for layout in layouts):
         return False
     refused = any(format is not None and layout_refusal(format, dtype) is not None for format in formats)
-    return refused or len(formats) > 1 or spec.name == EMBEDDING
+    return refused or (len(formats) > 1 and (None in formats or not takes_runs(spec)))
 
 
 def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:

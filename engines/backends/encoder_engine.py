@@ -19,7 +19,7 @@ from edgellm.engines.model.steps import Linear
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.encoder.contract import EncoderKernels
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 
 class EncoderStepKernels(NamedTuple):
@@ -71,7 +71,7 @@ class EncoderEngine:
         self._device, self._scratch = device, scratch
         self._launches = [None] * len(self._calls)
 
-    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
         image waits for it: once, when all weights of the program are `loaded`."""
         if self._has_kernels or self._bound or not self._weights <= loaded.keys():

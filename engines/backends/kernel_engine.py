@@ -30,7 +30,8 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
+from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
 _ALIGNMENT = 256
 
@@ -50,7 +51,7 @@ class KernelEngine:
         config: ModelConfig,
         shape: EngineShape,
         dtype: str,
-        packed: Mapping[str, DeviceLayout] | None = None,
+        packed: Mapping[str, PackedLayout] | None = None,
         prompt_step: int = 0,
     ) -> None:
         """`choice` is what runs the shape's steps, as `kernel_choice` finds it; `packed` are the weights that will be
@@ -91,7 +92,7 @@ class KernelEngine:
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer = [], []
 
-    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
         step waits for it: once, when all weights of the program are `loaded`, and it is known how they are packed."""
         if self._has_kernels or self._bound or not self._program.weights.keys() <= loaded.keys():
@@ -199,8 +200,10 @@ def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
             yield steps.index(step) - 1, step.index
 
 
-def stand_in(layout: DeviceLayout, memory: Any) -> Any:
-    """A `PackedMatrix` of a layout on memory that nothing reads."""
+def stand_in(layout: PackedLayout, memory: Any) -> Any:
+    """A packed weight of a layout on memory that nothing reads."""
+    if isinstance(layout, RunsLayout):
+        return PackedRuns(tuple(stand_in(own, memory) for own in layout.runs))
     columns, format = (layout.columns,), layout.format
     order = replace(memory, shape=columns, dtype="int32") if format.permuted else None
     scales = replace(memory, shape=columns, dtype="float32") if format.scaled else None

@@ -9,26 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.device_layouts import takes_runs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.quantization.stored import StoredCodes, fused
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, fused, may_fuse
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import (
-    BLOCK_ROWS,
     DeviceLayout,
     InputPermutation,
     PackedMatrix,
     device_layout,
     tail_bytes,
 )
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedRuns
 from edgellm.kernels.quantization.shuffle import shuffle
 from edgellm.kernels.quantization.turn import arrange, turn
 
@@ -51,30 +54,36 @@ class PackedLoader:
         specs: Sequence[WeightSpec],
         memory: Mapping[str, DeviceArray],
         progress: Callable[[int], None],
-    ) -> dict[str, PackedMatrix]:
+    ) -> dict[str, AnyPacked]:
         """The matrices of specs that are packed, by name, in `memory` that holds what `packed_layouts` said of each;
         `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, and for parts of one layer
-        that are packed differently."""
-        found = {}
-        for spec, weight in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs):
-            data = self._device.part(memory[spec.name], 0, weight.layout.shape, "uint8")
-            assert data.nbytes <= memory[spec.name].nbytes
-            inputs = weight.inputs and InputPermutation(*map(self._uploaded, weight.inputs))
-            block = 0
-            found[spec.name] = PackedMatrix(weight.layout, data, inputs)
-            for piece in _pieces(weight):
-                blocks = len(piece.tails)
-                codes, tails = self._codes(piece), self._staged("tails", piece.tails.shape, "uint8")
-                if inputs is not None and inputs.order is not None:
-                    arranged = self._staged("words", codes.shape, "uint8")
-                    arrange(self._module, codes, arranged, inputs.order)()
-                    codes = arranged
-                self._device.upload(tails, piece.tails)
-                shuffle(self._module, piece.layout, codes, tails, data[block : block + blocks])()
-                block += blocks
-            progress(data.nbytes)
+        that are packed differently and may not be."""
+        found = dict[str, AnyPacked]()
+        for spec, weights in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs):
+            runs, begin = list[PackedMatrix](), 0
+            for weight in weights:
+                data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
+                begin += data.nbytes
+                runs.append(self._loaded(weight, data))
+            assert begin <= memory[spec.name].nbytes
+            found[spec.name] = runs[0] if len(runs) == 1 else PackedRuns(tuple(runs))
+            progress(begin)
         self._device.synchronize()  # staging is let go of with the loader
         return found
+
+    def _loaded(self, weight: _Prepared, data: DeviceArray) -> PackedMatrix:
+        inputs, block = weight.inputs and InputPermutation(*map(self._uploaded, weight.inputs)), 0
+        for piece in _pieces(weight):
+            blocks = len(piece.tails)
+            codes, tails = self._codes(piece), self._staged("tails", piece.tails.shape, "uint8")
+            if inputs is not None and inputs.order is not None:
+                arranged = self._staged("words", codes.shape, "uint8")
+                arrange(self._module, codes, arranged, inputs.order)()
+                codes = arranged
+            self._device.upload(tails, piece.tails)
+            shuffle(self._module, piece.layout, codes, tails, data[block : block + blocks])()
+            block += blocks
+        return PackedMatrix(weight.layout, data, inputs)
 
     def _uploaded(self, values: np.ndarray | None) -> DeviceArray | None:
         """The same in the memory of the device."""
@@ -124,18 +133,29 @@ class _Prepared(NamedTuple):
     inputs: InputPermutation | None
 
 
-def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
-    parts = [checkpoint.stored(name, shape) for name, shape in spec.parts]
-    weight = fused([part for part in parts if part is not None])
-    if weight is None:
+def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[_Prepared]:
+    """The runs of rows of a weight, each of one format."""
+    runs, found = list[list[StoredWeight]](), list[_Prepared]()
+    for name, shape in spec.parts:
+        part = checkpoint.stored(name, shape)
+        if part is not None and runs and may_fuse(runs[-1][0], part):
+            runs[-1].append(part)
+        elif part is not None:
+            runs.append([part])
+    formats = [key for key, _ in groupby(part.format for run in runs for part in run)]
+    # What gates and ups need beside each other is planned by formats, before orders are read.
+    unplanned = spec.name.endswith("gate_up_proj.weight") and len(runs) > len(formats)
+    if len(runs) > 1 and (unplanned or not takes_runs(spec)):
         names = ", ".join(name for name, _ in spec.parts)
         raise EngineError(
             f"{checkpoint.path}: the inputs of {names}, which are multiplied as one layer, are permuted or scaled "
             "differently. The NumPy backend runs them (--backend numpy)"
         )
-    layout = device_layout(weight, dtype)
-    tails = np.ascontiguousarray(tail_bytes(weight, layout))
-    return _Prepared(layout, weight.codes, tails, InputPermutation.of(weight))
+    for weight in map(fused, runs):
+        layout = device_layout(weight, dtype)
+        tails = np.ascontiguousarray(tail_bytes(weight, layout))
+        found.append(_Prepared(layout, weight.codes, tails, InputPermutation.of(weight)))
+    return found
 
 
 def _pieces(weight: _Prepared) -> Iterator[_Prepared]:

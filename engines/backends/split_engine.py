@@ -27,7 +27,7 @@ from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import Launchable, PromptKernels
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 
 #: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
@@ -170,7 +170,7 @@ class SplitEngine:
             engine.attach(device, scratch[self._own_bytes :])
         self._steps = []
 
-    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+    def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             names = {name: segment.name_in_whole(name) for name in segment.program.weights}
@@ -180,7 +180,7 @@ class SplitEngine:
             for name, whole in self._packed_of(segment):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
-                    self._kernels.dequantize(stand_in(layout, memory), memory, beside=True)
+                    self._dense(stand_in(layout, memory), memory, beside=True)
         if self._recurrent is not None and not self._has_kernels and self._program.weights.keys() <= loaded.keys():
             any_memory: Any = next(iter(self._scratch.values()))
             edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self._tensors.items()}
@@ -241,7 +241,16 @@ class SplitEngine:
         launches: list[Launchable] = []
         for name, whole in self._packed_of(segment):
             values = self._scratch[wiring[name]]
-            launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
+            launches += self._dense(self._bound[whole], values, beside=bool(launches))
+        return launches
+
+    def _dense(self, weight: Any, values: Array, beside: bool) -> list[Launchable]:
+        """What makes a packed weight's dense values, [N, K]."""
+        launches, first = list[Launchable](), 0
+        for run in weight.runs if isinstance(weight, PackedRuns) else (weight,):
+            own = values[first : first + run.shape[0]]
+            launches.append(self._kernels.dequantize(run, own, beside=beside or bool(launches)))
+            first += run.shape[0]
         return launches
 
     def _packed_of(self, segment: Segment) -> list[tuple[str, str]]:

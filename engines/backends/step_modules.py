@@ -13,13 +13,14 @@ from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TY
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel
 from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
 
 def step_modules(
-    models: Mapping[str, ModelConfig], dtype: str, loaded: Mapping[str, DeviceLayout | None]
+    models: Mapping[str, ModelConfig], dtype: str, loaded: Mapping[str, PackedLayout | None]
 ) -> list[ModuleSource]:
     """Those of models by `EngineShape.model`, which compute in `dtype`, whatever sampling and drafting are asked for;
     `loaded` are the weights, with their layouts where they are packed (None: dense)."""
@@ -36,7 +37,7 @@ def step_modules(
 
 
 def _packed_tables(
-    models: Mapping[str, ModelConfig], loaded: Mapping[str, DeviceLayout | None]
+    models: Mapping[str, ModelConfig], loaded: Mapping[str, PackedLayout | None]
 ) -> Iterator[EmbeddingTable]:
     """How embeddings are packed, of which tokens are looked up."""
     for config in models.values():
@@ -47,7 +48,7 @@ def _packed_tables(
         else:
             continue
         layout = loaded.get(name)
-        if layout is not None:
+        if isinstance(layout, DeviceLayout):  # a table is of one format
             yield EmbeddingTable(layout.scales, layout.mode)
 
 

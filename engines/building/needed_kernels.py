@@ -22,7 +22,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 #: Where memory begins that nobody has, and where the scratch of all engines is, behind everything else.
 _FIRST, _SCRATCH, _ALIGNMENT = 1 << 20, 1 << 50, 1 << 10
@@ -96,7 +96,7 @@ class AbsentBackend(CudaBackend):
         self._make_launchers()
         self._scratch, self._is_checked = DeviceArray(_SCRATCH, (_SCRATCH,), "uint8"), False
         self._next = _FIRST
-        self._loaded: dict[str, DeviceLayout | None] = {}
+        self._loaded: dict[str, PackedLayout | None] = {}
         self._opened = None
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -117,7 +117,7 @@ class AbsentBackend(CudaBackend):
     def synchronize(self) -> None:
         """Waits for nothing."""
 
-    def load_all(self, weights: Iterable[Mapping[str, DeviceLayout | None]]) -> None:
+    def load_all(self, weights: Iterable[Mapping[str, PackedLayout | None]]) -> None:
         """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
         for shape in engine_shapes(self._directory.limits):
             self.load_engine(shape)
@@ -156,9 +156,9 @@ class WeightLayouts:
     ) -> None:
         """Reads the scales of all packed weights. Raises CheckpointError, and EngineError for weights that kernels do
         not take."""
-        self.planned: dict[str, Mapping[str, DeviceLayout]] = {}
+        self.planned: dict[str, Mapping[str, PackedLayout]] = {}
         #: By model.
-        self.loaded: dict[str, dict[str, DeviceLayout | None]] = {}
+        self.loaded: dict[str, dict[str, PackedLayout | None]] = {}
         self.sources: dict[ModuleSource, None] = {}
         for model, config in models.items():
             specs = model_weights(config)

@@ -16,7 +16,7 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import PRESENT, Edge, is_recurrent, kept_edge, state_edge
 from edgellm.engines.model.steps import Attention, Stateful, Step, stateful
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Program:
     steps: tuple[Step, ...]
     outputs: Edge
     wide_residual: bool = False
-    packed: Mapping[str, DeviceLayout] = field(default_factory=dict, repr=False)
+    packed: Mapping[str, PackedLayout] = field(default_factory=dict, repr=False)
 
     @cached_property
     def weights(self) -> dict[str, WeightSpec]:

@@ -16,16 +16,18 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import TYPES
 from edgellm.engines.quantization.layout import Layout, LinearTensors, Quantization, Settings, Stored
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
-from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Codes, Levels, Scaling, WeightFormat
 
 
 class _Blocks(NamedTuple):
     """What [N, B] blocks hold: `codes` uint8 [N, B, columns of a block], `scales` and `minima` (or None) float32 [N, B,
-    groups of a block]."""
+    groups of a block]; or as whole numbers, int8, of which each is a product with one of `factors` float16 [N, B, 1 or
+    2]."""
 
     codes: np.ndarray
     scales: np.ndarray
     minima: np.ndarray | None = None
+    factors: np.ndarray | None = None
 
 
 def _halves(data: np.ndarray) -> np.ndarray:
@@ -68,14 +70,14 @@ def _q8_0(data: np.ndarray) -> _Blocks:
     return _Blocks(data[..., 2:] ^ 128, _floats(data, 0))
 
 
-def _of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """8 scales and 8 minima of 6 bits in 12 bytes, whose last 4 have the lower bits of the second fours: float32
-    [N, B, 8] each, with the two factors of all, d and m, that stand in 4 bytes before."""
-    factors, packed = data[..., :4], data[..., 4:16]
+def _of_eight(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """8 scales and 8 minima of 6 bits in 12 bytes, whose last 4 have the lower bits of the second fours, int8 [N, B, 8]
+    each; the factors of all, d and -m, that stand in 4 bytes before."""
+    factors, packed = np.ascontiguousarray(data[..., :4]).view("<f2"), data[..., 4:16]
     first, second, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate((first & 63, low & 15 | first >> 6 << 4), axis=-1)
     minima = np.concatenate((second & 63, low >> 4 | second >> 6 << 4), axis=-1)
-    return scales * _floats(factors, 0), -(minima * _floats(factors, 2))
+    return scales.view(np.int8), minima.view(np.int8), factors * np.array([1, -1], np.float16)
 
 
 def _of_chunks(data: np.ndarray) -> np.ndarray:
@@ -105,17 +107,17 @@ def _q6_k(data: np.ndarray) -> _Blocks:
     high = data[..., 128:192].reshape(*data.shape[:2], 2, 1, 32)
     high = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
     codes = np.concatenate((low & 15, low >> 4), axis=-2) | high << 4
-    scales = np.ascontiguousarray(data[..., 192:208]).view(np.int8) * _floats(data, 208)
-    return _Blocks(codes.reshape(*data.shape[:2], 256), scales)
+    scales, factors = np.ascontiguousarray(data[..., 192:208]).view(np.int8), np.ascontiguousarray(data[..., 208:])
+    return _Blocks(codes.reshape(*data.shape[:2], 256), scales, None, factors.view("<f2"))
 
 
 def _iq4_xs(data: np.ndarray) -> _Blocks:
     """d, 2 upper bits of each of 8 scales, their 4 lower ones, 8 times halves; scales count from 32."""
     high = np.ascontiguousarray(data[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((data[..., 4:8] & 15, data[..., 4:8] >> 4), axis=-1).reshape(*data.shape[:2], 8)
-    scales = ((low | high << 4).astype(np.float32) - 32) * _floats(data, 0)
+    scales, factors = (low | high << 4).astype(np.int8) - np.int8(32), np.ascontiguousarray(data[..., :2])
     codes = _halves(data[..., 8:].reshape(*data.shape[:2], 8, 16))
-    return _Blocks(codes.reshape(*data.shape[:2], 256), scales)
+    return _Blocks(codes.reshape(*data.shape[:2], 256), scales, None, factors.view("<f2"))
 
 
 def _mxfp4(data: np.ndarray) -> _Blocks:
@@ -125,19 +127,19 @@ def _mxfp4(data: np.ndarray) -> _Blocks:
     return _Blocks(np.where(codes == 8, 0, codes), scales.astype(np.float32))
 
 
-#: By a type's name: what codes are, whether groups have minima, and what reads its blocks.
-_READERS: dict[str, tuple[Codes, bool, Callable[[np.ndarray], _Blocks]]] = {
-    "q4_0": ("int4", False, _q4_0),
-    "q4_1": ("int4", True, _q4_1),
-    "q5_0": ("int5", False, _q5_0),
-    "q5_1": ("int5", True, _q5_1),
-    "q8_0": ("int8", False, _q8_0),
-    "q4_k": ("int4", True, _q4_k),
-    "q5_k": ("int5", True, _q5_k),
-    "q6_k": ("int6", False, _q6_k),
-    "iq4_nl": ("iq4", False, _q4_0),
-    "iq4_xs": ("iq4", False, _iq4_xs),
-    "mxfp4": ("fp4", False, _mxfp4),
+#: By a type's name: what codes are, whether groups have minima, how scales are stored, and what reads its blocks.
+_READERS: dict[str, tuple[Codes, bool, Scaling, Callable[[np.ndarray], _Blocks]]] = {
+    "q4_0": ("int4", False, "float16", _q4_0),
+    "q4_1": ("int4", True, "float16", _q4_1),
+    "q5_0": ("int5", False, "float16", _q5_0),
+    "q5_1": ("int5", True, "float16", _q5_1),
+    "q8_0": ("int8", False, "float16", _q8_0),
+    "q4_k": ("int4", True, "levels", _q4_k),
+    "q5_k": ("int5", True, "levels", _q5_k),
+    "q6_k": ("int6", False, "levels", _q6_k),
+    "iq4_nl": ("iq4", False, "float16", _q4_0),
+    "iq4_xs": ("iq4", False, "levels", _iq4_xs),
+    "mxfp4": ("fp4", False, "powers", _mxfp4),
 }
 _SIZES = {name: (elements, size) for name, elements, size in TYPES.values()}
 
@@ -168,17 +170,32 @@ class BlockLayout(Layout):
 
     def format(self, scale_dtype: str) -> WeightFormat:
         """See `Layout`: products are those of float32, where these are exact but for the sum with a minimum."""
-        codes, minima, _ = _READERS[self.kind]
-        return WeightFormat(codes, self.group, False, "float32", minima=minima)
+        codes, minima, scaling, _ = _READERS[self.kind]
+        if scaling == "levels" and not self._keeps_levels:
+            scaling = "any"
+        return WeightFormat(codes, self.group, False, "float32", minima=minima, scaling=scaling)
+
+    @property
+    def _keeps_levels(self) -> bool:
+        """Whether columns that share a factor stay together."""
+        if self.order is None:
+            return True
+        places = np.array(self.order).reshape(-1, LEVEL_COLUMNS) // LEVEL_COLUMNS
+        return bool((places == places[:, :1]).all())
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
         """See `Layout`."""
         (rows, columns), (elements, size) = tensors.shape, _SIZES[self.kind]
-        _, _, reader = _READERS[self.kind]
+        *_, reader = _READERS[self.kind]
         with np.errstate(invalid="ignore", over="ignore"):
             found = reader(tensors.blocks("weight").reshape(rows, columns // elements, size))
-        codes, scales = found.codes.reshape(rows, columns), found.scales.reshape(rows, -1)
-        minima = None if found.minima is None else found.minima.reshape(rows, -1)
+            codes, scales = found.codes.reshape(rows, columns), found.scales.reshape(rows, -1)
+            minima, factors = None if found.minima is None else found.minima.reshape(rows, -1), None
+            if found.factors is not None:
+                factors = np.repeat(found.factors, elements // LEVEL_COLUMNS, axis=1)
+                numbers = np.stack([scales] if minima is None else [scales, minima], axis=-1)
+                products = Levels(factors, numbers).products()
+                scales, minima = products[..., 0], None if minima is None else products[..., 1]
         for values in (scales, minima):
             if values is not None:
                 tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
@@ -192,18 +209,19 @@ class BlockLayout(Layout):
             groups = order[:, 0] // self.group
             codes, scales = codes.reshape(rows, -1, self.group)[:, groups].reshape(rows, columns), scales[:, groups]
             minima = None if minima is None else minima[:, groups]
-        stored = StoredCodes(codes, "bytes", 8, (rows, columns))
-        return StoredWeight(self.format("float32"), (stored,), scales, minima=minima)
+            if factors is not None:
+                of_factor = LEVEL_COLUMNS // self.group
+                numbers, factors = numbers[:, groups], factors[:, groups[::of_factor] // of_factor]
+        stored, format = StoredCodes(codes, "bytes", 8, (rows, columns)), self.format("float32")
+        levels = Levels(factors, numbers) if factors is not None and format.scaling == "levels" else None
+        return StoredWeight(format, (stored,), scales, minima=minima, levels=levels)
 
 
 class Gguf(Quantization):
     """What is packed in GGUF files, which say of each tensor how: `layout` finds nothing beside that."""
 
     method = "gguf"
-    notes = (
-        "On a GPU tensors of other types than Q4_0 and Q8_0, the embedding, and layers that are multiplied as one in "
-        "several types are dense.",
-    )
+    notes = ("On a GPU layers that are multiplied as one are dense where one of them is not packed.",)
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         """Nothing is read of the settings."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, WeightFormat
 from edgellm.kernels.quantization.turn import AWQ_PLACES
 
 #: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
@@ -55,6 +55,7 @@ class StoredWeight:
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
     minima: np.ndarray | None = None
+    levels: Levels | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,22 +68,32 @@ class StoredWeight:
         whole = codes[0] if len(codes) == 1 else np.concatenate(codes)
         if self.order is not None:
             whole = np.ascontiguousarray(whole[:, self.order])
-        return PackedWeight(self.format, whole, self.scales, self.zeros, self.order, self.input_scales, self.minima)
+        beside = self.zeros, self.order, self.input_scales, self.minima, self.levels
+        return PackedWeight(self.format, whole, self.scales, *beside)
 
 
-def fused(parts: Sequence[StoredWeight]) -> StoredWeight | None:
-    """Weights of as many columns as one, the rows of each behind those before; None where their formats differ, or the
-    order or scales of their inputs."""
+def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:
+    """Whether two are rows of one weight: by their formats, and the order and scales of their inputs."""
+    same = one.format == other.format and _equal(one.order, other.order)
+    return same and _equal(one.input_scales, other.input_scales)
+
+
+def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
+    """Weights that `may_fuse` as one, the rows of each behind those before."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    for part in parts[1:]:
-        same = part.format == first.format and _equal(part.order, first.order)
-        if not same or not _equal(part.input_scales, first.input_scales):
-            return None
-    zeros = None if first.zeros is None else np.concatenate([part.zeros for part in parts if part.zeros is not None])
     codes = tuple(codes for part in parts for codes in part.codes)
-    return replace(first, codes=codes, scales=np.concatenate([part.scales for part in parts]), zeros=zeros)
+    scales = np.concatenate([part.scales for part in parts])
+    zeros, minima = _joined([part.zeros for part in parts]), _joined([part.minima for part in parts])
+    found = [part.levels for part in parts if part.levels is not None]
+    levels = Levels(*map(np.concatenate, zip(*found, strict=True))) if found else None
+    return replace(first, codes=codes, scales=scales, zeros=zeros, minima=minima, levels=levels)
+
+
+def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    found = [part for part in parts if part is not None]
+    return np.concatenate(found) if found else None
 
 
 def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:

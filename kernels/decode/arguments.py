@@ -62,7 +62,7 @@ class LinearArgument(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "rows", "columns", "steps")),
+        *((name, ctypes.c_int) for name in ("batch", "rows", "columns", "steps", "first", "width")),
         ("adapters", AdaptersArgument),
     ]
 
@@ -108,11 +108,13 @@ def kept_argument(kept: Kept | None, width: int) -> KeptArgument:
 
 def linear_argument(linear: LinearWeights, batch: int, rows: int, scale: float) -> LinearArgument:
     """A linear layer of `rows` outputs for `batch` rows of activations."""
-    columns = linear.weight.shape[1]
+    columns, (first, width) = linear.weight.shape[1], linear.place or (0, rows)
+    if rows % 8 and width != rows:
+        raise KernelError(f"layers whose rows have launches of their own have them in eights, found {rows} of {width}")
     return LinearArgument(
         *addresses(linear.weight, linear.bias),
         scale,
-        *(batch, rows, columns, slice_steps(columns)),
+        *(batch, rows, columns, slice_steps(columns), first, width),
         AdaptersArgument() if linear.adapters is None else adapters_argument(linear.adapters, linear, batch),
     )
 
@@ -120,7 +122,7 @@ def linear_argument(linear: LinearWeights, batch: int, rows: int, scale: float) 
 def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: int) -> AdaptersArgument:
     """The LoRA adapters of a linear layer. Raises KernelError for those that no kernel takes."""
     sequences, places = adapters.scales.shape
-    modules, (outputs, columns) = adapters.modules, linear.weight.shape
+    modules, outputs, columns = adapters.modules, linear.width, linear.weight.shape[1]
     rank, rest = divmod(adapters.a.shape[0], places * len(modules))
     reason = adapters_refusal(places, rank, modules)
     if reason is not None:
@@ -160,6 +162,21 @@ def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:
 def addresses(*arrays: DeviceArray | None) -> tuple[int, ...]:
     """The addresses of arrays; 0 for None."""
     return tuple(0 if array is None else array.pointer for array in arrays)
+
+
+def own_rows(
+    output: DeviceArray, linear: LinearWeights, residual: DeviceArray | None = None, kept: Kept | None = None
+) -> int:
+    """Where the outputs of a layer begin in those of the whole. Raises KernelError for a layer of some rows that is
+    given a residual, or a place for it: kernels find these by rows of their own."""
+    if linear.place is None:
+        return output.pointer
+    if residual is not None or kept is not None or output.dtype != "float32":
+        raise KernelError(
+            "a layer whose rows have launches of their own gives float32 and takes no residual, found "
+            f"{output.dtype}{'' if residual is None and kept is None else ' and a residual'}"
+        )
+    return output.pointer + linear.place[0] * ITEM_SIZES[output.dtype]
 
 
 def rows_of(array: DeviceArray) -> int:

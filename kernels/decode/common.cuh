@@ -41,11 +41,12 @@ struct Adapters {
 };
 
 // A linear layer: weight [rows, columns] and bias (null: none) of T, what its sums are multiplied by, rows of activations,
-// and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's.
+// and the steps of 32 columns in a slice. Of gates and ups, `rows` are the outputs: half of the weight's. Outputs may be the
+// `rows` from `first` on of a layer that has `width`, where others are a launch of their own: outputs begin there.
 struct Linear {
     const void *weight, *bias;
     float scale;
-    int batch, rows, columns, steps;
+    int batch, rows, columns, steps, first, width;
     Adapters adapters;
 };
 static_assert(sizeof(Kept) == HOST_KEPT_BYTES && sizeof(Linear) == HOST_LINEAR_BYTES, "as the host's structures");

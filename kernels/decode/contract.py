@@ -14,6 +14,7 @@ from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.row_runs import PackedRuns
 
 #: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps.
 ARITHMETIC = 1
@@ -81,16 +82,36 @@ class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
-    which takes it as it is.
+    which takes it as it is. Of `PackedRuns` the kernels take `runs`, each by itself: the first of its rows and the
+    width of the whole, which adapters are of, are its `place`.
     """
 
     weight: OwnArray
     bias: OwnArray | None = None
     adapters: LinearAdapters | None = None
+    place: tuple[int, int] | None = None
+
+    @property
+    def runs(self) -> tuple[LinearWeights, ...]:
+        """The layers of one format each that this one is."""
+        if not isinstance(self.weight, PackedRuns):
+            return (self,)
+        found, first, width = [], 0, self.weight.shape[0]
+        for run in self.weight.runs:
+            end = first + run.shape[0]
+            bias = None if self.bias is None else self.bias[first:end]
+            found.append(LinearWeights(run, bias, self.adapters, (first, width)))
+            first = end
+        return tuple(found)
+
+    @property
+    def width(self) -> int:
+        """Rows of the whole weight."""
+        return self.weight.shape[0] if self.place is None else self.place[1]
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is of 4 or 8 bits."""
+        """Whether the weight is of 4 to 8 bits."""
         return isinstance(self.weight, PackedWeight | PackedMatrix)
 
     @property

@@ -1,5 +1,5 @@
 // Packed weights as a matrix of the compute dtype: the values that packed_linear.cu multiplies, bit for bit.
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {

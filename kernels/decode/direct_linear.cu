@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 
 // output = scale (input weight^T + bias)
 DIRECT_KERNEL(linear) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_tiles<T, Geometry<TOKEN_TILES, WEIGHT_TILES, WARPS, DEPTH, CHUNK_STEPS, EVERY, false>>(arguments, output);
 }
 

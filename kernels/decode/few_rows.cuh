@@ -35,7 +35,7 @@ template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(cons
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const LinearResidual& arguments) {
-    return {arguments.output, arguments.linear.scale, arguments.residual, arguments.residual_float != 0,
+    return {arguments.output, arguments.linear.scale, arguments.linear.width, arguments.residual, arguments.residual_float != 0,
             {arguments.selected, arguments.tokens}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
 }
 

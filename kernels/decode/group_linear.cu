@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_groups(const TiledLinear& arguments, co
 
 // output = scale (input weight^T + bias)
 GROUP_KERNEL(group_linear) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_groups<T, GroupGeometry<TOKEN_TILES, WEIGHT_TILES, DEPTH, EVERY, false>>(arguments, output);
 }
 

@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply_normalized(
 // output = scale (norm(input) weight^T + bias), or of the input as it is
 template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     const bool next_early = arguments.next_early != 0;
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, next_early);
 }
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant
         {static_cast<const T*>(first.weight), static_cast<const T*>(second.weight)}, {first.stride, second.stride},
         first.epsilon, first.offset, arguments.linear.columns / 2, static_cast<T*>(arguments.kept.target),
         arguments.kept.stride, arguments.kept.raw != 0};
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     const bool next_early = arguments.next_early != 0;
     multiply_normalized<T, 2, IS_FLOAT ? Wide::HELD : 0, Wide, false>(inputs, arguments.linear, output, next_early);
 }

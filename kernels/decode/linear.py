@@ -23,6 +23,7 @@ from edgellm.kernels.decode.arguments import (
     kept_argument,
     linear_argument,
     normed_argument,
+    own_rows,
     rows_of,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
@@ -188,12 +189,12 @@ class CudaDecodeKernels:
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
         batch, ranks = self._batch(inputs, linear), linear.ranks
-        check_room("output", output, batch, rows)
+        check_room("output", output, batch, linear.width)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, widths[-1]),
-            output.pointer,
+            own_rows(output, linear),
             next_early,
         )
         if linear.is_packed and len(inputs) == 1:
@@ -240,10 +241,10 @@ class CudaDecodeKernels:
     ) -> Launch:
         """See `NumpyDecodeKernels.linear_residual`."""
         rows, columns = linear.weight.shape
-        batch = output.size // rows if selected is None else selected.size
+        batch = output.size // linear.width if selected is None else selected.size
         _check_rows(batch, columns, batch * columns, linear)
         check_room("x", x, batch, columns)
-        check_room("output", output, batch, rows)
+        check_room("output", output, batch, linear.width)
         limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
         staged = staged_geometry(batch, columns, limit, ranks)
@@ -251,7 +252,7 @@ class CudaDecodeKernels:
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
-            *addresses(x, residual, output, selected),
+            *(*addresses(x, residual), own_rows(output, linear, residual, kept), *addresses(selected)),
             residual is not None and residual.dtype == "float32",
             1 if selected is None else x.size // columns // batch,
             staged is not None,
@@ -291,6 +292,24 @@ class CudaDecodeKernels:
         )
         kernel = norm_kernel("scale_rows", self._type)
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
+
+    def gate_rows(self, gates_and_ups: DeviceArray, activation: str, output: DeviceArray) -> Launch:
+        """See `NumpyDecodeKernels.gate_rows`, of up to 65,535 rows."""
+        rows, width = rows_of(output), output.shape[-1]
+        if (gates_and_ups.dtype, output.dtype, width % 8, gates_and_ups.size) != (
+            "float32",
+            self.dtype,
+            0,
+            2 * output.size,
+        ):
+            raise KernelError(
+                f"gates and ups {gates_and_ups.dtype} {list(gates_and_ups.shape)} give no {output.dtype} "
+                f"{list(output.shape)}; expected float32, {self.dtype} of half as many columns, in eights"
+            )
+        numbers = ctypes.c_int(width), ctypes.c_int(activation_number(activation))
+        arguments = *(ctypes.c_void_p(each.pointer) for each in (gates_and_ups, output)), *numbers
+        grid = -(-width // (8 * THREADS)), rows, 1
+        return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
 
     def norm_residual(
         self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None

@@ -17,7 +17,7 @@ struct TiledLinear {
 static_assert(sizeof(TiledLinear) == HOST_TILED_LINEAR_BYTES, "as the host's structure");
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const TiledLinear& arguments) {
-    return {static_cast<float*>(arguments.output), arguments.linear.scale, arguments.residual,
+    return {static_cast<float*>(arguments.output), arguments.linear.scale, arguments.linear.width, arguments.residual,
             arguments.residual_float != 0, {arguments.selected, arguments.tokens},
             static_cast<T*>(arguments.kept.target), arguments.kept.stride};
 }

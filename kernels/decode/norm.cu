@@ -1,8 +1,9 @@
 // What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
 // (the same bits as where the layer norms its own activations), rows as they are in T, both arranged for packed weights whose
 // columns stand in another order, rows that are scaled, rows that are normed before they are added, and parts of rows that are
-// normed where they are.
+// normed where they are. And what stands behind gates and ups that are multiplied in launches of their own.
 #include "decode/activations.cuh"
+#include "decode/outputs.cuh"
 
 namespace decode {
 
@@ -115,6 +116,26 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     float4* target = reinterpret_cast<float4*>(output + first);
     target[0] = make_float4(values[0], values[1], values[2], values[3]);
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
+// output [rows, width] of T = activation(gate) up of input [rows, 2 width], gates, then ups; width: a multiple of 8. Grid
+// (ceil(width / (8 THREADS)), rows).
+template <typename T>
+__global__ void __launch_bounds__(THREADS) gate_rows(const float* input, T* output, int width, int activation) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const int column = (blockIdx.x * THREADS + threadIdx.x) * 8;
+    if (column >= width) return;
+    const float* gates = input + static_cast<size_t>(blockIdx.y) * 2 * width + column;
+    const GatedOutput<T> gated{output, activation};
+    float own[8], ups[8];
+    load8_float(gates, own), load8_float(gates + width, ups);
+    unsigned pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        pairs[j] = pack<T>(gated.value(own[2 * j], ups[2 * j]), gated.value(own[2 * j + 1], ups[2 * j + 1]));
+    *reinterpret_cast<uint4*>(output + static_cast<size_t>(blockIdx.y) * width + column) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // What all threads of a block hold, added in the order of its warps.

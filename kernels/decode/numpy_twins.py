@@ -42,7 +42,7 @@ class NumpyTiledKernels:
 
     def linear(self, x: np.ndarray, linear: LinearWeights, output: np.ndarray, scale: float = 1.0) -> NumpyLaunch:
         """`output` [R, N] = scale (x weight^T + bias)."""
-        return NumpyLaunch(lambda: write(output, scaled(product(x, linear), scale)))
+        return NumpyLaunch(lambda: _write_rows(output, linear, scaled(product(x, linear), scale)))
 
     def gate_up(self, x: np.ndarray, linear: LinearWeights, activation: str, output: np.ndarray) -> NumpyLaunch:
         """`output` [R, F] = activation(gate) up, `linear` [2F, K] gates, then ups."""
@@ -74,7 +74,7 @@ class NumpyTiledKernels:
                 chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
                 inputs, before = inputs[chosen], before[chosen]
             keep(kept, before, before)
-            write(output, before + scaled(product(inputs, linear), scale))
+            _write_rows(output, linear, before + scaled(product(inputs, linear), scale))
 
         return NumpyLaunch(compute)
 
@@ -104,7 +104,7 @@ class NumpyDecodeKernels:
 
         def compute() -> None:
             parts = [normalized(each) for each in inputs]
-            write(output, scaled(product(np.concatenate(parts, axis=1), linear), scale))
+            _write_rows(output, linear, scaled(product(np.concatenate(parts, axis=1), linear), scale))
             keep(kept, selected_columns(inputs[-1]), parts[-1])
 
         return NumpyLaunch(compute)
@@ -138,6 +138,11 @@ class NumpyDecodeKernels:
     def scale_rows(self, x: np.ndarray, factor: float, output: np.ndarray) -> NumpyLaunch:
         """`output` [R, K] float32 = factor x [R, K] compute."""
         return NumpyLaunch(lambda: write(output, x.reshape(output.shape) * np.float32(factor)))
+
+    def gate_rows(self, gates_and_ups: np.ndarray, activation: str, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, F] compute = activation(gate) up of [R, 2F] float32, gates, then ups."""
+        activation_number(activation)
+        return NumpyLaunch(lambda: write(output, gated(rows_of(gates_and_ups), activation)))
 
     def norm_residual(
         self, normed: NormedInput, residual: np.ndarray, output: np.ndarray, selected: np.ndarray | None = None
@@ -298,7 +303,8 @@ def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
         weight = weight.values()
     sums = rows @ weight.T
     if linear.adapters is not None:
-        sums += adapted(inputs, linear.adapters)
+        first = 0 if linear.place is None else linear.place[0]
+        sums += adapted(inputs, linear.adapters)[:, first : first + sums.shape[1]]
     return sums if linear.bias is None else sums + linear.bias
 
 
@@ -348,6 +354,15 @@ def rows_of(x: np.ndarray) -> np.ndarray:
 def write(output: np.ndarray, values: np.ndarray) -> None:
     """`values` [R, N] into an output of as many elements."""
     output.reshape(values.shape)[...] = values
+
+
+def _write_rows(output: np.ndarray, linear: LinearWeights, values: np.ndarray) -> None:
+    """The same of a layer which may be some rows of another one, of whose outputs its own are columns."""
+    if linear.place is None:
+        write(output, values)
+    else:
+        first, width = linear.place
+        output.reshape(-1, width)[:, first : first + values.shape[1]] = values
 
 
 def keep(kept: Kept | None, before: np.ndarray, after: np.ndarray) -> None:

@@ -37,15 +37,20 @@ template <typename T> __device__ __forceinline__ void write_two(T* target, float
 struct FloatOutput {
     float* output;
     float scale;
+    int width;
     __device__ float before(int, int, int) const { return 0.f; }
-    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float) const {
-        output[static_cast<size_t>(b) * rows + n] = sum[0] * scale;
+    __device__ void operator()(int b, int n, int, const float (&sum)[1], float) const {
+        output[static_cast<size_t>(b) * width + n] = sum[0] * scale;
     }
     __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
     __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2) const {
-        write_two(output + static_cast<size_t>(b) * rows + n, make_float2(sum[0].x * scale, sum[0].y * scale), n, rows);
+        write_two(output + static_cast<size_t>(b) * width + n, make_float2(sum[0].x * scale, sum[0].y * scale), n, rows);
     }
 };
+
+__device__ __forceinline__ FloatOutput float_output(void* output, const Linear& linear) {
+    return {static_cast<float*>(output), linear.scale, linear.width};
+}
 
 // Row b of activations and residual: `selected[b]` of each `tokens`, where that is not null.
 struct SelectedRows {
@@ -56,10 +61,12 @@ struct SelectedRows {
     }
 };
 
-// The residual (null: zero) that is added also goes to `kept`, where that is not null, its rows `kept_stride` apart.
+// The residual (null: zero) that is added also goes to `kept`, where that is not null, its rows `kept_stride` apart. Layers
+// of some rows alone have neither.
 template <typename T> struct ResidualOutput {
     float* output;
     float scale;
+    int width;
     const void* residual;
     bool residual_float;
     SelectedRows source;
@@ -73,7 +80,7 @@ template <typename T> struct ResidualOutput {
     }
     __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float before) const {
         if (kept != nullptr) kept[static_cast<size_t>(b) * kept_stride + n] = from_float<T>(before);
-        output[static_cast<size_t>(b) * rows + n] = before + sum[0] * scale;
+        output[static_cast<size_t>(b) * width + n] = before + sum[0] * scale;
     }
     __device__ float2 before_two(int b, int n, int rows) const {
         if (residual == nullptr) return make_float2(0.f, 0.f);
@@ -84,7 +91,7 @@ template <typename T> struct ResidualOutput {
     __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2 before) const {
         if (kept != nullptr) write_two(kept + static_cast<size_t>(b) * kept_stride + n, before, n, rows);
         const float2 values = make_float2(before.x + sum[0].x * scale, before.y + sum[0].y * scale);
-        write_two(output + static_cast<size_t>(b) * rows + n, values, n, rows);
+        write_two(output + static_cast<size_t>(b) * width + n, values, n, rows);
     }
 };
 

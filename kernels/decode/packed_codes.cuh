@@ -1,12 +1,8 @@
-// Blocks of packed weights, and what their codes become: pairs of T, operands of tensor cores, with the bits of
-// `PackedWeight.values` rounded to T.
+// What codes of packed weights become: pairs of T, operands of tensor cores, with the bits of `PackedWeight.values` rounded to T.
 //
-// A block of weights is 8 rows times 128 columns: 16 bytes for each lane of a warp, of 8-bit codes 16 for columns 0 to 63 and 16
-// for the others; then scales, and zero points, of the rows' groups. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of
-// four steps of 32 columns, a word of 4-bit codes a step, or two words of 8-bit codes, four columns each. Codes stand where few
-// instructions leave two columns in the halves of a word as 16-bit floats; device_layout.py puts them there.
-//
-// To have the weights of a block: a Lane reads its share; a Group, set at each step, makes pairs of columns of the step's words.
+// Of a step of 32 columns a lane has eight of a row: a word of codes of 4 bits, or two words of 8 bits, four columns each. Codes
+// stand where few instructions leave two columns in the halves of a word as 16-bit floats; code_words.py puts them there. A
+// Group, set at each step, makes pairs of columns of the step's words.
 #pragma once
 #include "decode/common.cuh"
 
@@ -14,28 +10,18 @@ namespace decode {
 namespace packed {
 
 // A format is one number, MODE. SCALING: nothing is known of the scales; those of float16, of symmetric int4, are finite
-// times 2^18; or each has a zero point behind it. CODES. ROUNDED: the dtype that a product is rounded to before it is
-// rounded to T. KIND: scales are of that dtype, of float32, or 8-bit floats behind two factors of the row.
-constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
-constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3;
+// times 2^18; each has a zero point behind it; or a minimum, which is added. CODES. ROUNDED: the dtype that a product is rounded
+// to before it is rounded to T. KIND: scales are of that dtype, and products; or products are of float32, and scales are, too,
+// or 8-bit floats behind two factors of the row, or float16, or whole numbers of 8 bits behind a factor of the row, as minima
+// are, or exponents.
+constexpr int ANY = 0, SMALL = 1, ZEROS = 2, MINIMA = 3;
+constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3, INT5 = 4, INT6 = 5, IQ4 = 6;
 constexpr int TO_T = 0, TO_HALF = 1, TO_BFLOAT16 = 2;
-constexpr int NARROW = 0, WIDE = 1, FACTORED = 2;
-
-constexpr int BLOCK_STEPS = 4, BLOCK_COLUMNS = 32 * BLOCK_STEPS;
-
-// SCALES of a row in a block. Those of groups of 16 columns stand in the order of columns 0 to 15 of each step, then 16 to 31: a
-// lane needs half of them.
-template <int SCALES, int MODE> struct Format {
-    static constexpr int SCALING = MODE % 4, CODES = MODE / 4 % 4, KIND = MODE / 64;
-    static constexpr int WORDS = CODES == INT8 || CODES == FP8 ? 2 : 1;  // of a lane, a step
-    static constexpr int CODE_BYTES = 512 * WORDS;
-    static constexpr int SCALE_BYTES =  // of a row
-        KIND == FACTORED ? 8 + SCALES : (KIND == WIDE ? 4 : 2) * SCALES * (SCALING == ZEROS ? 2 : 1);
-    static constexpr int LANE_SCALES = SCALES == 8 ? 4 : SCALES;
-    static constexpr int LANE_BYTES = KIND == FACTORED ? SCALE_BYTES : SCALE_BYTES / SCALES * LANE_SCALES;
-    static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES;
-    static_assert(KIND != FACTORED || (SCALES == 8 && SCALING == ANY), "such are 4-bit floats in groups of 16");
-};
+constexpr int NARROW = 0, WIDE = 1, FACTORED = 2, HALVES = 3, LEVELS = 4, POWERS = 5;
+constexpr __device__ int scaling_of(int mode) { return mode % 4; }
+constexpr __device__ int codes_of(int mode) { return mode / 4 % 8; }
+constexpr __device__ int rounded_of(int mode) { return mode / 32 % 4; }
+constexpr __device__ int kind_of(int mode) { return mode / 128; }
 
 // a b + c of two values each, rounded once.
 template <typename T> __device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c);
@@ -78,12 +64,13 @@ template <int CODES, int SCALING> struct Exact;
 constexpr unsigned HIGH = 0x03c003c0u, LOW = 0x003c003cu, THOUSAND = 0x64006400u;
 constexpr unsigned SIXTY_FOURTH = 0x24002400u, QUARTER = 0x34003400u;
 
-// The zero point is stored as -(16 + z).
+// The zero point is stored as -(16 + z); with minima there is none.
 template <int SCALING> struct Exact<INT4, SCALING> {
     unsigned high_zero, low_zero;
     __device__ __forceinline__ void set(unsigned zero) {
-        high_zero = SCALING == ZEROS ? zero : 0xce00ce00u;                                                  // - 24
-        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u) : 0xdc20dc20u;  // - 240, - 264
+        high_zero = SCALING == ZEROS ? zero : SCALING == MINIMA ? 0xcc00cc00u : 0xce00ce00u;  // - 16, - 24
+        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u)     // - 240
+                                    : SCALING == MINIMA ? 0xdc00dc00u : 0xdc20dc20u;         // - 256, - 264
     }
     __device__ __forceinline__ void pairs(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
         high = fused<__half>(word & HIGH | THOUSAND, SIXTY_FOURTH, high_zero);
@@ -95,10 +82,35 @@ template <int SCALING> struct Exact<INT4, SCALING> {
     }
 };
 
+// Codes of 5 or 6 bits, as of 4, each behind 1024 + 4 q, where UPPER bits join those of 4. words: these, and the upper bits, two
+// columns in the halves of a word, the first columns at the lowest ones.
+template <int UPPER, int SCALING> struct ExactWithUpper {
+    unsigned minus;
+    __device__ __forceinline__ void set(unsigned zero) {
+        constexpr unsigned MIDDLE = UPPER == 1 ? 0xdc40dc40u : 0xdc80dc80u;  // - 272, - 288
+        minus = SCALING == MINIMA ? 0xdc00dc00u : SCALING == ZEROS ? fused<__half>(zero, 0x3c003c00u, 0xdb80db80u) : MIDDLE;
+    }
+    template <int PAIR> __device__ __forceinline__ unsigned pair(unsigned word, unsigned upper, unsigned mask) const {
+        constexpr unsigned BITS = UPPER == 1 ? 0x00400040u : 0x00c000c0u;
+        constexpr int BEFORE = UPPER * PAIR;
+        const unsigned own = BEFORE <= 6 ? upper << (6 - BEFORE) : upper >> (BEFORE - 6);
+        return fused<__half>(word & mask | THOUSAND | own & BITS, QUARTER, minus);
+    }
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        const unsigned other = turned(words[0]);
+        four[0] = pair<0>(words[0] >> 4, words[1], mask), four[1] = pair<1>(words[0], words[1], mask);
+        four[2] = pair<2>(other >> 4, words[1], mask), four[3] = pair<3>(other, words[1], mask);
+    }
+};
+template <int SCALING> struct Exact<INT5, SCALING> : ExactWithUpper<1, SCALING> {};
+template <int SCALING> struct Exact<INT6, SCALING> : ExactWithUpper<2, SCALING> {};
+
 // Behind an exponent of 1024 a byte is 1024 + q. The zero point is stored as -(1024 + z).
 template <int SCALING> struct Exact<INT8, SCALING> {
     unsigned minus;
-    __device__ __forceinline__ void set(unsigned zero) { minus = SCALING == ZEROS ? zero : 0xe480e480u; }  // - 1152
+    __device__ __forceinline__ void set(unsigned zero) {
+        minus = SCALING == ZEROS ? zero : SCALING == MINIMA ? 0xe400e400u : 0xe480e480u;  // - 1024, - 1152
+    }
     __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -128,6 +140,24 @@ template <int SCALING> struct Exact<FP4, SCALING> {
         for (int i = 0; i < 2; ++i) {
             four[i] = two[i] & 0x8e008e00u;
             four[2 + i] = two[i] >> 3 & 0x0e000e00u | two[i] << 7 & 0x80008000u;
+        }
+    }
+};
+
+// Codes name bytes of a table, 128 more than their values (`IQ4` of packed_weight.py), which become float16 as codes of 8 bits
+// do. Of a code's bits the lower three choose among eight bytes, the highest one among two such choices.
+template <int SCALING> struct Exact<IQ4, SCALING> {
+    static_assert(SCALING == ANY, "without zero points and minima");
+    __device__ __forceinline__ void set(unsigned) {}
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+        const unsigned lower = words[0] & 0x77777777u, highest = words[0] >> 1 & 0x44444444u | 0x32103210u;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned chosen = i == 0 ? lower : lower >> 16;
+            const unsigned first = bytes_of(0x3f2d1801u, 0x766a5d4fu, chosen), second = bytes_of(0xa6998d81u, 0xf1d9c5b5u, chosen);
+            const unsigned bytes = bytes_of(first, second, i == 0 ? highest : highest >> 16);
+            four[2 * i] = fused<__half>(bytes_of(bytes, THOUSAND, 0x5150), 0x3c003c00u, 0xe480e480u);  // - 1152
+            four[2 * i + 1] = fused<__half>(bytes_of(bytes, THOUSAND, 0x5352), 0x3c003c00u, 0xe480e480u);
         }
     }
 };
@@ -233,9 +263,9 @@ template <typename T> struct Converted<T, T> {
 
 // The weights of a row's group: `set` takes the i-th scale of those that a lane has, `values` makes a step's words four pairs
 // of columns.
-template <typename T, int MODE, bool IS_NARROW = MODE / 64 == NARROW> struct Group {
-    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
-    Product<Inner, MODE / 4 % 4, MODE % 4> product;
+template <typename T, int MODE, bool IS_NARROW = kind_of(MODE) == NARROW> struct Group {
+    using Inner = typename Rounding<rounded_of(MODE), T>::Type;
+    Product<Inner, codes_of(MODE), scaling_of(MODE)> product;
     __device__ __forceinline__ void set(const unsigned* stored, int i) { product.set(stored, i); }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         product.values(words, mask, four);
@@ -244,100 +274,51 @@ template <typename T, int MODE, bool IS_NARROW = MODE / 64 == NARROW> struct Gro
     }
 };
 
-// Scales of float32: products are of float32, too. A zero point follows its scale as two of float16. Or the factors of a row,
-// then the scales of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of exponent.
+// A whole number of 8 bits, the i-th of a word, stored as 128 more: behind an exponent of 2^23 a byte is 2^23 + q.
+__device__ __forceinline__ float whole_of(unsigned word, int i) {
+    return __uint_as_float(bytes_of(word, 0x4b000000u, 0x7440u | i)) - 8388736.f;
+}
+
+// Products of float32. A zero point follows its scale as two of float16, a minimum as its scale is. Of FACTORED scales the
+// factors of a row stand before those of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of
+// exponent. Of LEVELS the factors of scales and minima, four scales, four minima: products of float32 are exact.
 template <typename T, int MODE> struct Group<T, MODE, false> {
-    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
-    static constexpr int SCALING = MODE % 4, PARTS = SCALING == ZEROS ? 2 : 1;
-    Exact<MODE / 4 % 4, SCALING> codes;
-    float scale;
+    using Inner = typename Rounding<rounded_of(MODE), T>::Type;
+    static constexpr int SCALING = scaling_of(MODE), PARTS = SCALING == ZEROS || SCALING == MINIMA ? 2 : 1, KIND = kind_of(MODE);
+    Exact<codes_of(MODE), SCALING> codes;
+    float scale, minimum;
     __device__ __forceinline__ void set(const unsigned* stored, int i) {
-        if constexpr (MODE / 64 == FACTORED) {
+        if constexpr (KIND == FACTORED) {
             const float value = unpack<__half>(bytes_of(stored[2], 0, 0x4404u | i << 4) >> 1).x;
             scale = __fmaf_rn(value, __uint_as_float(stored[0]), value * __uint_as_float(stored[1]));
+        } else if constexpr (KIND == LEVELS) {
+            const float2 factors = unpack<__half>(stored[0]);
+            scale = whole_of(stored[1], i) * factors.x;
+            if (PARTS == 2) minimum = whole_of(stored[PARTS], i) * factors.y;
+        } else if constexpr (KIND == HALVES) {
+            const float2 two = unpack<__half>(PARTS == 2 ? stored[i] : both(stored[i / 2], i % 2));
+            scale = two.x, minimum = two.y;
+        } else if constexpr (KIND == POWERS) {
+            const unsigned exponent = bytes_of(stored[0], 0, 0x4440u | i);
+            scale = __uint_as_float(exponent == 0 ? 0x00400000u : exponent << 23);
         } else {
             scale = __uint_as_float(stored[i * PARTS]);
+            if (SCALING == MINIMA) minimum = __uint_as_float(stored[i * PARTS + 1]);
         }
         codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
+    }
+    __device__ __forceinline__ float value(float code) const {
+        return SCALING == MINIMA ? __fmaf_rn(code, scale, minimum) : code * scale;
     }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         codes.pairs(words, mask, four);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float2 two = unpack<__half>(four[i]);
-            four[i] = Converted<Inner, T>::pair(pack<Inner>(two.x * scale, two.y * scale));
+            // Scales that are exponents have no room for what makes 4-bit floats good.
+            const unsigned pair = KIND == POWERS ? fused<__half>(four[i], 0x74007400u, MINUS_ZERO) : four[i];
+            const float2 two = unpack<__half>(pair);
+            four[i] = Converted<Inner, T>::pair(pack<Inner>(value(two.x), value(two.y)));
         }
-    }
-};
-
-// A lane's place in a block.
-__device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
-__device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
-
-// What a lane has of a block.
-template <int SCALES, int MODE> struct Lane {
-    using Own = Format<SCALES, MODE>;
-    uint4 codes[Own::WORDS];
-    unsigned scales[(Own::LANE_BYTES + 3) / 4];
-
-    // `block` reads 16, 8, 4 or 2 bytes at a place behind the block's begin.
-    template <typename Block> __device__ __forceinline__ void read(const Block& block) {
-#pragma unroll
-        for (int piece = 0; piece < Own::WORDS; ++piece) block.read(piece * 512 + threadIdx.x % 32 * 16, codes[piece]);
-        int place = Own::CODE_BYTES + own_row() * Own::SCALE_BYTES;
-        if (Own::LANE_BYTES != Own::SCALE_BYTES) place += own_quad() / 2 * Own::LANE_BYTES;
-        if constexpr (Own::LANE_BYTES % 16 == 0) {
-#pragma unroll
-            for (int word = 0; word < Own::LANE_BYTES / 4; word += 4) {
-                uint4 four;
-                block.read(place + word * 4, four);
-                scales[word] = four.x, scales[word + 1] = four.y, scales[word + 2] = four.z, scales[word + 3] = four.w;
-            }
-            if (Own::KIND == FACTORED && own_quad() >= 2) scales[2] = scales[3];
-        } else if constexpr (Own::LANE_BYTES == 8) {
-            uint2 two;
-            block.read(place, two);
-            scales[0] = two.x, scales[1] = two.y;
-        } else if constexpr (Own::LANE_BYTES == 4) {
-            block.read(place, scales[0]);
-        } else {
-            unsigned short one;
-            block.read(place, one);
-            scales[0] = one;
-        }
-    }
-    // Before a step's first values: its group, where it begins one.
-    template <typename T> __device__ __forceinline__ void begin(Group<T, MODE>& group, int step) const {
-        if (step * Own::LANE_SCALES % BLOCK_STEPS == 0) group.set(scales, step * Own::LANE_SCALES / BLOCK_STEPS);
-    }
-    // The step's eight columns as four pairs of T.
-    template <typename T>
-    __device__ __forceinline__ void values(const Group<T, MODE>& group, int step, unsigned mask, unsigned (&four)[4]) const {
-        const uint4& piece = codes[Own::WORDS == 1 ? 0 : step / 2];
-        const bool later = Own::WORDS == 1 ? step >= 2 : step % 2 != 0;
-        const unsigned pair[2] = {later ? piece.z : piece.x, later ? piece.w : piece.y};
-        group.values(Own::WORDS == 1 ? pair + step % 2 : pair, mask, four);
-    }
-};
-
-// A block in shared memory, and one in global memory that is read once.
-struct SharedBlock {
-    unsigned begin;
-    __device__ __forceinline__ void read(int place, uint4& bytes) const { bytes = read_shared_16(begin + place); }
-    __device__ __forceinline__ void read(int place, uint2& bytes) const {
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(bytes.x), "=r"(bytes.y) : "r"(begin + place) : "memory");
-    }
-    __device__ __forceinline__ void read(int place, unsigned& bytes) const {
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bytes) : "r"(begin + place) : "memory");
-    }
-    __device__ __forceinline__ void read(int place, unsigned short& bytes) const {
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(begin + place) : "memory");
-    }
-};
-struct GlobalBlock {
-    const char* begin;
-    template <typename Bytes> __device__ __forceinline__ void read(int place, Bytes& bytes) const {
-        bytes = __ldcs(reinterpret_cast<const Bytes*>(begin + place));
     }
 };
 

@@ -1,7 +1,7 @@
 // How packed weights and activations come into shared memory, and to the lanes that multiply them.
 #pragma once
 #include "decode/many_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {
@@ -22,7 +22,7 @@ struct Geometry : Format<SCALES_, MODE_> {
     static constexpr int AHEAD = AHEAD_, TILES = 2 * WEIGHT_TILES;  // of 8 rows
     static constexpr int UNIT = 16 * WEIGHT_TILES / SUMS;               // output columns of a tile
     using Own = Format<SCALES_, MODE_>;
-    static constexpr int PIECES = Own::SCALE_BYTES / 2, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of 16 bytes of scales
+    static constexpr int PIECES = Own::TAIL_BYTES / 16, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of what follows codes
     static constexpr int ROUNDS = (TILES * PIECES + 31) / 32;                                   // in which a warp copies them
     // Tiles of activations whose products alternate.
     static constexpr int TOGETHER = TOKEN_TILES * WEIGHT_TILES <= 4 ? TOKEN_TILES : WEIGHT_TILES == 1 ? 4 : 2;
@@ -66,7 +66,7 @@ template <typename G> struct Weights {
     // The lane's piece of scales of a round, and where it is behind that of the first tile.
     static __device__ int piece_of(int round) { return round * 32 + threadIdx.x % 32; }
     static __device__ int place_of(int piece) {
-        return piece / G::PIECES * G::BLOCK_BYTES + G::CODE_BYTES + piece % G::PIECES * 16;
+        return piece / G::PIECES * G::BLOCK_BYTES + G::TAIL_BEGIN + piece % G::PIECES * 16;
     }
     // The tile of 8 rows that is the i-th of a tile; of what lies behind the last one the last, which nobody writes.
     __device__ const char* begin_of(int i) const {
@@ -81,7 +81,7 @@ template <typename G> struct Weights {
 #pragma unroll
         for (int round = 0; round < G::ROUNDS; ++round) {
             const int piece = piece_of(round);
-            scales[round] = begin_of(piece / G::PIECES % G::TILES) + G::CODE_BYTES + piece % G::PIECES * 16;
+            scales[round] = begin_of(piece / G::PIECES % G::TILES) + G::TAIL_BEGIN + piece % G::PIECES * 16;
         }
     }
     __device__ unsigned following(unsigned place) const {
@@ -94,7 +94,7 @@ template <typename G> struct Weights {
 #pragma unroll
         for (int i = 0; i < G::TILES; ++i) {
 #pragma unroll
-            for (int piece = 0; piece < G::WORDS * 512; piece += 512)
+            for (int piece = 0; piece < G::TAIL_BEGIN; piece += 512)
                 copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, codes[i] + piece, exists);
             codes[i] += G::BLOCK_BYTES;
         }

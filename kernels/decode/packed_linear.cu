@@ -1,4 +1,4 @@
-// Linear layers over weights of 4 and 8 bits, of up to 64 rows of activations, on every GPU.
+// Linear layers over weights of 4 to 8 bits, of up to 64 rows of activations, on every GPU.
 //
 // The sums are those of the other linear layers over the weights that `PackedWeight.values` gives: each code, less its zero
 // point, times its scale, rounded to T, then multiplied on the tensor cores in the same order, which depends on K alone.
@@ -184,7 +184,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
             commit_copies();
         }
     }
-    AdaptedRows<T> adapters(linear.adapters, linear.batch, linear.rows * G::SUMS);
+    AdaptedRows<T> adapters(linear.adapters, linear.batch, linear.width * G::SUMS);
     if constexpr (ADAPTED) adapters.read_scales();
     OwnOutputs<T, G, ADAPTED, Output> outputs(linear, output);
     if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
         Sums<G> sum = {}, group = {};
         if (outputs.EARLY && tile != blockIdx.x) outputs.read(tile * G::UNIT);
         if constexpr (ADAPTED)
-            for (int s = 0; s < G::SUMS; ++s) adapters.fetch(tile * G::UNIT + s * linear.rows, G::UNIT, G::THREADS);
+            for (int s = 0; s < G::SUMS; ++s) adapters.fetch(linear.first + tile * G::UNIT + s * linear.rows, G::UNIT, G::THREADS);
         int steps_left = linear.steps;
 #pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
         }
         __syncthreads();  // the area has been read
         leave_sums<G>(area, G::WARPS == GROUPS ? group : sum, linear.batch);
-        if constexpr (ADAPTED) leave_added<T, G>(adapters, added, tile * G::UNIT, linear.rows);
+        if constexpr (ADAPTED) leave_added<T, G>(adapters, added, linear.first + tile * G::UNIT, linear.rows);
         if (!outputs.EARLY) outputs.read(tile * G::UNIT);
         __syncthreads();
         outputs.write(area, added, tile * G::UNIT);
@@ -253,7 +253,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
 
 // output = scale (input weight^T + bias)
 PACKED_KERNEL(linear) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_packed<T, PACKED_GEOMETRY(false), ADAPTED>(arguments, output);
 }
 

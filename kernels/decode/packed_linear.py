@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 to 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from edgellm.kernels.decode.contract import SLICES, padded_columns
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: By tiles of activations: warps, tiles of weights, depth, blocks on a multiprocessor.
 _FORMS = {

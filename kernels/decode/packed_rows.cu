@@ -5,7 +5,7 @@
 // registers, that the next kernel's finds room beside it; each warp copies weights ahead, before its kernel waits for the one
 // before, up to all that it multiplies; activations are staged once; and the sums of several tiles are added at once.
 #include "decode/few_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {
@@ -26,7 +26,7 @@ struct RowsGeometry : Format<SCALES_, MODE_> {
     static constexpr int DEPTH = DEPTH_, HALVES = 1, STAGES = DEPTH > 0 ? DEPTH : 1;  // as stage_normalized asks
     static constexpr int PASS = PASS_, EVERY = EVERY_, SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1;
     static constexpr int TILES = 2 * WEIGHT_TILES, UNIT = 8 * TILES / SUMS, PAIRS = UNIT / 2;  // of 8 rows; output columns
-    static constexpr int PIECES = Own::SCALE_BYTES / 2, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of 16 bytes of scales
+    static constexpr int PIECES = Own::TAIL_BYTES / 16, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of what follows codes
     // Shared memory: rings of weights, sums of slices [2, SLICES, PASS, ROWS, STRIDE], then sums of norms, the norms' weights
     // and activations [steps, rows, 64 bytes].
     static constexpr int STRIDE = 8 * TILES + 4, TILE = ROWS * STRIDE, OF_SLICE = PASS * TILE, AREA = SLICES * OF_SLICE;
@@ -98,12 +98,12 @@ template <typename G> struct Stream : Blocks<G> {
 #pragma unroll
             for (int i = 0; i < G::TILES; ++i)
 #pragma unroll
-                for (int piece = 0; piece < G::WORDS * 512; piece += 512)
+                for (int piece = 0; piece < G::TAIL_BEGIN; piece += 512)
                     copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, this->next + (this->offset(i) + piece), this->exists(i));
 #pragma unroll
             for (int first = 0; first < G::TILES * G::PIECES; first += 32) {
                 const int piece = first + lane, i = piece / G::PIECES;
-                const int begin = G::CODE_BYTES + piece % G::PIECES * 16;
+                const int begin = G::TAIL_BEGIN + piece % G::PIECES * 16;
                 if (i < G::TILES)
                     copy_async_16(slot + i * G::BLOCK_BYTES + begin, this->next + (this->offset(i) + begin - lane * 16), this->exists(i));
             }
@@ -333,14 +333,14 @@ __device__ __forceinline__ void multiply_input(const NormLinear& arguments, cons
 // output = scale (norm(input) weight^T + bias)
 ROWS_KERNEL(norm_linear, NormLinear) {
     using G = ROWS_GEOMETRY(false);
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_input<T, G, true, false>(arguments, output);
 }
 
 // The same of the rounded input.
 ROWS_KERNEL(rounded_linear, NormLinear) {
     using G = ROWS_GEOMETRY(false);
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_input<T, G, false, true>(arguments, output);
 }
 

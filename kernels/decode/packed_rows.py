@@ -13,7 +13,8 @@ from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2

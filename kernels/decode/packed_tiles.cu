@@ -309,7 +309,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 
 // output = scale (input weight^T + bias)
 TILES_KERNEL(tiles_linear) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     multiply_tiles<T, TILES_GEOMETRY(false)>(arguments, output);
 }
 

@@ -2,7 +2,7 @@
 // warps of a team.
 #pragma once
 #include "decode/many_rows.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 
 namespace decode {
 namespace packed {
@@ -25,7 +25,7 @@ struct TileGeometry : Format<SCALES_, MODE_> {
     static constexpr bool STAYS = STAGES == 0;
     static constexpr int TILES = 2 * WEIGHT_TILES, WARP_UNIT = 16 * WEIGHT_TILES / SUMS, UNIT = WARP_UNIT * ROW_WARPS;
     static constexpr int SLOT_BYTES = TILES * Own::BLOCK_BYTES;
-    static constexpr int PIECES = Own::SCALE_BYTES / 2;        // of 16 bytes of a tile's scales
+    static constexpr int PIECES = Own::TAIL_BYTES / 16;       // of what follows a tile's codes
     static constexpr int ROUNDS = (TILES * PIECES + 31) / 32;  // in which a warp copies them
     // Tiles of activations whose products alternate.
     static constexpr int EVEN = TOKEN_TILES % 2 == 0 ? 2 : TOKEN_TILES, MANY = TOKEN_TILES % 4 == 0 ? 4 : EVEN;
@@ -88,7 +88,7 @@ template <typename G> struct TileWeights {
     // The lane's piece of scales of a round, and where it is behind that of the first tile.
     static __device__ int piece_of(int round) { return round * 32 + threadIdx.x % 32; }
     static __device__ int place_of(int piece) {
-        return piece / G::PIECES * G::BLOCK_BYTES + G::CODE_BYTES + piece % G::PIECES * 16;
+        return piece / G::PIECES * G::BLOCK_BYTES + G::TAIL_BEGIN + piece % G::PIECES * 16;
     }
     // The tile of 8 rows that is the i-th of the warp's; of what lies behind the last one the last, which nobody writes.
     __device__ unsigned begin_of(int i) const {
@@ -104,7 +104,7 @@ template <typename G> struct TileWeights {
 #pragma unroll
         for (int round = 0; round < G::ROUNDS; ++round) {
             const int piece = piece_of(round);
-            scales[round] = begin_of(piece / G::PIECES % G::TILES) + G::CODE_BYTES + piece % G::PIECES * 16;
+            scales[round] = begin_of(piece / G::PIECES % G::TILES) + G::TAIL_BEGIN + piece % G::PIECES * 16;
         }
     }
     __device__ unsigned following(unsigned place) const {
@@ -117,7 +117,7 @@ template <typename G> struct TileWeights {
 #pragma unroll
         for (int i = 0; i < G::TILES; ++i) {
 #pragma unroll
-            for (int piece = 0; piece < G::WORDS * 512; piece += 512)
+            for (int piece = 0; piece < G::TAIL_BEGIN; piece += 512)
                 copy_async_16(slot + i * G::BLOCK_BYTES + piece + lane * 16, weight + codes[i] + piece, exists);
             codes[i] += G::BLOCK_BYTES;
         }

@@ -11,7 +11,8 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
-from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Bytes of the places where rows begin; steps of a block of weights.
 _BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP

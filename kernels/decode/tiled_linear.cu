@@ -279,7 +279,7 @@ __device__ __forceinline__ void multiply(
 
 // output = scale (input weight^T + bias)
 TILED_KERNEL(linear) {
-    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
     using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, BLOCKS, false, ADAPTED>;
     multiply<T, G, true>(&weight_map, &input_map, &low_map, arguments, output);
 }

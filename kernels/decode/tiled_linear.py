@@ -20,6 +20,7 @@ from edgellm.kernels.decode.arguments import (
     decode_kernel,
     kept_argument,
     linear_argument,
+    own_rows,
     rows_of,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, Kept, LinearWeights, activation_number, padded_columns
@@ -138,6 +139,7 @@ class CudaTiledKernels:
         """See `NumpyTiledKernels.linear_residual`."""
         rows = linear.weight.shape[0]
         arguments = self._arguments(x, linear, output, rows, scale, selected)
+        own_rows(output, linear, residual, kept)
         arguments.kept = kept_argument(kept, rows)
         arguments.residual, arguments.selected = addresses(residual, selected)
         arguments.residual_float = residual is not None and residual.dtype == "float32"
@@ -168,11 +170,11 @@ class CudaTiledKernels:
                 f"tiled decode kernels take 1 to {self.most_rows} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {linear.weight.shape}"
             )
-        check_room("output", output, batch, rows)
+        check_room("output", output, batch, linear.width if rows == linear.weight.shape[0] else rows)
         return TiledLinear(
             linear=linear_argument(linear, batch, rows, scale),
             input=x.pointer,
-            output=output.pointer,
+            output=own_rows(output, linear) if rows else output.pointer,
             stride=stride,
             tokens=rows_of(x) // batch,
         )

@@ -280,7 +280,7 @@ __device__ __forceinline__ void multiply(
 // output = scale (input weight^T + bias)
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
-    const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
+    const FloatOutput output = float_output(arguments.output, linear);
     multiply<T, G>(arguments, weight, linear.rows, bias, output);
 }
 

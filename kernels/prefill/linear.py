@@ -17,7 +17,8 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TiledLinear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
 from edgellm.kernels.launch import Kernel, Launch
-from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 
 #: The most rows of activations, and stages of a ring; columns of a stage of dense weights; bytes of a row in a step.
 MAX_PROMPT_ROWS, _MOST_STAGES, _DENSE_COLUMNS, _ROW_BYTES = 65_536, 4, 64, 2 * STEP

@@ -24,7 +24,7 @@ template <typename T> struct RowAdapters : AdaptedRows<T> {
 template <typename T, typename G>
 __device__ __forceinline__ void add_adapters(
     Sums<G>& total, const Lane<G>& lane, const Linear& linear, const Place& tile) {
-    const RowAdapters<T> adapters(linear, linear.rows * G::SUMS);
+    const RowAdapters<T> adapters(linear, linear.width * G::SUMS);
     Sums<G> added = {};
 #pragma unroll 1
     for (int place = 0; place < adapters.given.places; ++place) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_adapters(
             for (int c = 0; c < G::COLUMN_TILES; ++c) {
                 // Of gates and ups, the ups' columns lie behind all gates'.
                 const int row = lane.tile_row(c), own = threadIdx.x % 32 / 4;
-                const int column = tile.column + row + (G::PAIRED && row >= G::UNIT ? linear.rows - G::UNIT : 0);
+                const int column = linear.first + tile.column + row + (G::PAIRED && row >= G::UNIT ? linear.rows - G::UNIT : 0);
                 const int module_of = adapters.module_of(column);
                 if (module_of != module) {
                     module = module_of;

@@ -14,7 +14,7 @@ namespace prefill {
 template <typename T, typename G> struct PackedCopies {
     using Format = packed::Format<G::SCALES, G::MODE>;
     static constexpr int WARPS = G::THREADS / 32, TILES = G::UNIT / 8, EACH = (TILES + WARPS - 1) / WARPS;
-    static constexpr int PIECES = Format::SCALE_BYTES / 2, ALL_PIECES = G::SUMS * TILES * PIECES;
+    static constexpr int PIECES = Format::TAIL_BYTES / 16, ALL_PIECES = G::SUMS * TILES * PIECES;
     static constexpr int ROUNDS = (ALL_PIECES + G::THREADS - 1) / G::THREADS;
     unsigned codes, tails[ROUNDS];  // bytes from the weight's begin on, in the first block of a line
     int tiles;                      // that exist from the warp's first on
@@ -32,7 +32,7 @@ template <typename T, typename G> struct PackedCopies {
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {  // of rows behind the last one the last, which nobody writes
             const int tile = piece_of(round) / PIECES, own = min(first + tile % TILES, row_tiles - 1);
-            const int within = Format::CODE_BYTES + piece_of(round) % PIECES * 16;
+            const int within = Format::TAIL_BEGIN + piece_of(round) % PIECES * 16;
             tails[round] = own * line_bytes + tile / TILES * to_ups + within;
         }
     }
@@ -53,14 +53,14 @@ template <typename T, typename G> struct PackedCopies {
                 const char* source = begin + (codes + s * to_ups + before * line_bytes + behind);
                 const unsigned target = stage + (s * TILES + tile) * Format::BLOCK_BYTES + lane * 16;
 #pragma unroll
-                for (int piece = 0; piece < Format::CODE_BYTES; piece += 512)
+                for (int piece = 0; piece < Format::TAIL_BEGIN; piece += 512)
                     copy_async_16(target + piece, source + piece, exists && before < tiles);
             }
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             const int piece = piece_of(round);
             if (ALL_PIECES % G::THREADS != 0 && piece >= ALL_PIECES) break;
-            const unsigned place = piece / PIECES * Format::BLOCK_BYTES + Format::CODE_BYTES + piece % PIECES * 16;
+            const unsigned place = piece / PIECES * Format::BLOCK_BYTES + Format::TAIL_BEGIN + piece % PIECES * 16;
             copy_async_16(stage + place, begin + (tails[round] + behind), exists);
         }
     }

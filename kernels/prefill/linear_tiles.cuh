@@ -6,7 +6,7 @@
 // the next lane's. Of packed weights a stage holds 128 columns: their blocks, then the activations of four steps.
 #pragma once
 #include "decode/outputs.cuh"
-#include "decode/packed_codes.cuh"
+#include "decode/packed_blocks.cuh"
 #include "shared/tile_sums.cuh"
 
 namespace prefill {

@@ -1,11 +1,10 @@
-"""The layout in which kernels read weights of 4 and 8 bits: a pure function of a `PackedWeight`, and back.
+"""The layout in which kernels read weights of 4 to 8 bits: a pure function of a `PackedWeight`, and back.
 
-A block is 8 rows times 128 columns: 512 bytes of codes of 4 bits, 16 for each lane of a warp, or twice as many of 8
-bits, 16 for each lane of columns 0 to 63, then of the others; then what belongs to the groups of the 8 rows. Lane i has
-of row i / 4 columns 8 (i % 4) to + 7 of each step of 32 columns, a word of eight codes a step, or two of four. Where in
-its word a code stands, `TURNS` says, and decode/packed_codes.cuh why. Of each row and group in a block follows the
-scale, and where there are zero points, behind each scale what takes the zero point off: of 16 bits, or of 32. Or the
-row's two factors of float32, then its scales as 8-bit floats (`scale_factors`).
+A block is 8 rows times 128 columns: the codes as words of lanes (`code_words`), 512 bytes of 4 bits; then what belongs
+to the groups of the 8 rows. Of each row and group in a block follows the scale, and where there are zero points or
+minima, behind each scale what takes the zero point off, or the minimum: of 16 bits, or of 32. Or the row's two factors
+of float32, then its scales as 8-bit floats (`scale_factors`). Or of all rows the factors of `Levels`, then of each row
+the whole numbers, of four groups the scales', then the minima's. Or of each scale its exponent.
 """
 
 from __future__ import annotations
@@ -19,18 +18,10 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS, TURNS, code_words, codes_of
+from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, ScaledWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.scale_factors import ScaleFactors, scale_factors
 
-#: Rows and columns of a block, columns of a step and of a lane in it.
-BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
-#: By codes, and for each column of a word: by how many bits a code is turned to the left, and its highest bit alone.
-TURNS = {
-    "int4": tuple((bit, bit) for bit in (6, 22, 2, 18, 14, 30, 10, 26)),
-    "int8": ((0, 0), (16, 16), (8, 8), (24, 24)),
-    "fp8": ((7, 8), (23, 24), (0, 7), (16, 23)),
-    "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
-}
 #: By which small scales of float16 are stored times; the largest that stays finite.
 SMALL_FACTOR = 2.0**18
 SMALL_SCALE = 65504 / SMALL_FACTOR
@@ -49,6 +40,10 @@ _FACTORS = {
 }
 #: What the factors of scales of 8 bits are stored times, because these become so much less.
 _BYTE_FACTOR = 2.0**8
+#: What scales may be, as the kernels number them (KIND of decode/packed_codes.cuh).
+_KINDS = ("narrow", "wide", "factored", "float16", "levels", "powers")
+#: What the whole numbers of `Levels` are stored more by.
+_LEVEL_OFFSET = 128
 #: The compute dtypes, as the kernels number them from 1 on.
 _COMPUTED = ("float16", "bfloat16")
 
@@ -71,6 +66,11 @@ class DeviceLayout:
     dtype: str | None = None
     multiplied: str | None = None
     factored: bool | None = None
+
+    @property
+    def runs(self) -> tuple[DeviceLayout, ...]:
+        """Itself, where others have several (`RunsLayout`)."""
+        return (self,)
 
     @property
     def compute(self) -> str:
@@ -99,10 +99,25 @@ class DeviceLayout:
         return is_usual if self.factored is None else self.factored
 
     @property
+    def kind(self) -> str:
+        """What scales are: one of `_KINDS`."""
+        if self.has_factors:
+            return "factored"
+        if self.product != "float32":
+            return "narrow"
+        return "wide" if self.format.scaling == "any" else self.format.scaling
+
+    @property
+    def parts(self) -> int:
+        """Numbers that each scale consists of: itself, and a zero point or minimum."""
+        return 2 if self.format.zeros or self.format.minima else 1
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
-        size = (4 if self.product == "float32" else 2) * self.scales * (2 if self.format.zeros else 1)
-        return self.code_bytes + BLOCK_ROWS * (8 + self.scales if self.has_factors else size)
+        """Bytes of codes, scales, zero points and minima."""
+        scales, parts = self.scales, self.parts
+        own = {"wide": 4 * scales * parts, "factored": 8 + scales, "levels": (2 + scales) * parts, "powers": scales}
+        return self.code_bytes + BLOCK_ROWS * own.get(self.kind, 2 * scales * parts)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -117,11 +132,11 @@ class DeviceLayout:
     @property
     def mode(self) -> int:
         """The number by which the kernels know the format: MODE of decode/packed_codes.cuh."""
-        scaling, wide = 2 if self.format.zeros else int(self.small), self.product == "float32"
-        between = self.format.dtype if wide else self.product
+        scaling = 3 if self.format.minima else 2 if self.format.zeros else int(self.small)
+        between = self.format.dtype if self.product == "float32" else self.product
         rounded_to = 0 if between in (self.compute, "float32") else 1 + _COMPUTED.index(between)
-        kind = 2 if self.has_factors else int(wide)
-        return scaling + 4 * list(TURNS).index(self.format.codes) + 16 * rounded_to + 64 * kind
+        codes, kind = list(TURNS).index(self.format.codes), _KINDS.index(self.kind)
+        return scaling + 4 * codes + 32 * rounded_to + 128 * kind
 
     def groups(self) -> np.ndarray:
         """The group of each scale of a row, in the order of columns: int [blocks, scales]."""
@@ -177,8 +192,10 @@ class PackedMatrix:
 
 def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     """Why the kernels of a compute dtype do not take weights of a format; None if they do."""
-    if format.codes not in TURNS or format.minima or (format.codes == "fp4" and format.group != 16):
+    if format.codes not in TURNS or (format.codes == "fp4" and format.group != 16 and format.scaling != "powers"):
         return f"kernels take no {format}"
+    if format.scaling in ("levels", "powers") and format.group not in (16, 32):
+        return f"kernels take scales in {format.scaling} of groups of 16 and 32, not of {format.group}"
     if format.group is not None and format.group % 16:
         return f"kernels take groups of multiples of 16 columns and whole rows, not of {format.group}"
     if dtype not in _COMPUTED:
@@ -198,12 +215,15 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     if reason is not None:
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
-    factor = _FACTORS.get((format.codes, product), 1)
-    stored = scales if factor == 1 else scales * np.float64(factor)
-    with np.errstate(over="ignore"):
-        exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
-    if format.codes == "fp4" or not exact:
+    in_float32 = format.codes == "fp4" or format.minima or format.scaling in ("levels", "powers")
+    if in_float32 or (format.codes in ("int5", "int6", "iq4") and product == "bfloat16"):
         product = "float32"
+    else:
+        factor = _FACTORS.get((format.codes, product), 1)
+        stored = scales if factor == 1 else scales * np.float64(factor)
+        with np.errstate(over="ignore"):
+            exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
+        product = product if exact else "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
     small = small and bool(np.abs(scales).max(initial=0) <= SMALL_SCALE)
     factored = (format.codes, format.group) == ("fp4", 16) and scale_factors(scales) is not None
@@ -219,32 +239,54 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
     down, along = layout.blocks
     padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
     padded[: layout.rows, : layout.columns] = weight.codes
-    turns, bits = TURNS[layout.format.codes], layout.format.bits
-    columns = padded.reshape(down, BLOCK_ROWS, along, bits // 4, -1, STEP // LANE_COLUMNS, bits // 4, len(turns))
-    words = np.zeros(columns.shape[:-1], np.uint32)
-    every = np.arange(1 << bits, dtype=np.uint32)
-    for column, (turn, highest) in enumerate(turns):
-        low = every & (1 << bits - 1) - 1
-        words |= (_turned(low, turn) | _turned(every - low, highest))[columns[..., column]]
     result = np.empty(layout.shape, np.uint8)
-    lanes = words.transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps of a piece, words
-    result[..., : layout.code_bytes] = lanes.copy().view(np.uint8).reshape(down, along, -1)
+    result[..., : layout.code_bytes] = code_words(padded, layout.format.codes)
     result[..., layout.code_bytes :] = tail_bytes(weight, layout)
     return layout, result
 
 
 def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     """What follows the codes of each block: uint8 [down, along, `block_bytes` - `code_bytes`]."""
-    wide = layout.product == "float32"
     if layout.has_factors:
         return _factored_tails(weight, layout)
-    scales = _bits(weight.scales * np.float32(_factor(layout)), layout.product)
-    parts = [_placed(scales, layout)]
+    if layout.kind == "levels":
+        return _level_tails(weight, layout)
+    if layout.kind == "powers":
+        exponents = (weight.scales.view(np.uint32) >> 23).astype(np.uint8)
+        return _placed(exponents, layout).reshape(*layout.blocks, -1)
+    wide, stored = layout.product == "float32", _scale_dtype(layout)
+    parts = [_placed(_bits(weight.scales * np.float32(_factor(layout)), stored), layout)]
+    if weight.minima is not None:
+        parts.append(_placed(_bits(weight.minima, stored), layout))
     if weight.zeros is not None:
         points = np.arange(1 << layout.format.bits, dtype=np.float32) + _zero_offset(layout)
         zeros = _bits(-points, "float16" if wide else layout.product)[weight.zeros]
         parts.append(_placed(zeros.astype(np.uint32) * 0x10001 if wide else zeros, layout))
     return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
+
+
+def _level_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
+    assert weight.levels is not None  # as the format says
+    down, along = layout.blocks
+    factors = np.zeros((down * BLOCK_ROWS, along, layout.parts), np.float16)
+    factors[: layout.rows] = weight.levels.factors
+    numbers = (weight.levels.numbers.astype(np.int16) + _LEVEL_OFFSET).astype(np.uint8)
+    placed = np.stack([_placed(numbers[..., part], layout) for part in range(layout.parts)], axis=-1)
+    placed = placed.reshape(down, along, -1, 4, layout.parts).swapaxes(-1, -2).reshape(down, along, -1)
+    of_blocks = factors.reshape(down, BLOCK_ROWS, along, -1).swapaxes(1, 2).copy()
+    return np.concatenate((of_blocks.view(np.uint8).reshape(down, along, -1), placed), axis=-1)
+
+
+def _levels_of(layout: DeviceLayout, tails: np.ndarray) -> Levels:
+    """What `_level_tails` was given."""
+    (down, along), parts, halves = layout.blocks, layout.parts, layout.scales // 4
+    factors = tails[..., : 2 * BLOCK_ROWS * parts].copy().view(np.float16)
+    factors = factors.reshape(down, along, BLOCK_ROWS, parts).swapaxes(1, 2).reshape(-1, along, parts)[: layout.rows]
+    numbers = tails[..., 2 * BLOCK_ROWS * parts :].reshape(down, along, BLOCK_ROWS, halves, parts, 4)
+    numbers = numbers.transpose(0, 2, 1, 5, 3, 4).reshape(down * BLOCK_ROWS, along * layout.scales, parts)
+    groups = layout.format.groups(layout.columns)
+    numbers = (numbers[: layout.rows, :groups].astype(np.int16) - _LEVEL_OFFSET).astype(np.int8)
+    return Levels(np.ascontiguousarray(factors), numbers)
 
 
 def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
@@ -260,18 +302,20 @@ def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     """The weight that `to_device_layout` was given, without what it says of its inputs."""
     format, (down, along) = layout.format, layout.blocks
-    turns, bits, wide = TURNS[format.codes], format.bits, layout.product == "float32"
-    words = data[..., : layout.code_bytes].copy().view(np.uint32)
-    words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
-    words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
-    every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
-    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
+    wide, stored = layout.product == "float32", _scale_dtype(layout)
+    codes = codes_of(data[..., : layout.code_bytes], format.codes)[: layout.rows, : layout.columns]
     tails = data[..., layout.code_bytes :].copy()
+    codes = np.ascontiguousarray(codes)
+    if layout.kind == "levels":
+        levels = _levels_of(layout, tails)
+        products = levels.products()
+        minima = products[..., 1] if format.minima else None
+        return PackedWeight(format, codes, products[..., 0], minima=minima, levels=levels)
     if layout.has_factors:
         tails = tails.reshape(down, along, BLOCK_ROWS, -1)
         factors, tails = tails[..., :8].copy().view(np.float32)[:, 0].reshape(-1, 2), tails[..., 8:].copy()
     else:
-        tails = tails.view(np.uint32 if wide else np.uint16)
+        tails = tails.view({"powers": np.uint8, "wide": np.uint32}.get(layout.kind, np.uint16))
     halves = 2 if layout.scales == 8 else 1
     tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
     tails = tails.transpose(0, 2, 1, 4, 3, 5).reshape(down * BLOCK_ROWS, along * layout.scales, -1)
@@ -280,13 +324,21 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     if layout.has_factors:
         own = factors[: layout.rows] / np.float32(_factor(layout) * _BYTE_FACTOR)
         scales = ScaleFactors(chosen[..., 0], own[:, 0], own[:, 1]).scales()
+    elif layout.kind == "powers":
+        scales = np.ldexp(np.float32(1), chosen[..., 0].astype(np.int32) - 127)
     else:
-        scales = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout))
+        scales = _values(chosen[..., 0], stored) / np.float32(_factor(layout))
     zeros = None
     if format.zeros:
-        stored = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
-        zeros = (-_values(stored, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
-    return PackedWeight(format, np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros)
+        points = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
+        zeros = (-_values(points, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
+    minima = np.ascontiguousarray(_values(chosen[..., 1], stored)) if format.minima else None
+    return PackedWeight(format, codes, np.ascontiguousarray(scales), zeros, minima=minima)
+
+
+def _scale_dtype(layout: DeviceLayout) -> str:
+    """The dtype of scales and minima, where they are no `Levels`, factors or powers."""
+    return "float16" if layout.kind == "float16" else layout.product
 
 
 def _factor(layout: DeviceLayout) -> float:
@@ -308,12 +360,6 @@ def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     once = groups.size == values.shape[1]  # each group stands in one place: nothing is gathered
     placed = rows.reshape(-1, *groups.shape)[..., order] if once else rows[:, groups[:, order]]
     return placed.reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
-
-
-def _turned(words: np.ndarray, bits: int) -> np.ndarray:
-    """Words turned to the left."""
-    bits %= 32
-    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits else words
 
 
 def _bits(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,10 @@ Codes = Literal["int4", "int5", "int6", "int8", "fp8", "fp4", "iq4"]
 FP4 = np.array([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 #: What a code of llama.cpp's IQ4_NL and IQ4_XS stands for: denser around zero, where most weights are.
 IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+#: How scales, and minima, are known to be stored: any numbers; of float16; `Levels`; or powers of two.
+Scaling = Literal["any", "float16", "levels", "powers"]
+#: Columns of a row that share the factors of `Levels`.
+LEVEL_COLUMNS = 128
 _BITS = {"int4": 4, "fp4": 4, "iq4": 4, "int5": 5, "int6": 6, "int8": 8, "fp8": 8}
 
 
@@ -32,6 +36,7 @@ class WeightFormat:
     a code (less its zero point) times its scale is rounded: "float16", "bfloat16" or "float32". `permuted`: the columns
     stand in another order than those of the activations. `scaled`: the activations are multiplied by a vector before.
     `minima`: to each product the minimum of its group is added, of any value, where a zero point is a whole number.
+    `scaling`: how scales and minima are known to be stored.
     """
 
     codes: Codes
@@ -41,6 +46,7 @@ class WeightFormat:
     permuted: bool = False
     scaled: bool = False
     minima: bool = False
+    scaling: Scaling = "any"
 
     def __str__(self) -> str:
         """The format in words, as in "int4, groups of 128, zero points"."""
@@ -59,12 +65,29 @@ class WeightFormat:
         return 1 if self.group is None else -(-columns // self.group)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, scales, minima and zero points, with scales of two bytes (float32: four; of 4-bit floats one,
-        by which they are published)."""
-        groups = rows * self.groups(columns)
+        """Bytes of codes, scales, minima and zero points, with scales of two bytes. Any numbers of float32 have four;
+        powers, and the 8-bit floats by which 4-bit floats are published, one, as have `Levels` beside their factors."""
+        groups, parts = rows * self.groups(columns), 2 if self.minima else 1
         scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
-        size = rows * -(-columns * self.bits // 8) + groups * scale * (2 if self.minima else 1)
+        scale = {"any": scale, "float16": 2, "levels": 1, "powers": 1}[self.scaling]
+        size = rows * -(-columns * self.bits // 8) + groups * scale * parts
+        size += rows * -(-columns // LEVEL_COLUMNS) * 2 * parts if self.scaling == "levels" else 0
         return size + (groups * self.bits // 8 if self.zeros else 0)
+
+
+class Levels(NamedTuple):
+    """Scales and minima as whole numbers of groups times a factor of `LEVEL_COLUMNS` columns, exact in float32.
+
+    `factors` float16 [N, ceil(K / 128), P], `numbers` int8 [N, groups, P]: of scales, and where P is 2 of minima.
+    """
+
+    factors: np.ndarray
+    numbers: np.ndarray
+
+    def products(self) -> np.ndarray:
+        """float32 [N, groups, P]."""
+        groups, of_factor = self.numbers.shape[1], -(-self.numbers.shape[1] // self.factors.shape[1])
+        return self.numbers * np.repeat(self.factors.astype(np.float32), of_factor, axis=1)[:, :groups]
 
 
 class ScaledWeight(Protocol):
@@ -79,6 +102,10 @@ class ScaledWeight(Protocol):
     @property
     def zeros(self) -> np.ndarray | None: ...
     @property
+    def minima(self) -> np.ndarray | None: ...
+    @property
+    def levels(self) -> Levels | None: ...
+    @property
     def order(self) -> np.ndarray | None: ...
     @property
     def input_scales(self) -> np.ndarray | None: ...
@@ -92,7 +119,7 @@ class PackedWeight:
     `order` int32 [K] or None: column k of the codes is multiplied by element order[k] of the activations; groups are of
     columns of the codes. `input_scales` float32 [K] or None: what multiplies the activations, in their own order.
     `minima` float32 [N, groups] or None, exact. Where groups have scales of their own beside one of many groups, as
-    llama.cpp's K types, `scales` and `minima` are the products, which float32 holds exactly.
+    llama.cpp's K types, `scales` and `minima` are the products of `levels`.
     """
 
     format: WeightFormat
@@ -102,6 +129,7 @@ class PackedWeight:
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
     minima: np.ndarray | None = None
+    levels: Levels | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,7 +146,9 @@ class PackedWeight:
         """These rows alone, as views."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
         minima = None if self.minima is None else self.minima[start:stop]
-        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], zeros=zeros, minima=minima)
+        levels = self.levels and Levels(*(each[start:stop] for each in self.levels))
+        codes, scales = self.codes[start:stop], self.scales[start:stop]
+        return replace(self, codes=codes, scales=scales, zeros=zeros, minima=minima, levels=levels)
 
     def values(self) -> np.ndarray:
         """The weight as float32 [N, K], its columns in the order of the activations, without `input_scales`.

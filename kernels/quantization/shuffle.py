@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits brought into the kernels' layout on the GPU, where they are loaded."""
+"""Weights of 4 to 8 bits brought into the kernels' layout on the GPU, where they are loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import TURNS, DeviceLayout
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_BITS
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
 
@@ -27,7 +28,7 @@ def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     turns = ", ".join(f"{{{turn}, {highest}}}" for turn, highest in TURNS[codes])
     macros = ("HOST_TURNS", turns), ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle))
     own = 32 // len(TURNS[codes])
-    expression = f"shuffle<{own}, {bits}>"
+    expression = f"shuffle<{own}, {bits}, {UPPER_BITS.get(codes, 0)}>"
     name = f"shuffle-{codes}-{bits}"
     return Kernel(ModuleSource(name, ("quantization/shuffle.cu",), (expression,), macros), expression)
 

@@ -4,8 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#ifdef EMBEDDING_MODE  // of a packed table, with EMBEDDING_SCALES: see packed_codes.cuh
-#include "decode/packed_codes.cuh"
+#ifdef EMBEDDING_MODE  // of a packed table, with EMBEDDING_SCALES: see packed_blocks.cuh
+#include "decode/packed_blocks.cuh"
 #endif
 #include "shared/groups.cuh"
 
@@ -26,28 +26,18 @@ __device__ inline void copy_bytes(
 }
 
 #ifdef EMBEDDING_MODE
-// A lane's reads of a packed block are for its own row: here they are for another one.
-struct BlockOfRow {
-    using Own = decode::packed::Format<EMBEDDING_SCALES, EMBEDDING_MODE>;
-    const char* begin;
-    int rows_on;
-    template <typename Bytes> __device__ void read(int place, Bytes& bytes) const {
-        const int row_bytes = place < Own::CODE_BYTES ? 4 * 16 : Own::SCALE_BYTES;
-        bytes = __ldg(reinterpret_cast<const Bytes*>(begin + place + rows_on * row_bytes));
-    }
-};
-
 // A row of a packed table, as device_layout.py says, its columns in eights: every four threads have 128 of them.
 template <class Compute>
 __device__ inline void unpack_row(
     const char* table, unsigned row, Compute* target, unsigned columns, unsigned thread, unsigned threads) {
     using namespace decode::packed;
     const unsigned blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
-    const char* begin = table + size_t(row / 8) * blocks * BlockOfRow::Own::BLOCK_BYTES;
+    constexpr int BLOCK_BYTES = Format<EMBEDDING_SCALES, EMBEDDING_MODE>::BLOCK_BYTES;
+    const char* begin = table + size_t(row / 8) * blocks * BLOCK_BYTES;
 #pragma unroll 1
     for (unsigned i = thread; i < 4 * blocks; i += threads) {
         Lane<EMBEDDING_SCALES, EMBEDDING_MODE> lane;
-        lane.read(BlockOfRow{begin + size_t(i / 4) * BlockOfRow::Own::BLOCK_BYTES, int(row % 8) - own_row()});
+        lane.read(GlobalBlock{begin + size_t(i / 4) * BLOCK_BYTES}, row % 8);
         decode::packed::Group<Compute, EMBEDDING_MODE> group;
 #pragma unroll
         for (int step = 0; step < BLOCK_STEPS; ++step) {

@@ -14,7 +14,7 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.prefill.twin import NumpyPrefill
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 #: More than any GPU has: what is compared here are results.
@@ -42,7 +42,7 @@ class _Float32Engine(KernelEngine):
 
 
 def numpy_kernel_engine(
-    config: ModelConfig, shape: EngineShape, way: type | None = None, packed: Mapping[str, DeviceLayout] | None = None
+    config: ModelConfig, shape: EngineShape, way: type | None = None, packed: Mapping[str, PackedLayout] | None = None
 ) -> KernelEngine:
     """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
     by name."""

@@ -1,4 +1,4 @@
-"""Random weights of 4 and 8 bits, their copies on the GPU, and values of a compute dtype."""
+"""Random weights of 4 to 8 bits, their copies on the GPU, and values of a compute dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, code_values, rounded
+from edgellm.kernels.quantization.packed_weight import (
+    LEVEL_COLUMNS,
+    Codes,
+    Levels,
+    PackedWeight,
+    WeightFormat,
+    code_values,
+    rounded,
+)
 
 
 def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -42,6 +50,41 @@ def random_packed(
         stored[stored & 127 == 127] ^= 1  # no number
     points = random.integers(0, 1 << format.bits, scales.shape).astype(np.uint8) if zeros else None
     return PackedWeight(format, stored, rounded(scales, dtype), points)
+
+
+#: The formats of tensors in GGUF files, by their types.
+GGUF_FORMATS = {
+    "q4_0": WeightFormat("int4", 32, False, "float32", scaling="float16"),
+    "q4_1": WeightFormat("int4", 32, False, "float32", minima=True, scaling="float16"),
+    "q5_0": WeightFormat("int5", 32, False, "float32", scaling="float16"),
+    "q5_1": WeightFormat("int5", 32, False, "float32", minima=True, scaling="float16"),
+    "q8_0": WeightFormat("int8", 32, False, "float32", scaling="float16"),
+    "q4_k": WeightFormat("int4", 32, False, "float32", minima=True, scaling="levels"),
+    "q5_k": WeightFormat("int5", 32, False, "float32", minima=True, scaling="levels"),
+    "q6_k": WeightFormat("int6", 16, False, "float32", scaling="levels"),
+    "iq4_nl": WeightFormat("iq4", 32, False, "float32", scaling="float16"),
+    "iq4_xs": WeightFormat("iq4", 32, False, "float32", scaling="levels"),
+    "mxfp4": WeightFormat("fp4", 32, False, "float32", scaling="powers"),
+}
+
+
+def random_of(format: WeightFormat, rows: int, columns: int, size: float = 0.01, seed: int = 0) -> PackedWeight:
+    """A weight of a format without zero points with every code, and scales of either sign up to about `size`."""
+    random, parts = np.random.default_rng(seed), 2 if format.minima else 1
+    shape = rows, format.groups(columns), parts
+    stored = random.integers(0, 1 << format.bits, (rows, columns)).astype(np.uint8)
+    levels = None
+    if format.scaling == "levels":
+        factors = random.uniform(-size / 64, size / 64, (rows, -(-columns // LEVEL_COLUMNS), parts)).astype(np.float16)
+        levels = Levels(factors, random.integers(-128, 128, shape).astype(np.int8))
+        scales = levels.products()
+    elif format.scaling == "powers":
+        stored[stored == 8] = 0  # there is no negative zero
+        scales = np.ldexp(np.float32(1), random.integers(-3, 3, shape) + int(np.log2(size)))
+    else:
+        scales = rounded(random.uniform(-size, size, shape).astype(np.float32), "float16")
+    minima = np.ascontiguousarray(scales[..., 1]) if format.minima else None
+    return PackedWeight(format, stored, np.ascontiguousarray(scales[..., 0]), minima=minima, levels=levels)
 
 
 def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:

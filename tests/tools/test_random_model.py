@@ -189,3 +189,27 @@ def test_a_packed_checkpoint_is_written_and_runs(tmp_path: Path) -> None:
     build_engine_directory(tmp_path / "model", tmp_path / "engines", EngineLimits(1, 16, 64), None)
     with LLM(tmp_path / "engines", backend="numpy") as llm:
         assert len(llm.generate("hello", SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("mixture", "bits"), [("q4_0", 4.95), ("q8_0", 8.5), ("q4_k_m", 5.2)])
+def test_weights_of_gguf_files_have_their_sizes_and_are_those_of_dense_ones(
+    mixture: str, bits: float, dtype: str
+) -> None:
+    from random_checkpoint import SHAPES
+    from random_draft import SCALE
+    from random_model import even_weight, gguf_layouts
+
+    config = decoder_config(SHAPES["llama-1b"])
+    layouts = gguf_layouts(config, mixture, dtype)
+    shapes = {spec.name: spec.shape for spec in decoder_weights(config) if spec.name in layouts}
+    count = sum(int(np.prod(shape)) for shape in shapes.values())
+    found = sum(int(np.prod(layout.shape)) for layout in layouts.values()) * 8 / count
+    assert bits <= found <= 1.06 * bits
+    for name, layout in layouts.items():
+        assert shapes[name] == (sum(run.rows for run in layout.runs), layout.runs[0].columns)
+    mixed = [name for name, layout in layouts.items() if len(layout.runs) > 1]
+    assert len(mixed) == (8 if mixture == "q4_k_m" else 0)
+    for format in {run.format for layout in layouts.values() for run in layout.runs}:
+        values = even_weight(format, 64, 1024).values()
+        assert values.std() == pytest.approx(SCALE, rel=0.02) and abs(values.mean()) < 0.15 * SCALE

@@ -42,7 +42,7 @@ from edgellm.engines.model.states import WindowRows, state_bytes
 from edgellm.engines.model.steps import Attention, Stateful, Step
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 #: The largest share of a board's bandwidth that a published run reads: Qwen2.5-7B by MLC on an Orin Nano Super, 21.75
 #: tokens a second of 3.98 GB of weights, is 85 % of 102 GB/s.
@@ -177,7 +177,7 @@ class Cost(NamedTuple):
         return max(self.nbytes / (reached * board.gb_per_s), clocks / board.multiprocessor_ghz) / 1e9 + edge
 
 
-def step_cost(step: Step, shape: EngineShape, dtype: str, packed: Mapping[str, DeviceLayout], context: int) -> Cost:
+def step_cost(step: Step, shape: EngineShape, dtype: str, packed: Mapping[str, PackedLayout], context: int) -> Cost:
     """The cost of one step of a program behind so many tokens of context."""
     rows = shape.selected if getattr(step, "selects", False) else shape.tokens
     nbytes = clocks = products = 0.0

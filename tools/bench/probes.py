@@ -15,7 +15,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
 from edgellm.engines.model.states import KVRows, WindowRows, decoder_states, state_bytes
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 
 def executor_name(engine: Any) -> str:
@@ -27,7 +27,7 @@ def executor_name(engine: Any) -> str:
 
 
 def weight_bytes(
-    config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, DeviceLayout] | None = None
+    config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, PackedLayout] | None = None
 ) -> int:
     """Bytes of the weights that a step of an engine reads: the embedding only where it is the head; `packed` are the
     layouts of those that are."""

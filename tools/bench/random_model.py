@@ -29,18 +29,20 @@ from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, Draft
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat
+from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
 #: What the layers of a model may be, and its head and the draft's, where they are packed.
-WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4")
+WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "q4_0", "q8_0", "q4_k_m")
 
 
 @dataclass(frozen=True)
@@ -126,24 +128,22 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
         """As `RandomWeights` does, those of the directory's layouts packed."""
         every = [each for layouts in self._packed.values() for each in layouts.items()]
         packed = {
-            spec.name: layout
+            spec.name: layout.runs
             for spec in specs
             for name, layout in every
-            if spec.name == name and spec.shape == (layout.rows, layout.columns)
+            if spec.name == name and spec.shape == (sum(run.rows for run in layout.runs), layout.runs[0].columns)
         }
         found = super().load_weights(checkpoint, [spec for spec in specs if spec.name not in packed], progress)
-        templates = {layout.format: self._template(layout) for layout in packed.values()}
-        for name, layout in packed.items():
-            found[name] = PackedMatrix(layout, self._repeated(templates[layout.format], layout))
+        templates = {run.format: self._template(run) for runs in packed.values() for run in runs}
+        for name, runs in packed.items():
+            made = tuple(PackedMatrix(run, self._repeated(templates[run.format], run)) for run in runs)
+            found[name] = made[0] if len(made) == 1 else PackedRuns(made)
         self._load_kernels(found)
         return found
 
     def _template(self, layout: DeviceLayout) -> DeviceArray:
-        """Blocks of evenly distributed codes with scales that give them the deviation of dense weights."""
-        random, (rows, columns), every = np.random.default_rng(0), (1024, 8192), 1 << layout.format.bits
-        scales = np.full((rows, layout.format.groups(columns)), SCALE / np.arange(every).std(), np.float16)
-        codes = random.integers(0, every, (rows, columns)).astype(np.uint8)
-        made, data = to_device_layout(PackedWeight(layout.format, codes, scales.astype(np.float32)))
+        """The blocks of an `even_weight`."""
+        made, data = to_device_layout(even_weight(layout.format, 1024, 8192), layout.dtype)
         assert (made.small, made.block_bytes) == (layout.small, layout.block_bytes)
         return uploaded(self, data.reshape(-1))
 
@@ -155,6 +155,45 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
         return data
 
 
+def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
+    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero."""
+    random, values = np.random.default_rng(0), np.arange(1 << format.bits)
+    codes, shape = random.integers(0, len(values), (rows, columns)).astype(np.uint8), (rows, format.groups(columns))
+    scale = np.float16(SCALE / values.std())
+    found = np.array([scale, -values.mean() * scale], np.float16)[: 1 + format.minima]
+    if format.scaling != "levels":
+        own = [np.full(shape, each, np.float32) for each in found]
+        return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
+    factors = np.broadcast_to(found / np.float16(32), (rows, -(-columns // LEVEL_COLUMNS), len(found)))
+    levels = Levels(factors, np.full((*shape, len(found)), 32, np.int8))
+    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(), -1, 0)]
+    return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
+
+
+def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
+    """How the weights of a GGUF file are packed that llama.cpp calls so: Q4_K_M has v and what goes down in Q6_K in the
+    first and last eighths of layers, and in every third one between; all but Q8_0 the embedding."""
+    found, layers = dict[str, PackedLayout](), config.num_layers
+    for spec in decoder_weights(config):
+        if len(spec.shape) != 2 or spec.dtype != "compute" or len(spec.parts[0][1]) != 2:
+            continue
+        layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else None, list[DeviceLayout]()
+        for part, shape in spec.parts:
+            more = layer is not None and (
+                layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+            )
+            finer = layer is None or (mixture == "q4_k_m" and more and (".v_proj." in part or ".down_proj." in part))
+            kind = {"q4_k_m": "q4_k"}.get(mixture, mixture)
+            format = BlockLayout("q6_k" if finer and mixture != "q8_0" else kind).format(dtype)
+            own = replace(device_layout(even_weight(format, 8, 256), dtype), rows=shape[0], columns=shape[1])
+            if runs and runs[-1].format == format:
+                runs[-1] = replace(runs[-1], rows=runs[-1].rows + shape[0])
+            else:
+                runs.append(own)
+        found[spec.name] = runs[0] if len(runs) == 1 else RunsLayout(tuple(runs))
+    return found
+
+
 class RandomNumpyBackend(RandomWeights, NumpyBackend):
     """The backend without one."""
 
@@ -164,7 +203,7 @@ def random_directory(
 ) -> RandomDirectory:
     """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights` of
     "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
-    plus it is what the heads of both are."""
+    plus it is what the heads of both are. Of a GGUF file's all of the base are packed."""
     layers_are, _, head = weights.partition("+")
     own = draft_of(config)
     config = replace(config, head=head or HEADS[0])
@@ -174,8 +213,10 @@ def random_directory(
     draft = RandomDraft(folder / "draft", own, {}) if limits.has_draft else None
     if draft is not None:
         config = replace(config, feature_layers=draft.config.feature_layers)
-    layouts: dict[str, dict[str, DeviceLayout]] = {}
-    limits = replace(limits, packed=layers_are == "int4")
+    layouts: dict[str, dict[str, PackedLayout]] = {}
+    limits = replace(limits, packed=layers_are != "float16")
+    if layers_are not in ("float16", "int4"):
+        layouts["base"] = gguf_layouts(config, layers_are, dtype)
     if layers_are == "int4":
         format = WeightFormat("int4", 128, False, dtype)
         dense = [spec for spec in decoder_weights(config) if spec.dtype == "compute" and ".layers." in spec.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
@@ -117,8 +118,10 @@ def packed_prompt_sources(dtype: str) -> list[ModuleSource]:
         *(("fp8", None, False, "float32"), ("fp4", 16, False, None)),
     )
     found, last = [], PACKED_TILINGS[-1]
-    for codes, group, zeros, multiplied in formats:
-        layout = DeviceLayout(WeightFormat(codes, group, zeros, dtype), 4096, 4096, multiplied=multiplied)
+    each = [(WeightFormat(codes, group, zeros, dtype), multiplied) for codes, group, zeros, multiplied in formats]
+    each += [(BlockLayout(kind).format(dtype), "float32") for kind in ("q4_1", "q5_k", "q6_k", "iq4_xs", "mxfp4")]
+    for format, multiplied in each:
+        layout = DeviceLayout(format, 4096, 4096, dtype=dtype, multiplied=multiplied)
         kinds = [("linear", tiling, False) for tiling in PACKED_TILINGS]
         kinds += [("gate_up", last, False), ("linear_residual", last, False), ("gate_up", last, True)]
         found += [packed_prompt_kernel(name, layout, tiling, 2, adapted).source for name, tiling, adapted in kinds]

@@ -10,7 +10,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Step
 from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 StepKind = TypeVar("StepKind", bound=Step)
 
@@ -69,7 +69,7 @@ def step_rows(step: Step, program: Program) -> int:
     return math.prod(program.kinds[step.output][0][:-1])
 
 
-def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
+def packed_layout(step: Step, program: Program) -> PackedLayout | None:
     """How a step's weight is packed, if it is."""
     return None if step.multiplies is None else program.packed.get(step.multiplies.weight.name)
 

@@ -38,8 +38,8 @@ from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
 
-#: What a linear layer gives before it is normed and added.
-UNNORMED = "unnormed"
+#: What a linear layer gives before it is normed and added; gates and ups that are multiplied in launches of their own.
+UNNORMED, GATES_AND_UPS = "unnormed", "gates_and_ups"
 Layer = NormLinear | LinearResidual
 
 
@@ -73,6 +73,8 @@ class _AnyLinear(Implementation[Any]):
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
             found |= dict.fromkeys(found, ((rows, width), "compute" if step.gated else "float32"))
+            if step.gated and _has_runs(step, program):
+                found[GATES_AND_UPS] = ((rows * 2 * width,), "float32")
         if keep is not None:
             found[keep.target] = ((given, kept_width), "compute")
         return found | {JOINED_INPUTS: ((joined,), "compute")}
@@ -80,7 +82,9 @@ class _AnyLinear(Implementation[Any]):
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
-            return self._normed(step, run, linear, next_early)
+            if step.gated and len(linear.runs) > 1:
+                return self._gated_apart(step, run, linear, next_early)
+            return self._by_runs(step, run, linear, next_early)
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
@@ -88,6 +92,26 @@ class _AnyLinear(Implementation[Any]):
             launches.append(run.copy_kept(step.keep, run.array(step.residual)))
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
+
+    def _by_runs(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The launches of each format; what is kept is kept once."""
+        found = list[Any]()
+        for part in linear.runs:
+            found += self._normed(step, run, part, next_early)
+            step = replace(step, keep=None)
+        return found
+
+    def _gated_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The same of gates and ups of different formats, which come together behind them."""
+        output = run.array(step.output)
+        apart = run.shared(GATES_AND_UPS, step_rows(step, run.program), linear.weight.shape[0])
+
+        def array(name: str) -> Array:
+            return apart if name == step.output else run.array(name)
+
+        own = Launching(run.kernels, run.program, array, iter(()))
+        launches = self._by_runs(replace(step, gated=False, activation=None), own, linear, next_early)
+        return [*launches, run.kernels.few.gate_rows(apart, step.activation, output)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         raise NotImplementedError
@@ -200,7 +224,8 @@ class PackedRows(_AnyLinear):
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         layout = packed_layout(step, program)
         assert layout is not None
-        return packed_refusal(step_rows(step, program), layout, limit)
+        refusals = (packed_refusal(step_rows(step, program), own, limit) for own in layout.runs)
+        return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         few, output, rows = run.kernels.few, run.array(step.output), step_rows(step, run.program)
@@ -257,7 +282,10 @@ class PromptRows(_AnyLinear):
         (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
         if rows <= MAX_TILED_ROWS:
             return
-        kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
+        if packed is not None and len(packed.runs) > 1:
+            name = "linear"  # also of gates and ups
+        for own in (None,) if packed is None else packed.runs:
+            kernels.any_rows.load(name, rows, weight if own is None else (own.rows, own.columns), low_rows > 0, own)
         if low_rows:
             kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
 
@@ -303,6 +331,12 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
     if step.gated:
         return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
     return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]
+
+
+def _has_runs(step: Layer, program: Program) -> bool:
+    """Whether a layer's rows are packed in several ways."""
+    layout = packed_layout(step, program)
+    return layout is not None and len(layout.runs) > 1
 
 
 def _ranks(program: Program) -> int:

@@ -33,7 +33,7 @@ from edgellm.engines.model.steps import (
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
 from edgellm.kernels.decode.tilings import Capacity, fastest
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
 
 _LINEAR: tuple[Implementation[Any], ...] = FewRows(), ManyRows(), PackedRows(), PromptRows()
 #: Of each kind of step, what runs it; of those that do not refuse it the fastest by their clocks, or the first.
@@ -95,7 +95,7 @@ def kernel_choice(
     dtype: str,
     shared_limit: int,
     capacity: Capacity | None = None,
-    packed: Mapping[str, DeviceLayout] | None = None,
+    packed: Mapping[str, PackedLayout] | None = None,
     only: Collection[type[Implementation[Any]]] = (),
 ) -> tuple[Choice | None, str]:
     """The fastest implementation of each step of a shape where blocks may have `shared_limit` bytes of shared memory;

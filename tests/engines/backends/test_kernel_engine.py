@@ -38,6 +38,7 @@ from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.row_runs import PackedRuns
 
 WAYS = pytest.mark.parametrize("way", [FewRows, ManyRows])
 H200 = 232_448
@@ -60,7 +61,7 @@ def launched(
     way: type, config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """What the twins of kernels compute of it, by launches of an engine."""
-    layouts = {name: array.layout for name, array in arrays.items() if isinstance(array, PackedMatrix)}
+    layouts = {name: array.layout for name, array in arrays.items() if isinstance(array, PackedMatrix | PackedRuns)}
     engine = numpy_kernel_engine(config, shape, way, layouts)
     bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensor_names}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
@@ -77,7 +78,10 @@ def launched(
 
 
 def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays with packed linear layers whose inputs are permuted, scaled, or both: dense, and as kernels have them."""
+    """Arrays with packed linear layers whose inputs are permuted, scaled, or both: dense, and as kernels have them.
+
+    Of what is multiplied as one, the last eight rows, or the ups, are packed in another way, with inputs in another
+    order."""
     dense, packed, random = dict(arrays), dict[str, Any](arrays), np.random.default_rng(5)
     for number, (name, array) in enumerate(arrays.items()):
         if not name.endswith("weight") or array.ndim != 2 or "embed" in name:
@@ -85,11 +89,19 @@ def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         columns = array.shape[1]
         order = random.permutation(columns).astype(np.int32) if number % 3 else None
         scales = random.uniform(0.5, 2, columns).astype(np.float32) if number % 3 != 1 else None
-        size = 0.3 * columns**-0.5
-        weight = replace(random_packed(*array.shape, 16, True, "float16", size), order=order, input_scales=scales)
-        layout, data = to_device_layout(weight)
-        dense[name] = weight.values() if scales is None else weight.values() * scales
-        packed[name] = PackedMatrix(replace(layout, dtype="float32"), data, InputPermutation.of(weight))
+        # Gates and ups are halves.
+        size, apart = 0.3 * columns**-0.5, 8 if "qkv" in name else array.shape[0] // 2 if "gate_up" in name else 0
+        weights = [random_packed(array.shape[0] - apart, columns, 16, True, "float16", size)]
+        weights = [replace(weights[0], order=order, input_scales=scales)]
+        if apart:
+            other = random_packed(apart, columns, 16, True, "float32", size / 8, codes="int6")
+            weights.append(replace(other, order=random.permutation(columns).astype(np.int32)))
+        values = [each.values() * (1 if each.input_scales is None else each.input_scales) for each in weights]
+        dense[name], runs = np.concatenate(values).astype(np.float32), list[PackedMatrix]()
+        for weight in weights:
+            layout, data = to_device_layout(weight, "float16")
+            runs.append(PackedMatrix(replace(layout, dtype="float32"), data, InputPermutation.of(weight)))
+        packed[name] = runs[0] if len(runs) == 1 else PackedRuns(tuple(runs))
     return dense, packed
 
 

@@ -72,8 +72,9 @@ def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dt
         specs = decoder_weights(config)
         packed = packed_layouts(checkpoint, specs, dtype)
         layers = [f"model.layers.{layer}." for layer in range(2)]
-        expected = {f"{layer}{name}.weight" for layer in layers for name in ("self_attn.o_proj", "mlp.gate_up_proj")}
-        assert packed.keys() == expected | {"lm_head.weight"}
+        names = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
+        expected = {f"{layer}{name}.weight" for layer in layers for name in names}
+        assert packed.keys() == expected | {"lm_head.weight", "model.embed_tokens.weight"}
         of_numpy = load_numpy_weights(checkpoint, specs)
         rest = [spec for spec in specs if spec.name not in packed]
         whole = {spec.name: np.empty(spec.shape, np.float16 if dtype == "float16" else np.uint16) for spec in rest}
@@ -92,12 +93,14 @@ def test_kernels_of_a_gpu_that_is_not_there_take_them(tmp_path: Path, kinds: dic
     weights = WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
     packed = {name: layout for name, layout in weights.loaded["base"].items() if layout is not None}
     assert packed.keys() == weights.planned["base"].keys() and len(packed) > 4
-    assert {str(layout.format) for layout in packed.values()} == {"int4, groups of 32", "int8, groups of 32"}
-    assert {layout.product for layout in packed.values()} == {"float16" if dtype == "float16" else "float32"}
+    found = {(run.format.codes, run.kind) for layout in packed.values() for run in layout.runs}
+    plain = "narrow" if dtype == "float16" else "float16"
+    levels = {(codes, "levels") for codes in ("int4", "int6", "iq4")} if "iq4_xs" in kinds.values() else set()
+    assert found == {("int4", plain), ("int8", plain)} | levels
     gpu = absent_gpu("sm_86", 16, SHARED_MEMORY["sm_86"])
     limits = EngineLimits(1, 16, 64, packed=True)
     names = {source.name for source in needed_modules(models, limits, dtype, weights, gpu)}
-    assert {"shuffle-int4-8", "shuffle-int8-8"} <= names
+    assert {f"shuffle-{codes}-8" for codes, _ in found} <= names
 
 
 def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
@@ -106,13 +109,16 @@ def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
         specs = decoder_weights(decoder_config(checkpoint.config))
         names = packed_layouts(checkpoint, specs, "float16").keys()
         assert "model.layers.1.self_attn.qkv_proj.weight" in names
-        assert "model.embed_tokens.weight" not in names
+        assert "model.embed_tokens.weight" in names
         words = "GGUF Q4_0: int4, groups of 32"
         assert described_parts(checkpoint, specs)[words][0] == 14
-    with Checkpoint.open(write_mixture(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
-        names = packed_layouts(checkpoint, specs, "float16").keys()
-        assert "model.layers.1.self_attn.qkv_proj.weight" not in names
-        assert "model.layers.1.mlp.gate_up_proj.weight" in names
+    mixed = same | {"attn_v": "q8_0", "ffn_up": "q4_1"}
+    with Checkpoint.open(write_mixture(tmp_path / "mixed", mixed)) as checkpoint:
+        layouts = packed_layouts(checkpoint, specs, "float16")
+        runs = layouts["model.layers.1.self_attn.qkv_proj.weight"].runs
+        assert [(run.format.codes, run.rows) for run in runs] == [("int4", 384), ("int8", 128)]
+        runs = layouts["model.layers.1.mlp.gate_up_proj.weight"].runs
+        assert [(run.format.minima, run.rows) for run in runs] == [(False, 256), (True, 256)]
 
 
 def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class KernelSteps(RecurrentSteps):
                 if not stored:
                     continue
                 whole = fused(stored)
-                assert whole is not None and whole.shape == spec.shape
+                assert whole.shape == spec.shape
                 layout, data = to_device_layout(whole.unpacked())
                 inputs = InputPermutation.of(whole.unpacked())
                 self.packed[spec.name] = PackedMatrix(replace(layout, dtype="float32"), data, inputs)

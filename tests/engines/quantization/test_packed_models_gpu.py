@@ -138,12 +138,17 @@ def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, dty
     assert_agrees_with_numpy(*published(tmp_path / name, dtype), 4)
 
 
-#: Types that kernels take, each everywhere, and mixtures with some that are dense there.
+#: Types each everywhere, and mixtures, also of layers that are multiplied as one.
 GGUF = {
     "q4_0": dict.fromkeys(MIXTURE, "q4_0"),
     "q8_0": dict.fromkeys(MIXTURE, "q8_0"),
     "mixture": MIXTURE,
     "q4_0 with q4_1": dict.fromkeys(MIXTURE, "q4_0") | {"attn_v": "q4_1", "ffn_down": "q4_1"},
+    "gates": dict.fromkeys(MIXTURE, "q4_0") | {"ffn_gate": "q5_0"},
+    "others": {
+        **{"attn_q": "q5_0", "attn_k": "q5_0", "attn_v": "q5_1", "attn_output": "iq4_nl"},
+        **{"ffn_gate": "mxfp4", "ffn_up": "mxfp4", "ffn_down": "q4_1"},
+    },
     "k types": {name: "q6_k" if name in ("attn_v", "ffn_down") else "q5_k" for name in MIXTURE},
 }
 

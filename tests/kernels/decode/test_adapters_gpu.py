@@ -9,7 +9,7 @@ import pytest
 from decode_models import TOLERANCE
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
-from packed_weights import random_packed
+from packed_weights import packed_copy, random_packed
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearAdapters, LinearWeights, NormedInput, low_words, padded_columns
@@ -18,6 +18,7 @@ from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedRuns
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +78,7 @@ class Layer:
         scales: np.ndarray | None,
         order: list[int] | None = None,
         many: bool = False,
-        packed: PackedMatrix | None = None,
+        packed: AnyPacked | None = None,
     ) -> np.ndarray:
         """What the kernel of a role makes of rows x [R, K] with scales [B, S]; `order`: the adapters in the places;
         `packed`: the weight in 4 bits, for kernels of many rows."""
@@ -93,10 +94,11 @@ class Layer:
             self.few.norm(NormedInput(values, norm, 1e-5), normed)()
             values = normed
         linear = LinearWeights(packed or weight, bias, adapters)
-        arguments = self.arguments(role, many, linear, values, norm)
-        if packed is not None and adapters is not None:
-            self.many.low_products(values, linear)()
-        getattr(self.many if many else self.few, role.removeprefix("norm_") if many else role)(*arguments, output)()
+        for run in linear.runs:
+            if packed is not None and adapters is not None:
+                self.many.low_products(values, run)()
+            arguments = self.arguments(role, many, run, values, norm)
+            getattr(self.many if many else self.few, role.removeprefix("norm_") if many else role)(*arguments, output)()
         found = self.gpu.download(output)
         return from_bits(found, self.dtype) if role == "norm_gate_up" else found
 
@@ -215,6 +217,21 @@ def test_packed_layers_get_the_bits_of_the_dequantized_weight(
         np.testing.assert_array_equal(layer.result(role, x, scales, many=True, packed=packed), expected)
     plain = layer.result(role, x, None, many=True)
     np.testing.assert_array_equal(layer.result(role, x, scales * 0, many=True, packed=packed), plain)
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 9, 64])
+@pytest.mark.parametrize("case", [case for case in CASES if len(case.modules) > 1], ids=str)
+def test_runs_of_packed_rows_get_the_bits_of_the_dequantized_weight(gpu, dtype: str, rows: int, case: Case) -> None:
+    """Each module in a launch of its own."""
+    places, layer = 4, Layer(gpu, dtype, case, 4)
+    size = case.columns**-0.5 / 8
+    weights = [random_packed(own, case.columns, 32, True, dtype, size, seed=own) for own in case.modules]
+    layer.weight = np.concatenate([weight.values() for weight in weights])
+    packed = PackedRuns(tuple(packed_copy(gpu, weight) for weight in weights))
+    x, scales = layer.normal(rows, case.columns) * 20, one_each([(b * 2) % places for b in range(rows)], places)
+    expected = layer.result("norm_linear", x, scales, many=True)
+    np.testing.assert_array_equal(layer.result("norm_linear", x, scales, many=True, packed=packed), expected)
 
 
 def test_eight_places_of_rank_64_take_more_units_than_there_are_blocks(gpu) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_bits import relative
 from gpu_device import device_copy
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
 
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
@@ -19,8 +19,10 @@ from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation
 from edgellm.kernels.quantization.packed_weight import Codes
+from edgellm.kernels.quantization.row_runs import PackedRuns
 
 pytestmark = pytest.mark.gpu
 
@@ -109,7 +111,25 @@ def test_every_format_gives_the_bits_of_the_dequantized_weight(
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-@pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_formats_of_gguf_files_give_the_bits_of_the_dequantized_weight(gpu, kind: str, compute: str) -> None:
+    kernels = CudaTiledKernels(gpu.kernel_module, compute)
+    for rows, columns, size in ((1, 2048, 0.01), (2, 544, 2.0), (8, 2048, 0.2), (16, 1056, 0.01), (64, 2048, 0.01)):
+        weight = random_of(GGUF_FORMATS[kind], 72, columns, size)
+        packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
+        _, x = normal(gpu, compute, rows, columns)
+        output = gpu.empty((rows, 72), "float32")
+        kernels.linear(x, LinearWeights(dense), output)()
+        expected = gpu.download(output)
+        assert np.isfinite(expected).all()
+        for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
+            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+            kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
+            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {columns}")
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("codes", ["int4", "int5", "int6", "int8", "iq4", "fp8", "fp4"])
 def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
     kernels, scale_dtype = CudaTiledKernels(gpu.kernel_module, compute), "float32" if codes == "fp4" else compute
     for zeros in (False, True)[: 1 + codes.startswith("int")]:
@@ -120,6 +140,65 @@ def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
         packed, output = packed_copy(gpu, weight, compute), gpu.empty((64, 256), "float32")
         kernels.linear(ones, LinearWeights(packed), output)()
         np.testing.assert_array_equal(gpu.download(output).T, compute_bits(weight.values(), compute)[1])
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 64, 100])
+def test_runs_of_rows_give_the_bits_of_the_dequantized_weight(gpu, rows: int, compute: str) -> None:
+    """Of q, k and v in three formats, by kernels of few rows, of many and of prompts."""
+    module, kinds, columns = gpu.kernel_module, {"q4_k": 136, "q6_k": 24, "q8_0": 40}, 1056
+    weights = [random_of(GGUF_FORMATS[kind], own, columns, seed=own) for kind, own in kinds.items()]
+    values, width = np.concatenate([weight.values() for weight in weights]), sum(kinds.values())
+    dense, (_, bias) = device_copy(gpu, compute_bits(values, compute)[0]), normal(gpu, compute, width)
+    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)), bias)
+    kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
+    _, x = normal(gpu, compute, rows, columns)
+    output, few = gpu.empty((rows, width), "float32"), CudaDecodeKernels(module, compute, 64)
+
+    def computed(linear: LinearWeights, kind: str) -> np.ndarray:
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        for run in linear.runs:
+            if kind == "linear":
+                kernels.linear(x, run, output, 0.5)()
+            elif kind == "normed":
+                few.norm_linear([NormedInput(hidden, None)], run, output, 0.5)()
+            else:
+                (few if kind == "few" else kernels).linear_residual(x, run, None, output, 0.5)()
+        return gpu.download(output)
+
+    hidden = device_copy(gpu, np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32))
+    for kind in ("linear", "added", *(("few",) if rows <= 8 else ()), *(("normed",) if rows <= 2 else ())):
+        expected = computed(LinearWeights(dense, bias), kind)
+        assert np.isfinite(expected).all()
+        np.testing.assert_array_equal(computed(packed, kind), expected, err_msg=kind)
+    with pytest.raises(KernelError, match="takes no residual"):
+        kernels.linear_residual(x, packed.runs[1], output, output)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 16, 100])
+def test_gates_and_ups_in_two_formats_have_the_bits_of_the_dequantized_weight(
+    gpu, rows: int, activation: str, compute: str
+) -> None:
+    module, columns, width = gpu.kernel_module, 544, 4104
+    weights = [
+        random_of(GGUF_FORMATS[kind], width, columns, seed=number) for number, kind in enumerate(("q4_0", "q5_1"))
+    ]
+    dense = device_copy(gpu, compute_bits(np.concatenate([weight.values() for weight in weights]), compute)[0])
+    packed = LinearWeights(PackedRuns(tuple(packed_copy(gpu, weight, compute) for weight in weights)))
+    kernels: CudaTiledKernels = (CudaTiledKernels if rows <= 64 else CudaPromptLinear)(module, compute)
+    (_, x), output = normal(gpu, compute, rows, columns), gpu.zeros((rows, width), compute)
+    kernels.gate_up(x, LinearWeights(dense), activation, output)()
+    expected, apart = gpu.download(output), gpu.empty((rows, 2 * width), "float32")
+    gpu.upload(output, np.zeros_like(expected))
+    for run in packed.runs:
+        kernels.linear(x, run, apart)()
+    few = CudaDecodeKernels(module, compute, 64)
+    few.gate_rows(apart, activation, output)()
+    np.testing.assert_array_equal(gpu.download(output), expected)
+    with pytest.raises(KernelError, match="half as many columns"):
+        few.gate_rows(output, activation, apart)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 30, 64])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 from gpu_device import device_copy
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
 
 from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
@@ -43,6 +45,8 @@ def _random(gpu, dtype: str, *shape: int):
         (1, 80, 2048, 32, True, "float16", "int8"),
         (2, 80, 1032, None, False, "float16", "fp8"),
         (1, 80, 4096, 16, False, "bfloat16", "fp4"),
+        *((1, 80, 2048, None, False, dtype, kind) for kind in GGUF_FORMATS for dtype in ("float16", "bfloat16")),
+        *((rows, 80, 1056, None, False, "float16", kind) for kind in GGUF_FORMATS for rows in (2, 8)),
     ],
 )
 def test_packed_layers_have_the_bits_of_the_dequantized_weight(
@@ -53,11 +57,15 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
     group: int | None,
     zeros: bool,
     dtype: str,
-    codes: Codes,
+    codes: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, tiled = CudaDecodeKernels(gpu.kernel_module, dtype, 64), CudaTiledKernels(gpu.kernel_module, dtype)
-    packed, dense = _layer(gpu, random_packed(width, columns, group, zeros, dtype, codes=codes), dtype)
+    if codes in GGUF_FORMATS:
+        weight = random_of(GGUF_FORMATS[codes], width, columns)
+    else:
+        weight = random_packed(width, columns, group, zeros, dtype, codes=cast(Codes, codes))
+    packed, dense = _layer(gpu, weight, dtype)
     x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
     residual, norm_weight = _random(gpu, "float32", rows, width), _random(gpu, dtype, columns)
     normed, rounded = NormedInput(hidden, norm_weight, 1e-5, 1.0), NormedInput(hidden, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gpu_device import device_copy
-from packed_weights import compute_bits, packed_copy, random_packed, rescaled, with_factors
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed, rescaled, with_factors
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import Kept, LinearWeights
@@ -93,6 +93,18 @@ def test_rows_of_every_format_have_the_bits_of_decode_kernels(gpu, format: tuple
         layer = Layer(gpu, weight, compute, rows)
         tilings = layer.tilings()
         layer.assert_rows_have_the_bits_of_steps([tilings[number % len(tilings)]])
+    dense, layer.prompts.tiling = device_copy(gpu, compute_bits(weight.values(), compute)[0]), None
+    np.testing.assert_array_equal(layer.linear(layer.prompts, slice(None), dense), layer.by_steps())
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_rows_of_gguf_files_have_the_bits_of_decode_kernels(gpu, kind: str, compute: str) -> None:
+    weight = random_of(GGUF_FORMATS[kind], 136, 1056, 0.02)
+    for number, rows in enumerate((100, 300)):
+        layer = Layer(gpu, weight, compute, rows)
+        tilings = layer.tilings()
+        layer.assert_rows_have_the_bits_of_steps([tilings[(number + list(GGUF_FORMATS).index(kind)) % len(tilings)]])
     dense, layer.prompts.tiling = device_copy(gpu, compute_bits(weight.values(), compute)[0]), None
     np.testing.assert_array_equal(layer.linear(layer.prompts, slice(None), dense), layer.by_steps())
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import compute_bits, packed_copy, random_packed, rescaled, with_factors
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed, rescaled, with_factors
 
 from edgellm.kernels.decode.dequantize import dequantize
 from edgellm.kernels.errors import KernelError
@@ -52,6 +52,24 @@ def test_values_of_other_formats(gpu, codes: Codes, group: int | None, zeros: bo
     assert_dequantized(gpu, weight, compute)
     if dtype == "float32":
         assert_dequantized(gpu, rescaled(weight, "float32"), compute)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_values_of_gguf_files(gpu, kind: str, compute: str) -> None:
+    for rows, columns, size in ((8, 128, 3.0), (19, 544, 0.01), (130, 1056, 0.2)):
+        weight = random_of(GGUF_FORMATS[kind], rows, columns, size)
+        if device_layout(weight, compute).small:  # zeros of negative scales lose their signs in part
+            weight.scales[:] = np.abs(weight.scales)
+        assert_dequantized(gpu, weight, compute)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("codes", "zeros"), [("int4", False), ("int5", False), ("int6", True), ("int8", False)])
+def test_values_with_minima_or_zero_points_of_any_numbers(gpu, codes: Codes, zeros: bool, compute: str) -> None:
+    format = WeightFormat(codes, 64, False, "float32", minima=True)
+    weight = random_packed(19, 520, 64, True, "float32", codes=codes) if zeros else random_of(format, 19, 520)
+    assert_dequantized(gpu, rescaled(weight, "float32"), compute)
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])

@@ -1,4 +1,4 @@
-"""The layout in which kernels read weights of 4 and 8 bits: a weight comes back from it, and it is what they expect."""
+"""The layout in which kernels read weights of 4 to 8 bits: a weight comes back from it, and it is what they expect."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import random_packed, rescaled, with_factors
+from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
+from edgellm.kernels.quantization.code_words import TURNS
 from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
-    TURNS,
     DeviceLayout,
     device_layout,
     from_device_layout,
@@ -35,9 +35,15 @@ def came_back(layout: DeviceLayout, data: np.ndarray, weight: PackedWeight) -> N
     assert found.format == weight.format
     np.testing.assert_array_equal(found.codes, weight.codes)
     np.testing.assert_array_equal(found.scales, weight.scales)
-    assert (found.zeros is None) == (weight.zeros is None)
-    if weight.zeros is not None and found.zeros is not None:
-        np.testing.assert_array_equal(found.zeros, weight.zeros)
+    for name in ("zeros", "minima"):
+        given, own = getattr(weight, name), getattr(found, name)
+        assert (own is None) == (given is None)
+        if given is not None:
+            np.testing.assert_array_equal(own, given)
+    assert (found.levels is None) == (weight.levels is None)
+    for own, given in zip(found.levels or (), weight.levels or (), strict=True):
+        assert own.dtype == given.dtype
+        np.testing.assert_array_equal(own, given)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -62,6 +68,42 @@ def test_a_weight_of_another_dtype_comes_back(
         layout, data = to_device_layout(weight, compute)
         assert layout.compute == compute
         came_back(layout, data, weight)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+@pytest.mark.parametrize(("rows", "columns"), [(8, 128), (19, 544), (3, 32), (24, 2560)])
+def test_a_weight_of_a_gguf_file_comes_back(rows: int, columns: int, kind: str, compute: str) -> None:
+    format = GGUF_FORMATS[kind]
+    for size in (0.01, 3.0):
+        weight = random_of(format, rows, columns, size)
+        layout, data = to_device_layout(weight, compute)
+        came_back(layout, data, weight)
+        # As much as is planned before scales are read.
+        planned = DeviceLayout(format, rows, columns, dtype=compute, multiplied="float32")
+        assert (layout.compute, layout.block_bytes) == (compute, planned.block_bytes)
+        assert layout.small == ((kind, compute, size) == ("q4_0", "float16", 0.01))
+
+
+@pytest.mark.parametrize("codes", ["int4", "int5", "int6"])
+def test_minima_of_any_numbers_come_back(codes: Codes) -> None:
+    format = WeightFormat(codes, 64, False, "float32", minima=True)
+    weight = rescaled(random_of(format, 19, 520), "float32")
+    layout, data = to_device_layout(weight, "float16")
+    assert (layout.kind, layout.block_bytes) == ("wide", layout.code_bytes + 8 * 2 * 2 * 4)
+    came_back(layout, data, weight)
+
+
+@pytest.mark.parametrize("codes", ["int5", "int6"])
+def test_upper_bits_stand_where_the_kernels_look_for_them(codes: Codes) -> None:
+    weight, bits = random_packed(16, 256, 32, True, "float32", codes=codes), int(codes[3]) - 4
+    layout, data = to_device_layout(weight, "float16")
+    for row, column in ((0, 0), (9, 1), (15, 255), (3, 134), (12, 70)):
+        words = np.ascontiguousarray(data[row // 8, column // 128, 512 : layout.code_bytes]).view(np.uint32)
+        step, pair = column % 128 // 32, column % 8 // 2
+        behind = (step * 4 + pair) * bits  # bits of halves of a lane's words
+        word = int(words.reshape(32, bits)[row % 8 * 4 + column % 32 // 8, behind // 16])
+        assert word >> behind % 16 + column % 2 * 16 & (1 << bits) - 1 == weight.codes[row, column] >> 4
 
 
 @pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])

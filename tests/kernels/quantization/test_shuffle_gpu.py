@@ -1,11 +1,11 @@
-"""Weights of 4 and 8 bits in the kernels' layout, made on the GPU."""
+"""Weights of 4 to 8 bits in the kernels' layout, made on the GPU."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from gpu_device import device_copy
-from packed_weights import random_packed
+from packed_weights import GGUF_FORMATS, random_of, random_packed
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import tail_bytes, to_device_layout
@@ -24,6 +24,9 @@ pytestmark = pytest.mark.gpu
         (19, 520, 16, True, "int8"),
         (130, 264, None, False, "fp8"),
         (19, 528, 16, False, "fp4"),
+        (19, 520, 16, True, "int5"),
+        (130, 264, 64, True, "int6"),
+        (19, 520, 32, False, "iq4"),
     ],
 )
 def test_the_layout_is_made_on_the_device(
@@ -41,6 +44,16 @@ def test_the_layout_is_made_on_the_device(
         gpu.upload(data, np.full(layout.shape, 255, np.uint8))
         shuffle(gpu.kernel_module, layout, own, tails, data)()
         np.testing.assert_array_equal(gpu.download(data), expected)
+
+
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+def test_the_layout_of_gguf_files_is_made_on_the_device(gpu, kind: str) -> None:
+    weight = random_of(GGUF_FORMATS[kind], 19, 544)
+    layout, expected = to_device_layout(weight, "bfloat16")
+    codes, tails = device_copy(gpu, weight.codes), device_copy(gpu, np.ascontiguousarray(tail_bytes(weight, layout)))
+    data = device_copy(gpu, np.full(layout.shape, 255, np.uint8))
+    shuffle(gpu.kernel_module, layout, codes, tails, data)()
+    np.testing.assert_array_equal(gpu.download(data), expected)
 
 
 def test_codes_of_another_weight_are_refused(gpu) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_device import cuda_device, device_copy, load_kernels, on_device
-from packed_weights import compute_bits, packed_copy, random_packed
+from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
 
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.packed_weight import Codes
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,19 @@ def test_rows_of_a_step(
 ) -> None:
     if group == 128 and hidden % 128:
         pytest.skip("groups of 128 do not divide the row")
-    weight = random_packed(101, hidden, group, zeros, dtype, size, codes=codes)
+    assert_looked_up(gpu, random_packed(101, hidden, group, zeros, dtype, size, codes=codes), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+@pytest.mark.parametrize("hidden", [320, 2048])
+def test_rows_of_a_gguf_file(gpu: Any, hidden: int, kind: str, dtype: str) -> None:
+    assert_looked_up(gpu, random_of(GGUF_FORMATS[kind], 101, hidden, 0.5), dtype)
+
+
+def assert_looked_up(gpu: Any, weight: PackedWeight, dtype: str) -> None:
+    """Asserts that tokens get the rows of a table of 101, and unknown ones zeros."""
+    hidden = weight.shape[1]
     packed, values = packed_copy(gpu, weight, dtype), compute_bits(weight.values(), dtype)[0]
     token_ids = np.array([[0, 100, -1, 7, 8], [101, 55, 99, 15, 16]], np.int32)
     angles = device_copy(gpu, np.ones((16, 2), np.float32))
