@@ -63,6 +63,8 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
         "rope_parameters": _rope(metadata, files),
         "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
     }
+    if metadata.flag("attention.causal") is False:
+        raise UnsupportedModelError(f"{metadata.path}: its tokens see later ones, supported is text that is generated")
     values = metadata.whole("attention.value_length")
     if values not in (None, config["head_dim"]):
         raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
@@ -112,8 +114,13 @@ def _dtype(metadata: Metadata, packed: str = "float16") -> str:
 
 
 def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
-    """The base and the scaling of the rotary embedding."""
+    """The base and the scaling of the rotary embedding, and the part of a head that is rotated."""
     base = {"rope_theta": metadata.number("rope.freq_base") or 10000.0}
+    rotated, whole = metadata.whole("rope.dimension_count"), metadata.whole("attention.key_length")
+    if whole is None:
+        whole = (metadata.whole("embedding_length") or 0) // max(1, metadata.same_in_all("attention.head_count") or 0)
+    if rotated and whole:
+        base["partial_rotary_factor"] = rotated / whole
     factors = metadata.values("rope_freqs.weight", files)
     if factors is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
@@ -182,20 +189,21 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     size = metadata.count("ssm.inner_size")
     if not heads or size % heads:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
-    rotated, whole = metadata.whole("rope.dimension_count"), config["head_dim"]
+    layers, recurrent = config["num_hidden_layers"], metadata.get("attention.recurrent_layers")
     sections = metadata.entries("rope.dimension_sections", int, "whole numbers")[:3]
     return {
         "model_type": "qwen3_5_text",
         "full_attention_interval": interval,
+        "layer_types": [_attends(not each, "linear") for each in recurrent[:layers]]
+        if isinstance(recurrent, list)
+        else None,
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.whole("ssm.state_size"),
         "linear_value_head_dim": size // heads,
         "linear_num_key_heads": metadata.whole("ssm.group_count"),
         "linear_num_value_heads": heads,
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
-        "rope_parameters": config["rope_parameters"]
-        | ({"partial_rotary_factor": rotated / whole} if rotated and whole else {})
-        | ({"mrope_section": sections} if sections else {}),
+        "rope_parameters": config["rope_parameters"] | ({"mrope_section": sections} if sections else {}),
     } | _has_biases(metadata, config)
 
 
@@ -211,7 +219,9 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
     beyond float16."""
     layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     scalar = hidden / heads if layers == 62 and heads and hidden else config["head_dim"]
-    pattern = metadata.get("attention.sliding_window_pattern")
+    window, pattern = metadata.whole("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
+    if not window:
+        window, pattern = None, [False] * layers
     rope = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
     return {
@@ -219,8 +229,8 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
         "hidden_activation": _TANH_GELU,
         "hidden_act": _TANH_GELU,
         "query_pre_attn_scalar": scalar,
-        "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": [_window(each) for each in pattern] if isinstance(pattern, list) else None,
+        "sliding_window": window,
+        "layer_types": [_attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
         "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
         "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
         "rope_parameters": {
@@ -230,26 +240,17 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
     } | _has_biases(metadata, config)
 
 
-def _window(looks_back: Any) -> str:
-    return "sliding_attention" if looks_back else "full_attention"
+def _attends(to_all: bool, otherwise: str) -> str:
+    return f"{'full' if to_all else otherwise}_attention"
 
 
 def _phi3(metadata: Metadata, config: _Config) -> _Config:
     """With factors of the rotary embedding it is a variant for long contexts, which the family refuses."""
-    rotated, heads, hidden = (
-        metadata.whole("rope.dimension_count"),
-        config["num_attention_heads"],
-        config["hidden_size"],
-    )
-    rope = config["rope_parameters"]
-    if metadata.has("rope_factors_long.weight"):
-        rope = rope | {"rope_type": "longrope"}
-    whole = hidden // heads if hidden and heads else 0
+    scaled = {"rope_type": "longrope"} if metadata.has("rope_factors_long.weight") else {}
     return {
         "model_type": "phi3",
         "sliding_window": metadata.whole("attention.sliding_window") or None,
-        "partial_rotary_factor": rotated / whole if rotated and whole and rotated != whole else None,
-        "rope_parameters": rope,
+        "rope_parameters": config["rope_parameters"] | scaled,
     }
 
 
@@ -277,12 +278,13 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
 
 
 def _lfm2(metadata: Metadata, config: _Config) -> _Config:
+    if metadata.whole("attention.sliding_window"):
+        raise UnsupportedModelError(f"{metadata.path}: its layers look back on a window, which LFM2's do not here")
     kinds = ["full_attention" if heads else "conv" for heads in metadata.of_layers("attention.head_count_kv")]
     return {
         "model_type": "lfm2",
         "layer_types": kinds,
         "conv_L_cache": metadata.whole("shortconv.l_cache"),
-        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in metadata.tensors) or None,
         "norm_eps": config["rms_norm_eps"],
         "rms_norm_eps": None,
         "block_auto_adjust_ff_dim": False,

@@ -5,18 +5,21 @@ Names were compared with gguf-py 0.19.0, the changes follow the converter's desc
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 import tokenizers
 from gguf_writing import Tensor, dense, random_blocks, write_gguf
-from golden_files import read_tensors
+from golden_files import golden_folder, read_tensors
+from mtp_checkpoints import golden_checkpoint
 
-from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.gguf.architectures import model_config
 
 #: By `model_type`, llama.cpp's name.
@@ -24,6 +27,13 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
+}
+#: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
+CONVERTED = {
+    **dict.fromkeys(("llama_llama3", "llama_biases_head_dim_10", "ministral3", "qwen2_yarn", "qwen3"), "f16"),
+    **dict.fromkeys(("qwen3_5_text", "gemma", "phi3_partial_tied", "granite_biases", "smollm3_list_tied"), "f16"),
+    **dict.fromkeys(("lfm2", "seed_oss"), "f16"),
+    **dict.fromkeys(("gemma3", "olmo2"), "bf16"),
 }
 _PAIRED = ("llama", "mistral3", "granite", "smollm3")
 _SHIFTED = ("gemma", "gemma3", "qwen35")
@@ -109,6 +119,32 @@ def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = No
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
     return write_gguf(target, metadata, written)
+
+
+def converted_checkpoint(name: str, place: Path) -> Path:
+    """One of `CONVERTED` in a new folder; Qwen3.5 with a head for drafts."""
+    return (
+        golden_checkpoint(name, place) if name == "qwen3_5_text" else copytree(golden_folder("decoder") / name, place)
+    )
+
+
+def contents(path: Path) -> dict[str, dict[str, Any]]:
+    """What a file says of its architecture, numbers of 32 bits in their shortest form, and a digest of each tensor
+    behind its layer."""
+    file = GgufFile(path)
+    prefix = f"{file.metadata['general.architecture']}."
+    metadata = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    short = {key: float(str(np.float32(each))) if isinstance(each, float) else each for key, each in metadata.items()}
+    digests: dict[str, str] = {}
+    for name, info in sorted(file.tensors.items()):
+        data = file.bytes_of(info)
+        if name.endswith("ssm_a"):  # exponentials, which libraries round differently
+            data = np.round(data.view(np.float32), 4)
+        digest = hashlib.sha256(f"{info.dtype}{info.shape}".encode() + data.tobytes()).hexdigest()[:7]
+        layer = re.match(r"blk\.(\d+)\.", name)
+        kind = name[layer.end() :] if layer else name
+        digests[kind] = f"{digests.get(kind, '')} {layer[1] if layer else '-'}:{digest}".strip()
+    return {"metadata": dict(sorted(short.items())), "tensors": digests}
 
 
 def byte_pairs(published: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
@@ -219,8 +255,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config["norm_eps"] if kind == "lfm2" else config["rms_norm_eps"],
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
-        "rope.freq_base": own.get("rope_theta", config.get("rope_theta", 10000.0)),
-        "attention.sliding_window": config.get("sliding_window"),
+        "rope.freq_base": None if kind == "gemma" else own.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "vocab_size": config["vocab_size"] if kind in (*_PAIRED, "lfm2") else None,
+        "rope.dimension_count": (config.get("head_dim") or config["hidden_size"] // heads) if kind in _PAIRED else None,
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),
         "residual_scale": config.get("residual_multiplier"),
@@ -229,8 +266,6 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
         "shortconv.l_cache": config.get("conv_L_cache"),
     }
-    if kind in ("llama", "olmo2"):
-        del found["attention.sliding_window"]
     scaling = own.get("rope_type") or own.get("type")
     if scaling in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
@@ -238,16 +273,17 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         found |= {f"rope.scaling.yarn_{key}": own.get(key) for key in ("beta_fast", "beta_slow")}
     if kind == "gemma3":
         local = rope.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
-        found["rope.freq_base_swa"] = local
-        pattern = config["sliding_window_pattern"]
-        found["attention.sliding_window_pattern"] = [(layer + 1) % pattern > 0 for layer in range(layers)]
+        found |= {"rope.freq_base_swa": local, "attention.sliding_window": config["sliding_window"]}
     if kind == "phi3":
         size = config["hidden_size"] // heads
         found["rope.dimension_count"] = int(config.get("partial_rotary_factor", 1.0) * size)
         found["attention.sliding_window"] = config.get("sliding_window") or 0
+        found["rope.scaling.original_context_length"] = config.get("original_max_position_embeddings", 4096)
     if kind == "qwen35":
         found |= {
-            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+            "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]]
+            + [False] * config.get("mtp_num_hidden_layers", 0),
+            "full_attention_interval": config.get("full_attention_interval", 4),
             "ssm.conv_kernel": config["linear_conv_kernel_dim"],
             "ssm.state_size": config["linear_key_head_dim"],
             "ssm.group_count": config["linear_num_key_heads"],

@@ -33,8 +33,10 @@ LOST = {
     "smollm3_list_tied": "which layers have no rotary embedding",
     "gemma3": "a scale of attention of its own",
     "smollm3_interval": "which layers have no rotary embedding",
-    "qwen3_5_text_narrow": "attention in the first layer",
+    "lfm2_biases_wide": "biases of convolutions",
 }
+#: What files say that the converter does not write and llama.cpp reads.
+MORE = {"gemma3_old_layout": {"gemma3.attention.sliding_window_pattern": 2}}
 
 
 def _names() -> list[str]:
@@ -52,7 +54,7 @@ NAMES = _names()
 def as_folder(checkpoint: Path, folder: Path, **more: Any) -> Path:
     """A checkpoint whose weights are in a GGUF file."""
     folder.mkdir(exist_ok=True)
-    file = write_model(checkpoint, folder / "model.gguf", **more)
+    file = write_model(checkpoint, folder / "model.gguf", MORE.get(checkpoint.name), **more)
     (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
     for name in ("expected.safetensors", "generation_config.json"):
         if (checkpoint / name).exists():
@@ -103,6 +105,15 @@ def test_gemma3_takes_the_scale_of_its_size(tmp_path: Path) -> None:
     large = {"gemma3.block_count": 62, "gemma3.attention.sliding_window_pattern": [False] * 62}
     write_model(GOLDENS / "gemma3", file, more=large)
     assert decoder_config(model_config(open_split(file))).attention_scale == (32 / 4) ** -0.5
+
+
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma3_without_a_window_has_none_in_any_layer(tmp_path: Path, window: int | None) -> None:
+    metadata = GgufFile(write_model(GOLDENS / "gemma3", tmp_path / "m")).metadata
+    changed = {key: each for key, each in metadata.items() if window is not None or not key.endswith("sliding_window")}
+    changed = {key: window if key.endswith("sliding_window") else each for key, each in changed.items()}
+    file = write_gguf(tmp_path / "model.gguf", changed, {})
+    assert model_config(open_split(file))["layer_types"] == ["full_attention"] * 3
 
 
 def test_smollm3_has_no_rotary_embedding_in_every_fourth_layer(tmp_path: Path) -> None:
@@ -205,6 +216,20 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     config = model_config(open_split(_minimal(tmp_path, llama__expert_count=8)))
     with pytest.raises(UnsupportedModelError, match="mixture of experts"):
         decoder_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("qwen3", {"qwen3.attention.causal": False}, "its tokens see later ones"),
+        ("lfm2", {"lfm2.attention.sliding_window": 5}, "its layers look back on a window"),
+        ("qwen3", {"qwen3.rope.dimension_count": 8}, r"partial_rotary_factor is 0\.5, which is not supported"),
+    ],
+)
+def test_what_is_not_supported_of_an_architecture(tmp_path: Path, name: str, more: Any, expected: str) -> None:
+    file = write_model(GOLDENS / name, tmp_path / "model.gguf", more)
+    with pytest.raises(UnsupportedModelError, match=expected):
+        decoder_config(model_config(open_split(file)))
 
 
 def test_tensors_that_are_wrong(tmp_path: Path) -> None:
