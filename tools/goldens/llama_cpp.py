@@ -72,8 +72,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<unk>", "<s>", "</s>"]
-    tokenizer.train_from_iterator([_TEXT] * 10, trainers.BpeTrainer(vocab_size=76, special_tokens=special))
+    size, special = min(76, config["vocab_size"] - 4), ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator([_TEXT] * 10, trainers.BpeTrainer(vocab_size=size, special_tokens=special))
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
@@ -89,14 +89,16 @@ def has_same_tokenizer(file: Path, folder: Path) -> bool:
     return found == Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT).ids
 
 
-def our_logits(file: Path, token_ids: np.ndarray, place: Path) -> np.ndarray:
-    """Logits [1, T, V] of the NumPy backend for `token_ids` [1, T], from a GGUF file alone; `place` is a new folder."""
+def our_reading(file: Path, token_ids: np.ndarray, place: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits [1, T, V] of the NumPy backend for `token_ids` [1, T], and the weights that it computes with, from a GGUF
+    file alone; `place` is a new folder."""
     place.mkdir()
     (place / "model.gguf").symlink_to(file)
     (place / "config.json").write_text(json.dumps(model_config(open_split(file))))
     nothing = np.zeros((*token_ids.shape, 1), np.float32)
     save_file({"token_ids": token_ids, "logits": nothing}, place / "expected.safetensors", metadata=VERSIONS)
-    return Sequences(place).logits(token_ids, [0])
+    sequences = Sequences(place)
+    return sequences.logits(token_ids, [0]), sequences.weights
 
 
 def dequantized(file: Path) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ from golden_folders import randomize_vectors
 from llama_cpp import (
     convert,
     has_same_tokenizer,
-    our_logits,
+    our_reading,
     transformers_logits,
     types,
     write_dequantized,
@@ -173,8 +173,8 @@ def compare(name: str, place: Path) -> str:
     expected = transformers_logits(model, token_ids)
     published = convert(place / "model", "auto", place / "published.gguf", *options)
     quantized = convert(place / "model", "q8_0", place / "quantized.gguf", *options)
-    dense, packed = (our_logits(file, token_ids, place / file.stem) for file in (published, quantized))
-    values = our_logits(write_dequantized(quantized, place / "values.gguf"), token_ids, place / "values")
+    dense, packed = (our_reading(file, token_ids, place / file.stem)[0] for file in (published, quantized))
+    values, _ = our_reading(write_dequantized(quantized, place / "values.gguf"), token_ids, place / "values")
     kinds = list(types(quantized).values())
     same = "yes" if has_same_tokenizer(published, place / "model") else "NO"
     differences = f"{_largest(dense, expected):.1e} | {_largest(packed, values):.1e}"
