@@ -78,10 +78,11 @@ class NumpyEngine:
     def __init__(self, program: Program) -> None:
         self.shape = program.shape
         self._bindings: dict[str, np.ndarray] = {}
-        operations = NumpyOperations(self._bindings, self._bindings, wide=program.shape.kv_cache == "int8")
+        is_small = sum(math.prod(spec.shape) for spec in program.weights.values()) < _SMALL_MODEL
+        wide, threads = program.shape.kv_cache == "int8", 0 if is_small else blas_threads()
+        operations = NumpyOperations(self._bindings, self._bindings, wide, threads)
         self._graph = ProgramGraph(operations, program)
-        parameters = sum(math.prod(spec.shape) for spec in program.weights.values())
-        self._threads = one_blas_thread if parameters < _SMALL_MODEL else nullcontext
+        self._threads = one_blas_thread if is_small else nullcontext
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
@@ -251,6 +252,12 @@ def one_blas_thread() -> Iterator[None]:
         yield
     finally:
         set_threads(before)
+
+
+def blas_threads() -> int:
+    """How many threads OpenBLAS has; 0 where NumPy uses another library."""
+    functions = _openblas()
+    return 0 if functions is None else functions[0]()
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,10 @@ common case, and there Python's own time counts: few calls, no copies, nothing c
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 
@@ -30,6 +33,10 @@ _ONE = np.float32(1)
 #: OpenBLAS copies a matrix into an order of its own before it multiplies, which costs as much as reading it twice more;
 #: but not where M * N * K is small (on x86-64 with AVX-512). Up to so many tokens, pieces of that size are faster.
 _FEW_TOKENS, _UNPACKED = 8, 300_000
+#: For one token OpenBLAS reads matrices of short rows at half of what memory gives (x86-64, AVX-512), and its threads
+#: wait for each other actively, which takes ten times as long where others compute, too. So rows are multiplied one by
+#: one, by as many threads as get so many bytes of them; but not rows so long that OpenBLAS shares out each.
+_BYTES_OF_THREAD, _LONG_ROW = 1 << 20, 8192
 #: Elements of a weight that are float64 at a time: they stay in the processor's cache.
 _WIDENED = 60_000
 
@@ -40,6 +47,8 @@ class NumpyOperations(Operations[np.ndarray]):
     With `wide` all is computed in float64, from and to arrays of float32, in twice the time. It is for KV rows of 8
     bits: where float32 rounds otherwise in a batch or a tree, a value between two steps of 8 bits would take the other
     one, which tokens may show; float64's roundings do not reach that far.
+
+    `threads` share the rows of a weight, read from memory, for one token; 0: weights stay in the processor's cache.
 
     Inputs and weights are looked up at every call, so one object serves many runs, whatever is bound in between. An
     output goes into the array that the caller has bound under its name (float32, same shape), else `bindings` gets an
@@ -54,9 +63,13 @@ class NumpyOperations(Operations[np.ndarray]):
     to_float32 = to_compute = staticmethod(np.asarray)  # type: ignore[assignment]
 
     def __init__(
-        self, bindings: MutableMapping[str, np.ndarray], weights: Mapping[str, np.ndarray], wide: bool = False
+        self,
+        bindings: MutableMapping[str, np.ndarray],
+        weights: Mapping[str, np.ndarray],
+        wide: bool = False,
+        threads: int = 0,
     ) -> None:
-        self._bindings, self._wide = bindings, wide
+        self._bindings, self._wide, self._threads = bindings, wide, threads
         self._weights = weights
         self._own_outputs: set[str] = set()
         self._mask: np.ndarray | None = None
@@ -113,6 +126,8 @@ class NumpyOperations(Operations[np.ndarray]):
         tokens = x.size // columns
         if self._wide:
             result = _wide_linear(x.reshape(tokens, columns), weight)
+        elif tokens == 1 and self._threads and columns <= _LONG_ROW:
+            result = _streamed_linear(x.reshape(columns), weight, self._threads)
         elif tokens == 1:  # matrix times vector, each row of the weight read once, in order
             result = np.dot(weight, x.reshape(columns))
         elif tokens <= _FEW_TOKENS:
@@ -388,6 +403,25 @@ class VisibleKeys:
         if self.first_hidden < self.count:
             between = mask[..., self.first_hidden : self.count]
             self.bias = np.where(between[:, None], np.float32(0), np.float32(-np.inf))
+
+
+def _streamed_linear(x: np.ndarray, weight: np.ndarray, threads: int) -> np.ndarray:
+    """[N, K] times x [K], row by row, by up to so many threads: [N]."""
+    step = max(1, -(-len(weight) // max(1, min(threads, weight.nbytes // _BYTES_OF_THREAD))))
+    others = [_pool().submit(_row_sums, weight[at : at + step], x) for at in range(step, len(weight), step)]
+    return np.concatenate((_row_sums(weight[:step], x), *(each.result() for each in others)))
+
+
+def _row_sums(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.dot(weight[:, None], x)).reshape(-1)  # of three dimensions: a call of OpenBLAS for each row
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "edgellm-rows")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads stay behind
 
 
 def _few_tokens_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -122,18 +122,23 @@ def compare(kind: str, file: Path, model: Any, place: Path) -> tuple[str, dict[s
     return line, {"token_ids": token_ids, "logits": expected}
 
 
-def same_texts(bin_folder: Path, file: Path, count: int) -> list[str]:
-    """A line for each prompt: whether `count` tokens behind it are the same text."""
+def same_texts(bin_folder: Path, file: Path, count: int, place: Path) -> list[str]:
+    """A line for each prompt: whether `count` tokens behind it are the same text, by llama.cpp's sums over activations
+    of 8 bits, and by those over the same values as float32."""
+    wide = place / "float32.gguf"
+    subprocess.run([bin_folder / "llama-quantize", "--allow-requantize", file, wide, "F32", "2"], check=True)
     lines = []
     with LLM(file, backend="numpy", build={"kv_capacity": 256}) as model:
         for prompt in PROMPTS:
             asked = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-            command = [bin_folder / "llama-simple", "-m", file, "-n", str(count), asked]
-            said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            theirs = said.partition("assistant\n")[2].strip()
-            ours = model.generate(asked, temperature=0.0, max_tokens=count).text.strip()
-            lines.append(f"| {prompt} | {len(model.tokenizer.encode(ours))} | {_agreement(ours, theirs)} |")
-            print(lines[-1], repr(theirs), repr(ours), sep="\n", flush=True)
+            ours = model.generate(asked, temperature=0.0, max_tokens=count)
+            found = []
+            for each in (file, wide):
+                command = [bin_folder / "llama-simple", "-m", each, "-n", str(count), asked]
+                said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                found.append(_agreement(ours.text.strip(), said.partition("assistant\n")[2].strip()))
+            lines.append(f"| {prompt} | {len(ours.token_ids)} | {' | '.join(found)} |")
+            print(lines[-1], flush=True)
     return lines
 
 
@@ -177,8 +182,13 @@ def main() -> None:
                 lines.append(compare(kind, quantize(arguments.bin, dense, kind, place), model, place / str(number))[0])
                 print(lines[-1], flush=True)
     if arguments.published:
-        lines += ["", "| Prompt | tokens | against `llama-simple` |", "|---|---:|---|"]
-        lines += same_texts(arguments.bin, arguments.published, arguments.tokens)
+        lines += [
+            "",
+            "| Prompt | tokens | llama.cpp, the file | llama.cpp, its values as float32 |",
+            "|---|---:|---|---|",
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            lines += same_texts(arguments.bin, arguments.published, arguments.tokens, Path(folder))
     if arguments.table:
         arguments.table.write_text("\n".join(lines) + "\n")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from golden_files import GOLDENS
 
 from edgellm.engines.backends import numpy_backend as blas_threads
-from edgellm.engines.backends.numpy_backend import one_blas_thread
+from edgellm.engines.backends.numpy_backend import NumpyBackend, one_blas_thread
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.limits import EngineShape
 
 
 @pytest.fixture
@@ -32,7 +37,20 @@ def test_one_thread_inside_and_the_former_number_afterwards(threads) -> None:
     assert get() == 2
 
 
+def test_engines_of_large_models_share_rows_among_as_many(threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads[1](2)
+    asked = []
+    monkeypatch.setattr(blas_threads, "NumpyOperations", lambda *arguments: asked.append(arguments[3]))
+    monkeypatch.setattr(blas_threads, "ProgramGraph", lambda operations, program: None)
+    config = decoder_config(json.loads((GOLDENS / "decoder/qwen3/config.json").read_text()))
+    for limit in (1, blas_threads._SMALL_MODEL):
+        monkeypatch.setattr(blas_threads, "_SMALL_MODEL", limit)
+        NumpyBackend(config).load_engine(EngineShape("decode", 1, 1, 16, 16))
+    assert asked == [2, 0]
+
+
 def test_without_openblas_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas_threads, "_openblas", lambda: None)
+    assert blas_threads.blas_threads() == 0
     with one_blas_thread():
         pass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -33,6 +35,31 @@ def test_linear(operations: NumpyOperations, shape: tuple[int, ...], with_bias: 
     assert found.shape == (*shape[:2], 6)
     assert found.dtype == np.float32
     assert found.flags.c_contiguous
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (700, 3001), (3001, 700), (2, 300_000), (3, 9000)])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_of_large_weights_are_shared_by_threads(shape: tuple[int, int], threads: int) -> None:
+    """Of two megabytes two share them; rows that are too long for it are multiplied as before."""
+    x, weight, bias = normal(1, 1, shape[1]), normal(*shape), normal(shape[0])
+    found = NumpyOperations({}, {}, threads=threads).linear(x, weight, bias)
+    assert (found.shape, found.dtype, found.flags.c_contiguous) == ((1, 1, shape[0]), np.float32, True)
+    np.testing.assert_allclose(found[0, 0], weight.astype(np.float64) @ x[0, 0] + bias, rtol=0, atol=2e-3)
+
+
+def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
+    code = """
+import os
+import numpy as np
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+operations, weight = NumpyOperations({}, {}, threads=2), np.ones((1024, 1024), np.float32)
+assert (operations.linear(weight[:1], weight) == 1024).all()
+child = os.fork()
+if child == 0:
+    os._exit(int(operations.linear(weight[:1], weight)[0, 0] == 1024))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 8), (2, 4, 3, 8)])
