@@ -72,7 +72,8 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    size, special = min(76, config["vocab_size"] - 4), ["<unk>", "<s>", "</s>"]
+    size = min(76, config.get("text_config", config)["vocab_size"] - 4)
+    special = ["<unk>", "<s>", "</s>"]
     tokenizer.train_from_iterator([_TEXT] * 10, trainers.BpeTrainer(vocab_size=size, special_tokens=special))
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
