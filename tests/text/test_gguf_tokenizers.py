@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +250,26 @@ def test_no_value_does_more_than_an_error(tmp_path: Path, model: str) -> None:
                 except CheckpointError:
                     continue
     assert _read(_metadata(tmp_path, **(values | few))).encode("ab").tokens[0] == "$A:1"
+
+
+#: Vocabularies of published models that llama.cpp's source has, with texts and their ids; of known kinds.
+VOCABULARIES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_published_vocabularies_give_the_ids_that_llama_cpp_has(name: str) -> None:
+    """llama.cpp composes no characters, which the published tokenizers of Qwen do: such texts are left out."""
+    converter = importlib.util.find_spec("convert_hf_to_gguf")
+    if converter is None or converter.origin is None:
+        pytest.skip("needs llama.cpp's source folder in PYTHONPATH")
+    path = Path(converter.origin).parent / f"models/ggml-vocab-{name}.gguf"
+    texts = path.with_name(f"{path.name}.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    lines = path.with_name(f"{path.name}.out").read_text().splitlines()
+    tokenizer = _read(Metadata(open_split(path)))
+    tried = 0
+    for text, line in zip(texts, lines, strict=False):  # nothing stands behind the last mark
+        if unicodedata.is_normalized("NFC", text):
+            assert tokenizer.encode(text, add_special_tokens=False).ids == [int(each) for each in line.split()], text
+            tried += 1
+    assert tried > 40
