@@ -116,6 +116,12 @@ def test_smollm3_has_no_rotary_embedding_in_every_fourth_layer(tmp_path: Path) -
     assert (list(found.shape), weights.bytes_of(found).tobytes()) == (shape, data)
 
 
+def test_starcoder2_has_its_window_where_files_do_not_say_it(tmp_path: Path) -> None:
+    file = write_model(GOLDENS / "starcoder2", tmp_path / "model.gguf", more={"starcoder2.attention.sliding_window": 0})
+    config = decoder_config(model_config(open_split(file)))
+    assert (config.sliding_window, set(config.layer_kinds)) == (4096, {"window"})
+
+
 def _minimal(tmp_path: Path, tensors: dict[str, Any] | None = None, **changed: Any) -> Path:
     """A Llama of one layer without tensors but the embedding."""
     own = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 64}
