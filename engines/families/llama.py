@@ -211,11 +211,5 @@ STARCODER2 = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     _read_starcoder2,
-    {
-        "hidden_act": "gelu_pytorch_tanh",
-        "norm_epsilon": 1e-5,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "use_bias": True,
-    },
+    {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
 )

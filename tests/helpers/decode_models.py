@@ -53,11 +53,7 @@ SCALED = {
     "smollm3": replace(LLAMA, nope_layers=(1,)),
     "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
     "starcoder2": replace(
-        FAMILIES["llama_untied_biases"],
-        naming="starcoder2",
-        layer_norms=True,
-        gated_mlp=False,
-        hidden_act="gelu_tanh",
+        FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
     ),
     "layer_norms_and_a_gate": replace(LLAMA, layer_norms=True, post_norms=True),
 }
