@@ -47,15 +47,15 @@ class DecoderConfig:
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
-    they are layer norms, with a bias, and `rms_norm_eps` is theirs. Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
-    `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
-    `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
-    their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
-    (Gemma 3). With `post_norms` what attention and MLP give is normed before it is added; without `pre_norms` what they
-    take is not normed (OLMo-2). Norms of query and key (`qk_norm`) are of each head or, with `joint_qk_norm`, of all
-    heads together. A packed `head`, one of `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up
-    there.
+    they are layer norms, with a bias, and `rms_norm_eps` is theirs. Embeddings are multiplied by `embedding_scale`,
+    what attention and MLP add to the residual stream by `residual_scale`, scores of attention by `attention_scale`
+    (None: head_dim ** -0.5), logits by `logits_scale`. `nope_layers` have no rotary embedding. With `fused_projections`
+    the checkpoint holds q, k and v as one tensor `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window"
+    look back on `sliding_window` tokens alone, their own included; `local_rope_theta` is the base of their rotary
+    embedding, unscaled, where it is one of its own (Gemma 3). With `post_norms` what attention and MLP give is normed
+    before it is added; without `pre_norms` what they take is not normed (OLMo-2). Norms of query and key (`qk_norm`)
+    are of each head or, with `joint_qk_norm`, of all heads together. A packed `head`, one of `HEADS`, is a weight of
+    its own; with `embeds_by_head` tokens are looked up there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
