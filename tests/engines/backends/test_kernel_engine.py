@@ -26,7 +26,9 @@ from decode_models import (
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
+from edgellm.engines.backends import kernel_engine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
@@ -34,8 +36,9 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
-from edgellm.engines.model.steps import Input, NormLinear, Product, Reshape, Step
+from edgellm.engines.model.steps import Input, LinearResidual, NormLinear, Product, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -174,15 +177,16 @@ def test_adapters_are_applied_as_operations_apply_them(family: str, shape: Engin
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-def test_adapters_take_the_inputs_of_packed_layers_as_they_were(shape: EngineShape, way: type) -> None:
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_adapters_take_the_inputs_of_packed_layers_as_they_were(family: str, shape: EngineShape, way: type) -> None:
     """Before they are permuted and scaled."""
-    parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
-    arrays = random_model(LLAMA, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
-    arrays |= random_adapters(LLAMA, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
+    config, parents = (FAMILIES | SCALED)[family], CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
+    arrays = random_model(config, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
+    arrays |= random_adapters(config, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
     dense, packed = packed_linears(arrays)
-    found = launched(way, LLAMA, shape, packed)
-    assert_equal(LLAMA, shape, found, computed(LLAMA, shape, dense))
-    plain = computed(LLAMA, replace(shape, lora_slots=0, lora_rank=0), dense)
+    found = launched(way, config, shape, packed)
+    assert_equal(config, shape, found, computed(config, shape, dense))
+    plain = computed(config, replace(shape, lora_slots=0, lora_rank=0), dense)
     assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
 
 
@@ -352,6 +356,37 @@ def test_a_step_that_fused_kernels_refuse_leaves_all_others_theirs(tokens: int) 
         assert found is not None, reason
         pairs = enumerate(zip(found.implementations, before.implementations, strict=True))
         assert all(own is other for number, (own, other) in pairs if number != place)
+
+
+@WAYS
+@pytest.mark.parametrize("family", ["olmo2", "layer_norms_and_a_gate"])
+def test_features_are_kept_where_what_is_added_is_normed(
+    family: str, way: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the step that adds, in the place of the one that reads the residual before."""
+
+    def moved(config: ModelConfig, shape: EngineShape) -> Program:
+        program = model_program(config, shape)
+        keep, steps = None, list[Step]()
+        for step in program.steps:
+            own: Step = step
+            if isinstance(step, NormLinear) and step.keep is not None and step.keep.raw:
+                own, keep = replace(step, keep=None), step.keep
+            elif isinstance(step, LinearResidual) and keep is not None:
+                own, keep = replace(step, keep=keep), None
+                assert step.norm is not None
+            steps.append(own)
+        return replace(program, steps=tuple(steps))
+
+    config = replace(SCALED[family], feature_layers=(0, 1))
+    for shape in (EngineShape("verify", 2, 8, 48, 48, 8), EngineShape("prefill", 2, 8, 48, 48)):
+        arrays = random_model(config, 2, 48, [0, 29], CHAIN) | {"last_token_ids": np.array([[5], [2]], np.int32)}
+        expected = computed(config, shape, arrays)
+        assert moved(config, shape).steps != model_program(config, shape).steps
+        with monkeypatch.context() as patch:
+            for module in (kernel_engine, table):
+                patch.setattr(module, "model_program", moved)
+            assert_equal(config, shape, launched(way, config, shape, arrays), expected)
 
 
 @pytest.mark.parametrize(
