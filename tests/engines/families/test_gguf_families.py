@@ -176,7 +176,7 @@ WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"],
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied"]
+    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "starcoder2"]
 )
 def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
     file = write_model(GOLDENS / name, tmp_path / "model.gguf")
