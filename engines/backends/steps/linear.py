@@ -189,7 +189,7 @@ class FewRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         rows, ranks = step_rows(step, program), _ranks(program)
-        if prepares_inside(step, program):
+        if isinstance(step, NormLinear) and (step.gated or prepares_inside(step, program)):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
             return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)

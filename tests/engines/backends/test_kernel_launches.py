@@ -116,13 +116,14 @@ def base_shapes() -> Iterator[EngineShape]:
 
 
 @GPUS
-@pytest.mark.parametrize("family", [*FAMILIES, "wide", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
+@pytest.mark.parametrize("family", [*FAMILIES, "wide", "wide_layer_norms", "olmo2", "starcoder2"])
 def test_every_shape_of_the_base_is_prepared_by_each_way_that_takes_it(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
     made = set[tuple[str, str]]()
+    configs = FAMILIES | SCALED | {"wide": WIDE, "wide_layer_norms": replace(WIDE, hidden_size=4096, layer_norms=True)}
     for layers in ((), (0,), (0, 1, 2)):
-        config = replace(WIDE if family == "wide" else (FAMILIES | SCALED)[family], feature_layers=layers)
+        config = replace(configs[family], feature_layers=layers)
         for shape in base_shapes():
             for way in (FewRows, ManyRows):
                 engine = prepared(config, shape, shared_limit, has_clusters, way)
