@@ -120,7 +120,10 @@ class _AnyLinear(Implementation[Any]):
         return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        raise NotImplementedError
+        """The launches of a layer with what stands before it."""
+        if step.selects:
+            return self._normed_apart(step, run, linear, next_early)
+        return self._tiled(step, run, linear, self._kernels(step, run, linear), next_early)
 
     def _added(
         self, step: LinearResidual, run: Launching, x: Array, linear: LinearWeights, *selected: Array
@@ -188,7 +191,7 @@ class FewRows(_AnyLinear):
     most_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        rows, ranks = step_rows(step, program), _ranks(program)
+        rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
         if isinstance(step, NormLinear) and (step.gated or prepares_inside(step, program)):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
@@ -201,9 +204,8 @@ class FewRows(_AnyLinear):
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if not prepares_inside(step, run.program):
-            return self._normed_apart(step, run, linear, next_early)
-        return _inside(step, run, linear, next_early)
+        way = _inside if prepares_inside(step, run.program) else self._normed_apart
+        return way(step, run, linear, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.few
@@ -221,11 +223,6 @@ class ManyRows(_AnyLinear):
         adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
         clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
-
-    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if step.selects:
-            return self._normed_apart(step, run, linear, next_early)
-        return self._tiled(step, run, linear, run.kernels.many, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.many
@@ -247,10 +244,12 @@ class PackedRows(_AnyLinear):
         rows = step_rows(step, run.program)
         if step.selects:
             return self._normed_apart(step, run, linear, next_early)
-        inside = _norms_packed(step, run.program, rows) and linear.arranged is None
+        is_one = len(step.inputs) == 1 and rows <= MAX_NORMED_ROWS
+        inside = is_one and linear.arranged is None and prepares_inside(step, run.program)
         if not run.kernels.few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
             return self._tiled(step, run, linear, run.kernels.many, next_early)
-        return (_inside if inside else self._normed_apart)(step, run, linear, next_early)
+        way = _inside if inside else self._normed_apart
+        return way(step, run, linear, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
@@ -271,11 +270,6 @@ class PromptRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return too_large(_norm_bytes(step), limit)
-
-    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if step.selects:
-            return self._normed_apart(step, run, linear, next_early)
-        return self._tiled(step, run, linear, run.kernels.any_rows, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.any_rows
@@ -341,11 +335,6 @@ def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
     return step.gated or not comes_rounded(step.inputs[0].value, program)
 
 
-def _norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
-    """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and prepares_inside(step, program) and rows <= MAX_NORMED_ROWS
-
-
 def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
     """The launch that norms the inputs of a layer and multiplies them."""
     few, output = run.kernels.few, run.array(step.output)
@@ -359,10 +348,6 @@ def _has_runs(step: Layer, program: Program) -> bool:
     """Whether a layer's rows are packed in several ways."""
     layout = packed_layout(step, program)
     return layout is not None and len(layout.runs) > 1
-
-
-def _ranks(program: Program) -> int:
-    return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
 
 
 def _norm_bytes(step: Layer) -> int:
