@@ -24,6 +24,7 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
+    "starcoder2": "starcoder2",
 }
 _PAIRED = ("llama", "mistral3", "granite", "smollm3")
 _SHIFTED = ("gemma", "gemma3", "qwen35")
@@ -36,7 +37,7 @@ _NAMES = {
     **{f"self_attn.{each}": "attn_output" for each in ("o_proj", "out_proj")},
     **{f"self_attn.{each}_{norm}": f"attn_{each}_norm" for each in "qk" for norm in ("norm", "layernorm")},
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
-    "mlp.gate_up_proj": "ffn_up",
+    **{"mlp.gate_up_proj": "ffn_up", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
     **{"operator_norm": "attn_norm", "input_layernorm": "attn_norm", "ffn_norm": "ffn_norm"},
     **{f"conv.{each}": f"shortconv.{each}" for each in ("conv", "in_proj", "out_proj")},
@@ -231,6 +232,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     }
     if kind in ("llama", "olmo2"):
         del found["attention.sliding_window"]
+    if kind == "starcoder2":
+        found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
+        del found["attention.layer_norm_rms_epsilon"]
     scaling = own.get("rope_type") or own.get("type")
     if scaling in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
