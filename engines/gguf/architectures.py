@@ -300,6 +300,16 @@ def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
+def _starcoder2(metadata: Metadata, config: _Config) -> _Config:
+    """The window is that of all published models: files do not say it."""
+    return {
+        "model_type": "starcoder2",
+        "norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        "sliding_window": metadata.whole("attention.sliding_window") or 4096,
+        "use_bias": metadata.has("blk.0.attn_q.bias"),
+    }
+
+
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -342,4 +352,5 @@ _ARCHITECTURES = {
     "olmo2": Architecture(_olmo2, names=_POST_NORMS),
     "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
     "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
+    "starcoder2": Architecture(_starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
 }

@@ -27,13 +27,14 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
+    "starcoder2": "starcoder2",
 }
 #: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
 CONVERTED = {
     **dict.fromkeys(("llama_llama3", "llama_biases_head_dim_10", "ministral3", "qwen2_yarn", "qwen3"), "f16"),
     **dict.fromkeys(("qwen3_5_text", "gemma", "phi3_partial_tied", "granite_biases", "smollm3_list_tied"), "f16"),
     **dict.fromkeys(("lfm2", "seed_oss"), "f16"),
-    **dict.fromkeys(("gemma3", "olmo2"), "bf16"),
+    **dict.fromkeys(("gemma3", "olmo2", "starcoder2"), "bf16"),
 }
 _PAIRED = ("llama", "mistral3", "granite", "smollm3")
 _SHIFTED = ("gemma", "gemma3", "qwen35")
@@ -46,7 +47,7 @@ _NAMES = {
     **{f"self_attn.{each}": "attn_output" for each in ("o_proj", "out_proj")},
     **{f"self_attn.{each}_{norm}": f"attn_{each}_norm" for each in "qk" for norm in ("norm", "layernorm")},
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
-    "mlp.gate_up_proj": "ffn_up",
+    **{"mlp.gate_up_proj": "ffn_up", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
     **{"operator_norm": "attn_norm", "input_layernorm": "attn_norm", "ffn_norm": "ffn_norm"},
     **{f"conv.{each}": f"shortconv.{each}" for each in ("conv", "in_proj", "out_proj")},
@@ -266,6 +267,8 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
         "shortconv.l_cache": config.get("conv_L_cache"),
     }
+    if kind == "starcoder2":
+        found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
     scaling = own.get("rope_type") or own.get("type")
     if scaling in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}

@@ -101,6 +101,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("smollm3", {"num_hidden_layers": 5}),
     "OLMo-2": ("olmo2", {}),
     "LFM2": ("lfm2", _LFM2 | {"block_multiple_of": 32}),
+    "StarCoder2": ("starcoder2", {"norm_epsilon": 1e-5, "tie_word_embeddings": True, "sliding_window": None}),
     "Seed-OSS": ("seed_oss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": False}),
 }
 _FLOAT16 = ("Llama", "Llama, wide heads, biases")
