@@ -41,16 +41,13 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     not have, and CheckpointError for metadata that is missing or wrong."""
     metadata = Metadata(files)
     own = architecture(metadata).own
-    heads = metadata.same_in_all("attention.head_count")
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
         "hidden_size": metadata.whole("embedding_length"),
         "intermediate_size": metadata.same_in_all("feed_forward_length"),
         "num_hidden_layers": metadata.count("block_count") - metadata.count("nextn_predict_layers", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": max(metadata.of_layers("attention.head_count_kv"), default=0)
-        if metadata.get("attention.head_count_kv") is not None
-        else heads,
+        "num_attention_heads": metadata.same_in_all("attention.head_count"),
+        "num_key_value_heads": metadata.key_value_heads(),
         "head_dim": metadata.whole("attention.key_length"),
         "max_position_embeddings": metadata.whole("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
@@ -158,7 +155,7 @@ def _by_factors(metadata: Metadata, factors: np.ndarray, theta: float) -> _Confi
 
 def _has_biases(metadata: Metadata, config: _Config) -> _Config:
     return {
-        "attention_bias": metadata.has("blk.0.attn_q.bias") or None,
+        "attention_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias") or None,
         "mlp_bias": metadata.has("blk.0.ffn_gate.bias") or None,
     }
 
@@ -294,7 +291,7 @@ def _lfm2(metadata: Metadata, config: _Config) -> _Config:
 def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
     return {
         "model_type": "seed_oss",
-        "attention_bias": metadata.has("blk.0.attn_q.bias"),
+        "attention_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
         "attention_out_bias": metadata.has("blk.0.attn_output.bias"),
         "mlp_bias": metadata.has("blk.0.ffn_gate.bias"),
     }
@@ -306,7 +303,7 @@ def _starcoder2(metadata: Metadata, config: _Config) -> _Config:
         "model_type": "starcoder2",
         "norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
         "sliding_window": metadata.whole("attention.sliding_window") or 4096,
-        "use_bias": metadata.has("blk.0.attn_q.bias"),
+        "use_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
     }
 
 

@@ -90,9 +90,15 @@ class Metadata:
             raise self.error(key, sorted(values), "the same in every layer")
         return values.pop()
 
-    def has(self, tensor: str) -> bool:
-        """Whether there is a tensor of this name."""
-        return tensor in self.tensors
+    def key_value_heads(self) -> int | None:
+        """Those of the layers that have attention; as many as heads of queries where the file says nothing."""
+        if self.get("attention.head_count_kv") is None:
+            return self.same_in_all("attention.head_count")
+        return max(self.of_layers("attention.head_count_kv"), default=0)
+
+    def has(self, *tensors: str) -> bool:
+        """Whether there is a tensor of one of these names."""
+        return not self.tensors.keys().isdisjoint(tensors)
 
     def values(self, tensor: str, files: Sequence[GgufFile]) -> np.ndarray | None:
         """A small tensor of float32 as it is; None where there is none."""

@@ -57,8 +57,8 @@ _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)", re.ASCII)
 
 @dataclass(frozen=True)
 class _Change:
-    """What is done to a tensor of the file, `info`: row i becomes row `rows[i]` (None: none moves), columns likewise;
-    then its values are changed."""
+    """What is done to a tensor of the file, `info`: row i is its row `rows[i]` (None: all are as they were), columns
+    likewise; then its values are changed."""
 
     info: TensorInfo
     rows: np.ndarray | None = None
@@ -86,7 +86,7 @@ class GgufWeights:
         change = self._changes[info.name]
         data = self._file.bytes_of(change.info)
         if change.rows is not None:
-            data = data.reshape(len(change.rows), -1)[change.rows].reshape(-1)
+            data = data.reshape(change.info.shape[0], -1)[change.rows].reshape(-1)
         if change.columns is not None and info.name not in self.layouts:
             values = data.view(STORAGE[change.info.dtype]).reshape(-1, len(change.columns))[:, change.columns]
             data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
@@ -145,6 +145,8 @@ class _Naming:
             own = module
         else:
             name, own = self._in_layer(int(match[1]), match[2])
+            if own == "attn_qkv" and own not in self._names:
+                return self._parts_of_qkv(name, info)
         change = self._change(own, kind, info)
         if change.values and info.dtype not in STORAGE:
             raise CheckpointError(
@@ -167,6 +169,21 @@ class _Naming:
             return f"{_MTP_MODULES[module]}.{kind}", module
         prefix = f"mtp.layers.{layer - self._layers}" if layer >= self._layers else f"model.layers.{layer}"
         return f"{prefix}.{self._names.get(module, module)}.{kind}", module
+
+    def _parts_of_qkv(self, name: str, info: TensorInfo) -> Sequence[tuple[str, tuple[TensorInfo, _Change]]]:
+        """q, k and v, which the converter puts into one where it is asked to (`--fuse-qkv`)."""
+        heads = self._metadata.same_in_all("attention.head_count") or 1
+        kv_heads = self._metadata.key_value_heads() or 0
+        size = 2 * (self._size(info, info.shape[0], 2 * (heads + 2 * kv_heads)) // (2 * (heads + 2 * kv_heads)))
+        found, first = [], 0
+        for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            own, rows = name.replace(".attn_qkv.", f".self_attn.{part}_proj."), np.arange(count * size)
+            if self._architecture.permuted and part != "v":
+                rows = _pairs_apart(count * size, count)
+            shape, nbytes = (len(rows), *info.shape[1:]), info.nbytes // info.shape[0] * len(rows)
+            found.append((own, (replace(info, name=own, shape=shape, nbytes=nbytes), _Change(info, first + rows))))
+            first += len(rows)
+        return found
 
     def _change(self, own: str, kind: str, info: TensorInfo) -> _Change:
         """What is done to a tensor of the module `own`."""

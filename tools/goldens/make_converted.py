@@ -79,12 +79,14 @@ _PHI4_ROPE = _ROPE | {"partial_rotary_factor": 0.75, "original_max_position_embe
 _GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5}
 _LFM2 = {"norm_eps": 1e-5, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _OTHER_ORDER = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
-_WITH_HEAD = "Qwen3.5, a head for drafts"
+_WIDE = {"head_dim": 32, "attention_bias": True, "mlp_bias": True}
+_WITH_HEAD, _FUSED = "Qwen3.5, a head for drafts", "the same, q, k and v in one tensor"
 #: By a name: the `model_type`, and what is other than usual. Windows are shorter than the text.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Llama 3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, **_LLAMA3}}),
-    "Llama, wide heads, biases": ("llama", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}),
+    "Llama, wide heads, biases": ("llama", _WIDE),
+    _FUSED: ("llama", _WIDE),
     "Mistral": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "Ministral 3": ("ministral3", {"head_dim": 32, "rope_parameters": _YARN | _SCALED}),
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -171,6 +173,7 @@ def compare(name: str, place: Path) -> str:
     model = write_checkpoint(name, place / "model")
     token_ids = np.random.default_rng(5).integers(3, VOCABULARY - 1, (1, LENGTH))
     options = ("--no-mtp",) if name.startswith("Qwen3.5") and name != _WITH_HEAD else ()
+    options = ("--fuse-qkv",) if name == _FUSED else options
     expected = transformers_logits(model, token_ids)
     published = convert(place / "model", "auto", place / "published.gguf", *options)
     quantized = convert(place / "model", "q8_0", place / "quantized.gguf", *options)

@@ -265,6 +265,28 @@ def test_a_head_for_multi_token_prediction_comes_along(tmp_path: Path) -> None:
             np.testing.assert_allclose(_values(found, tensor), _values(published, tensor), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["llama_biases_head_dim_10", "lfm2", "qwen2", "olmo2"])
+def test_q_k_and_v_that_were_written_as_one(tmp_path: Path, name: str) -> None:
+    """As the converter does with `--fuse-qkv`; some are permuted, of some two layers of three have none."""
+    file = GgufFile(as_folder(GOLDENS / name, tmp_path / "model") / "model.gguf")
+    tensors = {key: Tensor(info.dtype, info.shape, file.bytes_of(info).tobytes()) for key, info in file.tensors.items()}
+    for layer in range(3):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{layer}.attn_{part}.{kind}", None) for part in "qkv"]
+            if (first := parts[0]) is not None:
+                shape = sum(part.shape[0] for part in parts), *first.shape[1:]
+                one = Tensor(first.kind, shape, b"".join(part.data for part in parts))
+                tensors[f"blk.{layer}.attn_qkv.{kind}"] = one
+    (tmp_path / "fused").mkdir()
+    write_gguf(tmp_path / "fused/model.gguf", file.metadata, tensors)
+    assert model_config(open_split(tmp_path / "fused/model.gguf")) == model_config([file])
+    fused, apart = (open_gguf_weights(tmp_path / each / "model.gguf")[0] for each in ("fused", "model"))
+    assert fused.tensors.keys() == apart.tensors.keys()
+    for key, info in apart.tensors.items():
+        assert (fused.tensors[key].shape, fused.tensors[key].nbytes) == (info.shape, info.nbytes)
+        np.testing.assert_array_equal(fused.bytes_of(fused.tensors[key]), apart.bytes_of(info))
+
+
 @pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
 def test_language_models_of_vision_models_are_those_of_texts(tmp_path: Path, name: str, architecture: str) -> None:
     file = GgufFile(write_model(GOLDENS / name, tmp_path / "model.gguf"))
