@@ -122,8 +122,8 @@ class BuildOptions(ModelOption, RevisionOptions):
         "Vision encoder of this very model that was published apart.", metavar="VISION_DIR"
     )
     mmproj: str | None = _image_option(
-        "Vision encoder of a GGUF file, in GGUF too, or none: texts alone [default: the file mmproj*.gguf beside it that "
-        "fits].",
+        "Vision encoder of a GGUF file, in GGUF too, or none: texts alone [default: the file mmproj*.gguf beside it "
+        "that fits].",
         metavar="FILE|none",
     )
     max_image_patches: int | None = _image_option(

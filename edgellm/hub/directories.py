@@ -124,9 +124,7 @@ def checked_options(build: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _fetched(
-    options: Mapping[str, Any], update: bool, progress: Progress
-) -> tuple[dict[str, str], dict[str, str]]:
+def _fetched(options: Mapping[str, Any], update: bool, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
     """What goes with a model, its draft and its vision encoder, as paths for the build, and as they name the directory;
     neither where there is none, or what is given is no file's name."""
     paths, named = dict[str, str](), dict[str, str]()
@@ -179,7 +177,10 @@ def _build(
 
     asked = {option: value for option, value in options.items() if option in (*_LIMITS, "kv_cache")}
     tokenizer = Path(options["tokenizer"]) if "tokenizer" in options else None
-    with checkpoint_folder(source, tokenizer, options.get("mmproj")) as folder, draft_folder(options.get("draft")) as draft:
+    with (
+        checkpoint_folder(source, tokenizer, options.get("mmproj")) as folder,
+        draft_folder(options.get("draft")) as draft,
+    ):
         report = build_engine_directory(
             folder,
             target,

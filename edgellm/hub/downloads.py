@@ -190,7 +190,9 @@ def _asked(name: HubName, revision: str, api: HfApi) -> Download:
         return sorted(set(read_index(index.folder / INDEX_FILE).get("weight_map", "dict").values()))
 
     chosen = chosen_files(name, {file: each.size for file, each in files.items()}, shards)
-    return replace(whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files))
+    return replace(
+        whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files)
+    )
 
 
 def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[str, HubFile]]:

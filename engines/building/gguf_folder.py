@@ -36,9 +36,7 @@ NO_ENCODER = "none"
 
 
 @contextmanager
-def checkpoint_folder(
-    path: Path, tokenizer: Path | None = None, mmproj: str | Path | None = None
-) -> Iterator[Path]:
+def checkpoint_folder(path: Path, tokenizer: Path | None = None, mmproj: str | Path | None = None) -> Iterator[Path]:
     """The folder of a checkpoint for a GGUF file, as long as the context lasts; any other path as it is.
 
     The files of a published `tokenizer` in a folder stand for the file's own. `mmproj` is the file of its vision

@@ -135,7 +135,7 @@ def _of_windows(encoder: Metadata, vision: _Config) -> _Config:
 
 
 def _of_positions(encoder: Metadata, vision: _Config) -> _Config:
-    flags = encoder.entries("vision.is_deepstack_layers", object, "true or false")
+    flags = encoder.flags("vision.is_deepstack_layers")
     table = encoder.tensors.get("v.position_embd.weight")
     if table is None:
         raise CheckpointError(f"{encoder.path} has no tensor 'v.position_embd.weight'. {COPY_AGAIN}")
@@ -172,8 +172,8 @@ def encoder_tensors(encoder: Metadata) -> dict[str, Change]:
         raise UnsupportedModelError(
             f"{encoder.path}: 'clip.projector_type' is {projector!r:.80}; supported are {', '.join(_PROJECTORS)}"
         )
-    flags = encoder.entries("vision.is_deepstack_layers", object, "true or false")
-    places = {layer: sum(map(bool, flags[:layer])) for layer, is_one in enumerate(flags) if is_one}
+    flags = encoder.flags("vision.is_deepstack_layers")
+    places = {layer: sum(flags[:layer]) for layer, is_one in enumerate(flags) if is_one}
     parts: dict[str, list[TensorInfo]] = {}
     for info in encoder.tensors.values():
         parts.setdefault(f"model.visual.{_published(info.name, _PROJECTORS[projector], places)}", []).append(info)

@@ -30,9 +30,7 @@ class Metadata:
         """The value as it is; None where there is none. Numbers of 32 bits are those that are written the shortest:
         1e-05, not what 32 bits hold of it."""
         value = self._values.get(self._full(key))
-        if isinstance(value, float):
-            return float(str(np.float32(value))) if float(np.float32(value)) == value else value
-        return value
+        return [*map(_shortest, value)] if isinstance(value, list) else _shortest(value)
 
     def text(self, key: str) -> str | None:
         """A text; CheckpointError for anything else."""
@@ -70,6 +68,14 @@ class Metadata:
         wrong = next((each for each in values if not isinstance(each, kind) or isinstance(each, bool)), None)
         if wrong is not None:
             raise self.error(key, wrong, words)
+        return values
+
+    def flags(self, key: str) -> list[bool]:
+        """A list of true or false; empty where there is none."""
+        values: list[Any] = self._checked(key, list, "a list of true or false") or []
+        wrong = next((each for each in values if not isinstance(each, bool)), None)
+        if wrong is not None:
+            raise self.error(key, wrong, "true or false")
         return values
 
     def of_layers(self, key: str) -> list[int]:
@@ -119,3 +125,9 @@ class Metadata:
         if value is not None and not isinstance(value, kind):
             raise self.error(key, value, words)
         return value
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value

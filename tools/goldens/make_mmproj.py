@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 
-from golden_files import GOLDENS, copy_with_tensors  # noqa: E402
+from golden_files import GOLDENS, copy_with_tensors
 
 #: Folders of golden models, whose vision encoders are converted.
 ENCODERS = ("qwen2_5_vl_old", "qwen3_vl", "qwen3_5")
