@@ -81,8 +81,8 @@ class SpecDecodeRuntime:
     Without an `engine_directory` it is the model that ships with the package. It may be a name on the hub, ORG/NAME or
     ORG/NAME:FILE.gguf, unless that is a path here: its files are downloaded once, at the `revision` (None: main), or
     again with `update`, and opened through a directory in the user's cache, which is built with the arguments `build`
-    (`kv_capacity`, `max_batch`, `head`, `draft` and others of `edgellm build`). So is a GGUF file, whose vision encoder is
-    the file or name `mmproj` ("none": texts alone; None: the file mmproj*.gguf beside it that fits). Raises
+    (`kv_capacity`, `max_batch`, `head`, `draft` and others of `edgellm build`). So is a GGUF file, whose vision encoder
+    is the file or name `mmproj` ("none": texts alone; None: the file mmproj*.gguf beside it that fits). Raises
     EdgeLLMError subclasses that say what is wrong.
     """
 

@@ -56,7 +56,8 @@ class HubName:
 
 def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
     """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
-    is published beside them, or one model, or a named vision encoder, in GGUF. `shards` gives the files that the index of several names.
+    is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files that
+    the index of several names.
 
     Raises HubError where there is no such model, or where there are several to choose from.
     """

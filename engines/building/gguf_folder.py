@@ -1,5 +1,5 @@
-"""A GGUF file as a build takes models and drafts: a folder with the files that are published with checkpoints, made from
-its metadata, and links to its weights."""
+"""A GGUF file as a build takes models and drafts: a folder with the files that are published with checkpoints, made
+from its metadata, and links to its weights."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def encoder_beside(path: Path) -> Path | None:
 def several_encoders(model: Path, encoders: Sequence[str]) -> BuildError:
     """The error for a model that has several vision encoders to choose from."""
     return BuildError(
-        f"beside {model} are {len(encoders)} vision encoders: {', '.join(encoders)}. Name one: --mmproj {encoders[0]}, or "
-        f"--mmproj {NO_ENCODER} for texts alone"
+        f"beside {model} are {len(encoders)} vision encoders: {', '.join(encoders)}. Name one, as in --mmproj "
+        f"{encoders[0]}, or take --mmproj {NO_ENCODER} for texts alone"
     )
 
 

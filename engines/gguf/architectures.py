@@ -71,7 +71,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 
 def architecture(metadata: Metadata) -> Architecture:
-    """The model's, or the draft's; UnsupportedModelError, which lists those that are known, where the house has none."""
+    """The model's, or the draft's; UnsupportedModelError, which lists those that are known, where there is none."""
     found = _ARCHITECTURES.get(metadata.architecture) or _DRAFTS.get(metadata.architecture)
     return _known(metadata, _ARCHITECTURES) if found is None else found
 

@@ -156,11 +156,11 @@ def head_tensors(head: Path) -> dict[str, Tensor]:
             continue
         module, _, kind = published.removeprefix("midlayer.").removeprefix("layers.0.").rpartition(".")
         part = module.removeprefix("self_attn.").removesuffix("_proj")
+        name, changed = f"{_HEAD_NAMES[module]}.{kind}", values
         if part in counts:
             pairs = values.reshape(counts[part], 2, len(values) // counts[part] // 2, *values.shape[1:])
-            values = pairs.swapaxes(1, 2).reshape(values.shape)
-        name = f"{_HEAD_NAMES[module]}.{kind}"
-        written[name] = _as_float16(name, values)
+            changed = pairs.swapaxes(1, 2).reshape(values.shape)
+        written[name] = _as_float16(name, changed)
     return written
 
 
