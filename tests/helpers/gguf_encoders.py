@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_models import write_model
+from gguf_models import byte_pairs, write_model
 from gguf_writing import Tensor, write_gguf
 from golden_files import read_tensors, write_tensors
+from tiny_multimodal import FAMILIES, TEMPLATE
+from tokenizers import Tokenizer
 
 #: By `model_type`, llama.cpp's name of the language model, and what its texts alone are published as.
 _MODELS = {"qwen2_5_vl": ("qwen2vl", "qwen2"), "qwen3_vl": ("qwen3vl", "qwen3"), "qwen3_5": ("qwen35", "qwen3_5_text")}
@@ -37,6 +39,7 @@ _HEAD_NAMES = {
     **{f"self_attn.{each}_proj": f"blk.0.attn_{each}" for each in "qkv"},
     **{f"mlp.{each}_proj": f"blk.0.ffn_{each}" for each in ("gate", "up", "down")},
 }
+_PIXELS = {"clip.vision.image_min_pixels": 64, "clip.vision.image_max_pixels": 1024}
 #: What is written in the place of a dense tensor, by its name in the file and its values; None: the values.
 Kinds = Callable[[str, np.ndarray], Tensor | None]
 
@@ -56,7 +59,7 @@ def write_texts(checkpoint: Path, target: Path, more: Mapping[str, Any] | None =
     """The language model of a checkpoint that takes images, as a GGUF file; `more` is further metadata."""
     config = json.loads((checkpoint / "config.json").read_text())
     kind, texts = _MODELS[config["model_type"]]
-    inner = {**config, **config.get("text_config", {}), "model_type": texts}
+    inner = {"linear_conv_kernel_dim": 4, **config, **config.get("text_config", {}), "model_type": texts}
     inner["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
     rope = inner.get("rope_parameters") or inner["rope_scaling"]
     inner = {key: value for key, value in inner.items() if key not in ("vision_config", "text_config", "rope_scaling")}
@@ -168,6 +171,7 @@ def head_metadata(head: Path, base: Path) -> dict[str, Any]:
     """What the converter says of an EAGLE-3 head, without its model's tokenizer."""
     config, model = (json.loads((each / "config.json").read_text()) for each in (head, base))
     layers = model["num_hidden_layers"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     found = {
         "target_layers": config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3],
         "target_hidden_size": model["hidden_size"],
@@ -181,10 +185,10 @@ def head_metadata(head: Path, base: Path) -> dict[str, Any]:
         "attention.head_count_kv": config["num_key_value_heads"],
         "rope.freq_base": float(config.get("rope_theta", 10000.0)),
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "attention.key_length": config["head_dim"],
-        "attention.value_length": config["head_dim"],
+        "attention.key_length": size,
+        "attention.value_length": size,
         "vocab_size": config["vocab_size"],
-        "rope.dimension_count": config["head_dim"],
+        "rope.dimension_count": size,
     }
     return {f"eagle3.{key}": value for key, value in found.items()}
 
@@ -193,3 +197,28 @@ def write_head(head: Path, base: Path, target: Path, more: Mapping[str, Any] | N
     """An EAGLE-3 head as a GGUF file; `more` is further metadata."""
     metadata = {"general.architecture": "eagle3"} | head_metadata(head, base) | dict(more or {})
     return write_gguf(target, metadata, head_tensors(head))
+
+
+def tokenizer_keys(checkpoint: Path) -> dict[str, object]:
+    """The metadata of a checkpoint's tokenizer and template."""
+    keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
+    keys["tokens"], keys["token_type"] = keys["tokens"][:-1], keys["token_type"][:-1]
+    keys |= {"bos_token_id": 256, "eos_token_id": 257}
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"tokenizer.chat_template": TEMPLATE}
+
+
+def write_both(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+    """A checkpoint that takes images as two GGUF files."""
+    folder.mkdir(exist_ok=True)
+    window = json.loads((checkpoint / "config.json").read_text())["vision_config"].get("window_size")
+    more = _PIXELS | ({} if window is None else {"clip.vision.window_size": window})
+    texts = write_texts(checkpoint, folder / "tiny-F16.gguf", tokenizer_keys(checkpoint))
+    return texts, write_encoder(checkpoint, folder / "mmproj-tiny-F16.gguf", more)
+
+
+def tiny_files(make_checkpoint: Callable[..., Path], folder: Path, seed: int = 3) -> tuple[Path, Path]:
+    """A tiny model that takes images, with random weights, as two files."""
+    made = make_checkpoint(folder / "checkpoint", seed, **FAMILIES["qwen3_vl"])
+    path = made / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    return write_both(made, folder / "files")

@@ -258,8 +258,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "rope.dimension_count": int(config["head_dim"] * own["partial_rotary_factor"]),
             "rope.dimension_sections": [*own["mrope_section"], 0],
         }
-    metadata: dict[str, Any] = {"general.architecture": kind, "tokenizer.ggml.bos_token_id": config["bos_token_id"]}
-    metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    metadata: dict[str, Any] = {"general.architecture": kind}
+    ends = (key for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None)
+    metadata |= {f"tokenizer.ggml.{key}": config[key] for key in ends}
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
 
