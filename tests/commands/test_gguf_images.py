@@ -146,4 +146,4 @@ def test_a_draft_in_gguf(edgellm: Edgellm, tiny_checkpoint: Path, tiny_draft: Pa
         assert llm.directory.draft is not None
         assert llm.generate("The red cup", GREEDY).token_ids == found[0][0]
     code, _, err = edgellm("build", tiny_checkpoint, tmp_path / "other", "--draft", texts, "--no-try")
-    assert code == 1 and f"{texts}: 'general.architecture' is 'llama'; supported are eagle3" in err
+    assert code == 1 and f"{texts}: 'general.architecture' is 'qwen3'; supported are eagle3" in err
