@@ -160,7 +160,7 @@ def build(given: BuildOptions) -> None:
     if cuda is not None and not kernels:
         raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
-        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.revision)
+        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.mmproj, given.revision)
         if given.no_mtp or given.update or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"

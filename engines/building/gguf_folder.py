@@ -105,7 +105,10 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
         try:
             yield folder
         except (BuildError, CheckpointError, EngineDirectoryError) as error:
-            raise type(error)(str(error).replace(str(folder), str(path))) from error
+            message, encoder = str(error), folder / ENCODER_FILE
+            if encoder.is_symlink():
+                message = message.replace(str(encoder), str(encoder.readlink()))
+            raise type(error)(message.replace(str(folder), str(path))) from error
 
 
 def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path | None) -> None:

@@ -194,7 +194,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     if not heads or size % heads:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
     rotated, whole = metadata.whole("rope.dimension_count"), config["head_dim"]
-    sections = metadata.entries("rope.dimension_sections", int, "whole numbers")[:3]
     return {
         "model_type": "qwen3_5_text",
         "full_attention_interval": interval,
@@ -206,7 +205,7 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"]
         | ({"partial_rotary_factor": rotated / whole} if rotated and whole else {})
-        | ({"mrope_section": sections} if sections else {}),
+        | metadata.sections(),
     } | _has_biases(metadata, config)
 
 
@@ -323,6 +322,7 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
+        "rope_parameters": config["rope_parameters"] | metadata.sections(),
         "eagle_aux_hidden_state_layer_ids": ids or None,
         "eagle_aux_hidden_state_convention": "entered" if ids and not is_usual else None,
         "target_hidden_size": metadata.whole("target_hidden_size"),

@@ -114,8 +114,7 @@ def image_config(text: _Config, model: Metadata, encoder: Metadata) -> tuple[_Co
     if missing:
         raise CheckpointError(f"{encoder.path} does not say what {', '.join(missing)} are. {COPY_AGAIN}")
     vision |= _of_windows(encoder, vision) if family == "qwen2_5_vl" else _of_positions(encoder, vision)
-    sections = model.entries("rope.dimension_sections", int, "whole numbers")[:3]
-    rope = text["rope_parameters"] | ({"mrope_section": sections} if sections else {})
+    rope = text["rope_parameters"] | model.sections()
     whole = {key: text[key] for key in ("tie_word_embeddings", "dtype", "quantization_config") if key in text}
     inner = {key: value for key, value in text.items() if key != "quantization_config"} | {"rope_parameters": rope}
     config = {"model_type": family, "text_config": inner, "vision_config": vision} | whole | _tokens(model)

@@ -78,6 +78,12 @@ class Metadata:
             raise self.error(key, wrong, "true or false")
         return values
 
+    def sections(self) -> dict[str, list[int]]:
+        """Of an embedding at positions in time, height and width how many frequencies follow each, by its published
+        name; nothing of others."""
+        found = self.entries("rope.dimension_sections", int, "whole numbers")[:3]
+        return {"mrope_section": found} if any(found) else {}
+
     def of_layers(self, key: str) -> list[int]:
         """A whole number for each layer, of a list or one for all."""
         value, layers = self.get(key), self.count("block_count")

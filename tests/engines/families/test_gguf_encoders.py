@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_the_encoder_is_what_was_published(name: str, tmp_path: Path) -> None:
             assert vision is not None and expected is not None
             prefix, other = vision.tensor_prefix, expected.tensor_prefix
             same = {"tensor_prefix": other, "projector_prefix": other}
-            assert vision.__class__(**{**vars(vision), **same}) == expected
+            assert replace(vision, **same) == expected
             for weights in (vision_weights(vision), host_weights(vision)):
                 for tensor, _ in (part for spec in weights for part in spec.parts):
                     values = published.raw(other + tensor.removeprefix(prefix))
@@ -175,10 +176,13 @@ def test_a_head_is_what_was_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ids", "entered"), [([1, 2, 3], (2, 3, 4)), ([2, 3, 4], (2, 3, 4)), ([1, 4, 5], (1, 4, 5))])
 def test_layers_that_a_head_takes(tmp_path: Path, ids: list[int], entered: tuple[int, ...]) -> None:
     base = DRAFTS / "llama_base"
-    file = write_head(DRAFTS / "eagle3", base, tmp_path / "head.gguf", {"eagle3.target_layers": ids})
+    more = {"eagle3.target_layers": ids, "eagle3.rope.dimension_sections": [2, 1, 1, 0]}
+    file = write_head(DRAFTS / "eagle3", base, tmp_path / "head.gguf", more)
     with draft_folder(file) as folder, Checkpoint.open(folder) as found, Checkpoint.open(base) as model:
         config = decoder_config(model.config, model.generation_config, model.dtype)
-        assert read_draft(found, model, config).feature_layers == entered
+        config = replace(config, mrope_section=(2, 1, 1), mrope_interleaved=True)
+        draft = read_draft(found, model, config)
+        assert (draft.feature_layers, draft.decoder.mrope_section) == (entered, (2, 1, 1))
 
 
 def test_packed_linear_layers_are_taken_as_dense(tmp_path: Path) -> None:
