@@ -44,8 +44,8 @@ def model(make_checkpoint: Callable[..., Path], tmp_path: Path) -> tuple[Path, P
     return tiny_files(make_checkpoint, tmp_path)
 
 
-def answer(path: Path, **options: object) -> list[int]:
-    with LLM(path, backend="numpy", **options) as llm:
+def answer(path: Path, backend: str = "numpy", **options: object) -> list[int]:
+    with LLM(path, backend=backend, **options) as llm:
         assert llm.has_vision_model
         return llm.chat(QUESTION, GREEDY).token_ids
 
@@ -73,6 +73,13 @@ def test_an_image_is_seen_as_by_the_published_model(edgellm: Edgellm, checkpoint
         *("--kv-capacity", 160, "--temperature", 0, "--max-tokens", 12),
     )
     assert code == 0 and out, err
+
+
+@pytest.mark.gpu
+def test_an_image_is_seen_as_by_the_published_model_on_a_gpu(checkpoint: Path, tmp_path: Path) -> None:
+    build_engine_directory(checkpoint, tmp_path / "published", LIMITS)
+    texts, _ = write_both(checkpoint, tmp_path / "files")
+    assert answer(texts, "tensorrt", build=LIMITS) == answer(tmp_path / "published", "tensorrt")
 
 
 def test_which_file_is_the_encoder(edgellm: Edgellm, model: tuple[Path, Path], tmp_path: Path) -> None:
