@@ -14,6 +14,7 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, TensorInfo
 from edgellm.engines.gguf.changes import Change
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.model.config import LARGEST_DEPTH
 
 _Config = dict[str, Any]
 
@@ -127,8 +128,8 @@ def _projector(encoder: Metadata) -> str:
 
 def _of_windows(encoder: Metadata, vision: _Config) -> _Config:
     """Every so many layers one attends to the whole image."""
-    pattern = encoder.count("vision.n_wa_pattern")
-    layers = range(pattern - 1, vision["depth"], pattern) if pattern else range(vision["depth"])
+    pattern, depth = encoder.count("vision.n_wa_pattern"), min(vision["depth"], LARGEST_DEPTH)
+    layers = range(pattern - 1, depth, pattern) if pattern else range(depth)
     window = encoder.whole("vision.window_size") or _WINDOW_SIZE
     return {"hidden_act": "silu", "window_size": window, "fullatt_block_indexes": list(layers)}
 

@@ -263,3 +263,26 @@ def test_other_projectors_and_other_models_are_refused_by_name(tmp_path: Path) -
         checkpoint_folder(head),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("vision.block_count", 2**31 - 1, r"depth is 2147483647, expected"),
+        ("vision.patch_size", 0, r"does not say what patch_size are"),
+        ("vision.n_wa_pattern", "2", r"'clip\.vision\.n_wa_pattern' is '2', expected a whole number"),
+        ("vision.projection_dim", 64, r"out_hidden_size is 64, but the language model's hidden_size is 32"),
+        ("projector_type", 7, r"'clip\.projector_type' is 7, expected a text"),
+        ("vision.image_mean", [1, 2], r"'clip\.vision\.image_mean' is 1, expected numbers"),
+    ],
+)
+def test_wrong_metadata_is_refused_by_name(tmp_path: Path, key: str, value: object, match: str) -> None:
+    checkpoint = checkpoint_of("qwen2_5_vl_old", tmp_path)
+    texts, _ = files_of(checkpoint, tmp_path)
+    encoder = write_encoder(checkpoint, tmp_path / "wrong.gguf", {f"clip.{key}": value})
+    with (
+        pytest.raises(CheckpointError, match=match),
+        checkpoint_folder(texts, mmproj=encoder) as folder,
+        Checkpoint.open(folder) as found,
+    ):
+        read_vision(found)
