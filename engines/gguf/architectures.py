@@ -91,6 +91,10 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     )
 
 
+#: The convention of a draft's layers: llama.cpp takes them for layers entered, as vLLM does, but its converter writes
+#: down what others name by outputs, too; these are told by being the usual ones.
+ENTERED_UNLESS_USUAL = "entered, unless the usual ones are output"
+
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 _CONTROL = 3
@@ -309,10 +313,8 @@ def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
 
 
 def _eagle3(metadata: Metadata, config: _Config) -> _Config:
-    """`extract_layers` are the ids that the head was published with. llama.cpp takes them for layers entered, as vLLM
-    does; those that other trainers name by their outputs are told by being the usual ones."""
+    """`target_layers` are the ids that the head was published with."""
     ids = metadata.entries("target_layers", int, "whole numbers")
-    is_usual = len(ids) == 3 and ids[:2] == [1, (ids[2] + 4) // 2 - 1]
     reduced = metadata.tensors.get("d2t") or metadata.tensors.get("output.weight")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -324,7 +326,7 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
         "eos_token_id": None,
         "rope_parameters": config["rope_parameters"] | metadata.sections(),
         "eagle_aux_hidden_state_layer_ids": ids or None,
-        "eagle_aux_hidden_state_convention": "entered" if ids and not is_usual else None,
+        "eagle_aux_hidden_state_convention": ENTERED_UNLESS_USUAL if ids else None,
         "target_hidden_size": metadata.whole("target_hidden_size"),
         "norm_before_residual": metadata.flag("norm_before_residual"),
         "norm_before_fc": metadata.flag("norm_before_fc"),
