@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engines.building.gguf_folder import NO_ENCODER, encoder_beside, read_beginning, several_encoders
+from edgellm.engines.building.gguf_folder import NO_ENCODER, encoder_beside, read_metadata, several_encoders
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
 from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
 from edgellm.engines.errors import EngineDirectoryError
@@ -140,7 +140,7 @@ def _fetched(options: Mapping[str, Any], update: bool, progress: Progress) -> tu
 def _hub_encoder(download: Download, progress: Progress) -> Path | None:
     """The vision encoder beside a model in GGUF on the hub, downloaded; None where there is none, or the model is not
     known to take images. Raises BuildError where there are several, and as `fetch`."""
-    if not (download.gguf and download.encoders) or not takes_images(read_beginning(download.path)):
+    if not (download.gguf and download.encoders) or not takes_images(read_metadata(download.path)):
         return None
     names = [HubName(download.repository, file, download.commit) for file in download.encoders]
     if len(names) > 1:

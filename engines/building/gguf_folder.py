@@ -18,7 +18,7 @@ from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryE
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
 from edgellm.engines.gguf.architectures import check_draft, model_config
-from edgellm.engines.gguf.encoders import ENCODERS, image_config, is_encoder_of, takes_images
+from edgellm.engines.gguf.encoders import image_config, is_encoder_of, takes_images
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json, used_tokens
 
@@ -71,9 +71,9 @@ def encoder_beside(path: Path) -> Path | None:
     """The file mmproj*.gguf beside a model's GGUF file that is its vision encoder; None where there is none, or the
     model is not known to take images. Raises BuildError where there are several, and CheckpointError."""
     found = sorted(path.parent.glob("mmproj*.gguf"))
-    if not found or not takes_images(model := read_beginning(path)):
+    if not found or not takes_images(model := read_metadata(path)):
         return None
-    fitting = [each for each in found if is_encoder_of(read_beginning(each), model)]
+    fitting = [each for each in found if is_encoder_of(read_metadata(each), model)]
     if len(fitting) > 1:
         raise several_encoders(path, [str(each) for each in fitting])
     return fitting[0] if fitting else None
@@ -87,13 +87,8 @@ def several_encoders(model: Path, encoders: Sequence[str]) -> BuildError:
     )
 
 
-def read_beginning(path: Path) -> Metadata:
-    """What a GGUF file says before its tokenizer or, where that is not how wide the model is, in all. Raises
-    CheckpointError."""
-    with _opened(path, whole=False) as files:
-        beginning = Metadata(files)
-    if beginning.architecture == ENCODERS or beginning.whole("embedding_length") is not None:
-        return beginning
+def read_metadata(path: Path) -> Metadata:
+    """What a GGUF file says. Raises CheckpointError."""
     with _opened(path) as files:
         return Metadata(files)
 
@@ -124,9 +119,7 @@ def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path
         made: dict[str, dict[str, Any]] = {"config.json": model_config(files)}
         if encoder is not None:
             texts = made["config.json"]
-            with _opened(encoder) as encoders:
-                images = image_config(texts, metadata, Metadata(encoders))
-            made["config.json"], made[PREPROCESSOR_FILES[0]] = images
+            made["config.json"], made[PREPROCESSOR_FILES[0]] = image_config(texts, metadata, read_metadata(encoder))
         if tokenizer is None:
             made |= {"tokenizer.json": tokenizer_json(metadata), "tokenizer_config.json": tokenizer_config(metadata)}
         else:
@@ -147,8 +140,8 @@ def _write_draft(path: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path, whole: bool = True) -> Iterator[list[GgufFile]]:
-    files = open_split(path, whole)
+def _opened(path: Path) -> Iterator[list[GgufFile]]:
+    files = open_split(path)
     try:
         yield files
     finally:

@@ -59,7 +59,6 @@ LARGEST_HEADER = 256 << 20
 #: Far more than any model has; each costs memory of its own.
 _MOST_KEYS, _MOST_TENSORS, _MOST_ELEMENTS, _MOST_FILES = 1 << 16, 1 << 17, 1 << 24, 1 << 10
 _LONGEST_NAME, _LONGEST_KEY = 256, 1 << 16
-_TOKENIZER = "tokenizer."
 _MOST_DIMENSIONS = 4
 _ALIGNMENT, _ALIGNMENTS = 32, (8, 1 << 16)
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -68,15 +67,14 @@ _MOST_READ = 1 << 30
 
 
 class GgufFile:
-    """One file: `metadata` by key, `tensors` by name with shapes rows first; `status` as it was when it was opened. One
-    that is not `whole` has the metadata before the tokenizer's alone, which take long to read."""
+    """One file: `metadata` by key, `tensors` by name with shapes rows first; `status` as it was when it was opened."""
 
-    def __init__(self, path: Path, whole: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         """Read and check everything but the tensors' bytes; raises CheckpointError that names file and cause."""
         self.path = path
         file, self.status = opened_file(path, "GGUF file")
         try:
-            self.metadata, self.tensors = _Header(path, file, self.status.st_size).read(whole)
+            self.metadata, self.tensors = _Header(path, file, self.status.st_size).read()
         except BaseException:
             file.close()
             raise
@@ -113,12 +111,12 @@ class GgufFile:
             file.close()
 
 
-def open_split(path: Path, whole: bool = True) -> list[GgufFile]:
-    """The one file, `whole` or not, or all of those that it is one of by its name and metadata, the first first;
-    CheckpointError where they do not belong together."""
+def open_split(path: Path) -> list[GgufFile]:
+    """The one file, or all of those that it is one of by its name and metadata, the first first; CheckpointError where
+    they do not belong together."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
-        return [_whole(GgufFile(path, whole))]
+        return [_whole(GgufFile(path))]
     count = int(match[3])
     if not 1 <= int(match[2]) <= count <= _MOST_FILES:
         raise CheckpointError(
@@ -170,7 +168,7 @@ class _Header:
         self._path, self._file, self._size = path, file, size
         self._position = 0
 
-    def read(self, whole: bool) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         magic, version = self._take(4, "its magic"), self._number("I", "its version")
         if magic != MAGIC:
             raise self._damaged(f"it begins with {magic!r}, expected {MAGIC!r}")
@@ -190,8 +188,6 @@ class _Header:
             key = self._text("a key", _LONGEST_KEY)
             if key in metadata:
                 raise self._damaged(f"the key {key!r:.80} occurs more than once")
-            if key.startswith(_TOKENIZER) and not whole:
-                return metadata, {}
             metadata[key] = self._value(key, self._number("I", f"the type of {key!r:.80}"))
         infos: dict[str, TensorInfo] = {}
         for _ in range(tensors):

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gguf_writing import NUMBERS, Tensor, Typed, dense, gguf_bytes, random_blocks, text, write_gguf
 
-from edgellm.engines.building.gguf_folder import read_beginning
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import TYPES, GgufFile, open_split
 
@@ -217,14 +216,3 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         GgufFile(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match="not a regular file"):
         GgufFile(tmp_path)
-
-
-def test_what_stands_before_the_tokenizer(tmp_path: Path) -> None:
-    keys = {"general.architecture": "llama", "llama.block_count": 2, "tokenizer.ggml.tokens": ["a", "b"], "split.no": 0}
-    path = write_gguf(tmp_path / "model.gguf", keys, {"w": dense(np.zeros((2, 2), np.float32))})
-    (beginning,) = open_split(path, whole=False)
-    assert beginning.metadata == {"general.architecture": "llama", "llama.block_count": 2} and not beginning.tensors
-    beginning.close()
-    late = write_gguf(tmp_path / "late.gguf", dict(reversed(keys.items())) | {"llama.embedding_length": 8}, {})
-    assert read_beginning(late).whole("embedding_length") == 8
-    assert read_beginning(late).architecture == "llama"
