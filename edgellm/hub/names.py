@@ -101,9 +101,9 @@ def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = {}
     for file in sizes:
         part = _PART.fullmatch(file)
-        *folders, _ = file.split("/")
+        *folders, last = file.split("/")
         is_later = part is not None and int(part[2]) != 1
-        if not file.endswith(".gguf") or _is_encoder(file) or is_later or {"", ".", ".."} & {*folders}:
+        if not file.endswith(".gguf") or "mmproj" in last or is_later or {"", ".", ".."} & {*folders}:
             continue
         count = int(part[3]) if part else 0
         models[file] = [f"{part[1]}-{n + 1:05d}-of-{part[3]}.gguf" for n in range(count)] if part else [file]
