@@ -68,13 +68,13 @@ class Change:
         if self.columns is not None and not self.is_packed:
             values = data.view(STORAGE[self.dtype]).reshape(-1, len(self.columns))[:, self.columns]
             data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        if self.values == "less 1":
-            return (data.view(np.float32) - np.float32(1)).view(np.uint8)
         if self.values == "offsets":
             ids = data.view(np.int64)
             return (ids - np.arange(ids.size)).view(np.uint8)
-        if self.values == "logarithm":
-            with np.errstate(invalid="ignore", divide="ignore"):  # what is no number is found where it is loaded
+        with np.errstate(invalid="ignore", divide="ignore"):  # what is no number is found where it is loaded
+            if self.values == "less 1":
+                return (data.view(np.float32) - np.float32(1)).view(np.uint8)
+            if self.values == "logarithm":
                 return np.log(-data.view(np.float32).astype(np.float64)).astype(np.float32).view(np.uint8)
         return data
 

@@ -154,7 +154,7 @@ def _tokens(model: Metadata) -> _Config:
 
 def _preprocessor(encoder: Metadata, vision: _Config, usual: tuple[int, int]) -> _Config:
     fewest, most = (encoder.whole(f"vision.image_{which}_pixels") for which in ("min", "max"))
-    given = {key: encoder.entries(f"vision.{key}", float, "numbers") for key in ("image_mean", "image_std")}
+    given = {key: encoder.numbers(f"vision.{key}") for key in ("image_mean", "image_std")}
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "size": {"shortest_edge": fewest or usual[0], "longest_edge": most or usual[1]},

@@ -30,7 +30,7 @@ class Metadata:
         """The value as it is; None where there is none. Numbers of 32 bits are those that are written the shortest:
         1e-05, not what 32 bits hold of it."""
         value = self._values.get(self._full(key))
-        return [*map(_shortest, value)] if isinstance(value, list) else _shortest(value)
+        return _shortest(value)
 
     def text(self, key: str) -> str | None:
         """A text; CheckpointError for anything else."""
@@ -69,6 +69,10 @@ class Metadata:
         if wrong is not None:
             raise self.error(key, wrong, words)
         return values
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, as `get` gives them; empty where there is none."""
+        return [_shortest(each) for each in self.entries(key, float, "numbers")]
 
     def flags(self, key: str) -> list[bool]:
         """A list of true or false; empty where there is none."""
