@@ -100,13 +100,15 @@ def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = 
     return folder
 
 
-def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None) -> Path:
+def write_model(
+    checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None, kind: str | None = None
+) -> Path:
     """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata; `kinds` gives, for a name of
-    the file and its values, what is written in the place of a dense tensor."""
+    the file and its values, what is written in the place of a dense tensor. Of another architecture it is of `kind`."""
     config = json.loads((checkpoint / "config.json").read_text())
     stored = {name: each for file in checkpoint.glob("model*.safetensors") for name, each in read_tensors(file).items()}
     tensors = {name: _values(*each) for name, each in stored.items()}
-    kind = ARCHITECTURES[config["model_type"]]
+    kind = kind or ARCHITECTURES[config["model_type"]]
     metadata = _metadata(config, kind) | (more or {})
     written: dict[str, Tensor] = {}
     if tensors.keys() >= {"lm_head.weight"} and config.get("tie_word_embeddings", False):
@@ -295,8 +297,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "rope.dimension_count": int(config["head_dim"] * own["partial_rotary_factor"]),
             "rope.dimension_sections": [*own["mrope_section"], 0],
         }
-    metadata: dict[str, Any] = {"general.architecture": kind, "tokenizer.ggml.bos_token_id": config["bos_token_id"]}
-    metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    metadata: dict[str, Any] = {"general.architecture": kind}
+    ends = (key for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None)
+    metadata |= {f"tokenizer.ggml.{key}": config[key] for key in ends}
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
 

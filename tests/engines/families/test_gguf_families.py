@@ -248,6 +248,8 @@ def test_tensors_that_are_wrong(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q\.weight' has 6 rows, expected a multiple of 4"):
         opened(blk__0__attn_q__weight=dense(np.zeros((6, 8), np.float32)))
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q\.bias' has the type q8_0, expected one of float32"):
+        opened(blk__0__attn_q__bias=Tensor("q8_0", (32,), bytes(34)))
     with pytest.raises(CheckpointError, match="two of its tensors are one and the same"):
         opened(model__embed_tokens__weight=dense(np.zeros((6, 8), np.float32)))
     path = _minimal(tmp_path, {"blk.0.strange.weight": dense(np.zeros(4, np.float32))})
