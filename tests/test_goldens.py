@@ -29,7 +29,7 @@ from safetensors.numpy import load_file
 LIMITS = {
     "decoder": 360_000,
     "draft": 120_000,
-    "gguf": 105_000,
+    "gguf": 40_000,
     "image_prompts": 280_000,
     "images": 60_000,
     "lora": 210_000,

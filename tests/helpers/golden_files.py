@@ -1,8 +1,8 @@
 """Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
 
 A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
-Tensors that are stored in `NAME.safetensors` beside it belong to the same file. Tools that make goldens read them by
-these functions, too, so that references compute with the bits that tests get.
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed.
+Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
 Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import lzma
 import os
 import shutil
 import struct
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-DRAWN, WHOLE = ".drawn.json", ".safetensors"
+DRAWN, WHOLE, PACKED = ".drawn.json", ".safetensors", ".xz"
 #: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
 LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
@@ -54,6 +55,8 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
     for path in sorted(source.iterdir()):
         if path.is_dir():
             copy_with_tensors(path, target / path.name)
+        elif path.suffix == PACKED:
+            (target / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
         elif not path.name.endswith(DRAWN):
             shutil.copy(path, target / path.name)
     for path in source.glob(f"*{DRAWN}"):
@@ -68,6 +71,12 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
             tensors[LOGITS] = dtype, list(logits.shape), logits.tobytes()
             write_tensors(expected, tensors, read_metadata(expected))
     return target
+
+
+def pack(path: Path) -> None:
+    """Store a file of a golden folder packed; `golden_folder` has it as it was."""
+    path.with_name(path.name + PACKED).write_bytes(lzma.compress(path.read_bytes(), preset=9))
+    path.unlink()
 
 
 def every_fourth(logits: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from gguf_models import byte_pairs
 from gguf_writing import write_gguf
+from golden_files import golden_folder
 from tokenizers import AddedToken, models, trainers
 
 from edgellm.engines.errors import CheckpointError
@@ -20,7 +21,7 @@ from edgellm.engines.gguf.architectures import end_tokens
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "goldens/gguf/pieces.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((golden_folder("gguf") / "pieces.json").read_text(encoding="utf-8"))
 TEXTS = [
     *GOLDEN["texts"],
     "Cafe\u0301 d\u0065\u0301ja\u0300 vu, A\u030angstro\u0308m",

@@ -29,6 +29,7 @@ from golden_files import (
     write_tensors,
 )
 from golden_files import golden_folder as golden_folder  # for tools that read the goldens of others
+from golden_files import pack as pack
 
 #: The metadata of every file of expected values.
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_folders import randomize_vectors
+from golden_folders import pack, randomize_vectors
 from llama_cpp import (
     convert,
     has_same_tokenizer,
@@ -239,6 +239,7 @@ def write_golden(path: Path, place: Path) -> None:
         found[name] = contents(convert(folder, kind, place / f"{name}.gguf"))
     lines = (f"{json.dumps(name)}:{json.dumps(each, separators=(',', ':'))}" for name, each in found.items())
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    pack(path)
 
 
 if __name__ == "__main__":

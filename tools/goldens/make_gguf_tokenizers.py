@@ -16,6 +16,9 @@ from typing import Any
 
 import sentencepiece
 
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_files import pack
+
 #: Words of several scripts, digits, marks, and what no piece has.
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and the other foxes jumped after it.",
@@ -80,6 +83,7 @@ def main(target: str) -> None:
     found["sentencepiece"] = metadata.version("sentencepiece")
     text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
     Path(target).write_text(f"{text}\n", encoding="utf-8")
+    pack(Path(target))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
+from golden_folders import VERSIONS, draw_tensors, pack, rename_drawn, whole, write_folders
 from safetensors.torch import load_file, save_file
 
 IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
@@ -347,6 +347,7 @@ def make_positions(directory: Path) -> None:
             }
     tensors = {name: tensor.to(torch.int16) for name, tensor in tensors.items()}
     save_file(tensors, directory / "positions.safetensors", metadata=VERSIONS)
+    pack(directory / "positions.safetensors")
 
 
 if __name__ == "__main__":

