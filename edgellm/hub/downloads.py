@@ -296,7 +296,7 @@ def _check(download: Download, name: str, file: HubFile) -> None:
 def _digest(path: Path, expected: str) -> str:
     """The digest of a file, of the kind of the expected one: "" of none."""
     if len(expected) == 64:
-        return current_digest(path).sha256
+        return current_digest(path, section=0).sha256
     if not expected:
         return ""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
