@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.compilations import usable_cores
 
 logger = logging.getLogger("edgellm.digests")
 
