@@ -94,9 +94,9 @@ class GgufWeights:
             return data
         values = np.empty(data.nbytes // STORAGE[change.info.dtype].itemsize, np.float32)
         float32_into(data.view(STORAGE[change.info.dtype]), change.info.dtype, values)
-        if change.values == "less 1":
-            return (values - np.float32(1)).view(np.uint8)
         with np.errstate(invalid="ignore", divide="ignore"):  # what is no number is found where it is loaded
+            if change.values == "less 1":
+                return (values - np.float32(1)).view(np.uint8)
             return np.log(-values.astype(np.float64)).astype(np.float32).view(np.uint8)
 
     def close(self) -> None:

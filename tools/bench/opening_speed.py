@@ -7,8 +7,8 @@ the starts that count. One of q4_k_m is a GGUF file, opened as it is: `first_sta
 process that knows nothing of it, digest and engine directory included, to its first token; with compilation of the
 kernels it is `compiling_start_seconds`. `host_mib`: the largest sum of a process's own pages, without those of mapped
 files. `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context
-(`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of call, one inside
-another counting for the outer one, then after opening and after an answer, without a context.
+(`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of
+call, one inside another counting for the outer one, then after opening and after an answer, without a context.
 """
 
 from __future__ import annotations
