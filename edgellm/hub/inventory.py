@@ -14,7 +14,7 @@ from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
 from edgellm.hub.directories import LOCK_NAME, file_folder, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
-from edgellm.hub.names import HubName
+from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -151,7 +151,8 @@ def remove(name: HubName, revision: str | None = None) -> Removal:
     """
     folder = repository_folder(name.repository)
     record, removal = Record.read(folder), Removal()
-    chosen = [each for each in record.downloads if name.file in ("", each.file, each.gguf)]
+    named = ((each, name.file in ("", each.file) or stands_for(name.file, each.gguf)) for each in record.downloads)
+    chosen = [each for each, is_named in named if is_named]
     directories = [(each, each.source.commit) for each in _cached_directories(folder, name.file) if each.source]
     if revision is not None:
         wanted = record.revisions.get(revision, revision)
@@ -257,7 +258,7 @@ def _cached_directories(folder: Path, file: str = "") -> list[EngineDirectory]:
 
 
 def _is_made_for(source: ModelSource, folder: Path, file: str) -> bool:
-    return repository_folder(source.repository) == folder and file in ("", source.file)
+    return repository_folder(source.repository) == folder and (not file or stands_for(file, source.file))
 
 
 def _described(path: Path) -> EngineDirectory | None:
