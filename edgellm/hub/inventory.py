@@ -62,8 +62,9 @@ def models() -> list[Model]:
             blobs = {path for name in download.files if (path := download.blob(name)).is_file()}
             size = sum(path.stat().st_size for path in blobs - counted)
             counted |= blobs
-            if blobs:
-                name = str(HubName(download.repository, download.gguf))
+            name = str(HubName(download.repository, download.gguf))
+            known = {(each.name, each.commit) for each in found if each.kind == "downloaded"}
+            if blobs and (name, download.commit) not in known:  # a file may have been named, and a tag of it
                 found.append(Model("downloaded", name, download.folder, size, download.commit))
     return found
 

@@ -85,6 +85,7 @@ def test_a_tag_is_a_file(edgellm: Edgellm, hub: HubServer) -> None:
     with pytest.raises(HubError, match=r"(?s)has no model Q9\..*tiny-F16\.gguf") as raised:
         downloaded(f"{NAME}:Q9")
     assert "imatrix" not in str(raised.value)
+    assert edgellm("list")[1].count("tiny-F16.gguf") == 1
     assert edgellm("remove", f"{NAME}:Q4_K_M")[0] == 0
     assert "Q4_K_M" not in edgellm("list")[1] and "IQ4_XS" in edgellm("list")[1]
     assert not stands_for("Q4_K", "tiny-Q4_K_M.gguf")
