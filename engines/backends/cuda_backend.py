@@ -33,7 +33,7 @@ from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -294,10 +294,13 @@ class CudaBackend(CudaDevice):
     def _preferred_plan(self, shape: EngineShape) -> TensorRTEngine | None:
         return self._plan_engine(shape) if self._prefers_plan(shape) else None
 
-    def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
+    def _kernel_engine(
+        self, shape: EngineShape, packed: Mapping[str, PackedLayout] | None = None
+    ) -> KernelEngine | None:
+        """`packed`: the weights that are, of a segment, whose layers have other numbers than those of the whole."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         program = model_program(config, shape)
-        packed = self._packed_of(shape.model, program) if self._packed else None
+        packed = self._packed_of(shape.model, program) if packed is None else packed
         choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed)
         if choice is None:
             if shape.segment is None:
@@ -307,7 +310,7 @@ class CudaBackend(CudaDevice):
         kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
-            choice.load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+            choice.load_prompts(replace(program, packed=packed), kernels, prompt_step)
         return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
@@ -328,9 +331,13 @@ class CudaBackend(CudaDevice):
             kind = step.window is not None, step.looks_ahead
             heads = shape.batch * step.heads[0]
             self._prefill.load(dtype, step.heads[2], shape.tokens, heads, shape.kv_cache == "int8", *kind)
-        parts = segment_shapes(program)
-        engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        packed = set(self._packed_of(shape.model, program))
+        packed = self._packed_of(shape.model, program)
+        own = {segment.number: segment.weights_of(packed) for segment in segments_of(program)}
+        engines = {
+            number: self._kernel_engine(part, own[number]) or self._plan_engine(part)
+            for part in segment_shapes(program)
+            if (number := part.segment) is not None
+        }
         return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
 
     def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:

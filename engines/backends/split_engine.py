@@ -173,10 +173,9 @@ class SplitEngine:
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
-            names = {name: segment.name_in_whole(name) for name in segment.program.weights}
             engine = self._engines[segment.number]
             if isinstance(engine, KernelEngine):
-                engine.load_kernels({name: loaded[whole] for name, whole in names.items() if whole in loaded})
+                engine.load_kernels(segment.weights_of(loaded))
             for name, whole in self._packed_of(segment):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:

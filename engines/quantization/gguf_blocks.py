@@ -138,7 +138,7 @@ class BlockLayout(Layout):
             if found.factors is not None:
                 factors = np.repeat(found.factors, form.columns // LEVEL_COLUMNS, axis=1)
                 numbers = np.stack([scales] if minima is None else [scales, minima], axis=-1)
-                products = Levels(factors, numbers).products()
+                products = Levels(factors, numbers).products(self.group)
                 scales, minima = products[..., 0], None if minima is None else products[..., 1]
         for values in (scales, minima):
             if values is not None:

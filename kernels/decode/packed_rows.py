@@ -19,9 +19,9 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
-_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _EDGES, _WORD, _STREAMED = fitted(
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES, _EDGES, _WORD, _STREAMED = fitted(
     "packed layers of few rows",
-    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "edges", "word", "streamed"),
+    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes", "edges", "word", "streamed"),
 )
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
@@ -133,6 +133,9 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, .
         return _OVERLAPPING
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
-    if slice_steps(layout.columns) * STEP != BLOCK_COLUMNS or tiles == 2:
+    is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    if not is_brief and is_fine and layout.format.bits == 8:
+        return _FINE_BYTES, *_OVERLAPPING
+    if not is_brief or tiles == 2 or (is_fine and tiles not in _BY_TILES):
         return _OVERLAPPING
     return _BY_TILES.get(tiles, _EIGHT_TILES), *_OVERLAPPING

@@ -167,7 +167,7 @@ def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
         return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
     factors = np.broadcast_to(found / np.float16(32), (rows, -(-columns // LEVEL_COLUMNS), len(found)))
     levels = Levels(factors, np.full((*shape, len(found)), 32, np.int8))
-    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(), -1, 0)]
+    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(format.group), -1, 0)]
     return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
 
 
