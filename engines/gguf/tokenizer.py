@@ -151,10 +151,10 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre is None:
         words = f"one of {', '.join(_PRES)}, or the model's published tokenizer (edgellm build --tokenizer DIR)"
         raise metadata.error("tokenizer.ggml.pre", name, words)
-    merges = []
+    merges, ids = [], vocabulary.ids
     for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
         first, space, second = merge.partition(" ")
-        if not space or not {first, second, first + second} <= vocabulary.ids.keys():
+        if not (space and first in ids and second in ids and first + second in ids):
             raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
         merges.append((first, second))
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=pre.whole))
