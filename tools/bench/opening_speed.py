@@ -98,7 +98,7 @@ def opened_gguf(work: Path, shape: str) -> tuple[Path, Path]:
 def start_anew(opened: Path, engines: Path, device: DeviceMemory, *more: str) -> float:
     """Seconds to the first token after a directory in the cache was removed, all digests, and folders `more`."""
     for folder in (engines, *(user_cache_directory() / name for name in ("digests", *more))):
-        rmtree(folder)
+        rmtree(folder, ignore_errors=True)
     return start(opened, device)["first_token_seconds"]
 
 
