@@ -81,8 +81,9 @@ class SpecDecodeRuntime:
     Without an `engine_directory` it is the model that ships with the package. It may be a name on the hub, ORG/NAME or
     ORG/NAME:FILE.gguf, unless that is a path here: its files are downloaded once, at the `revision` (None: main), or
     again with `update`, and opened through a directory in the user's cache, which is built with the arguments `build`
-    (`kv_capacity`, `max_batch`, `head`, `draft` and others of `edgellm build`). Raises EdgeLLMError subclasses that say
-    what is wrong.
+    (`kv_capacity`, `max_batch`, `head`, `draft` and others of `edgellm build`). So is a GGUF file, whose vision encoder
+    is the file or name `mmproj` ("none": texts alone; None: the file mmproj*.gguf beside it that fits). Raises
+    EdgeLLMError subclasses that say what is wrong.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class SpecDecodeRuntime:
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
+        mmproj: str | Path | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         preemption_budget: int = PREEMPTION_BUDGET,
@@ -117,6 +119,10 @@ class SpecDecodeRuntime:
             if progress is not None and stage == "download":
                 progress(done, total)
 
+        if mmproj is not None:
+            require(isinstance(mmproj, (str, Path)), "mmproj", mmproj, "a GGUF file, or none")
+            build = {} if build is None else build
+            build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
         path = local_directory(path, revision, update, build, downloading)
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)

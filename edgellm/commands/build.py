@@ -18,9 +18,10 @@ from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
-from edgellm.engines.building.gguf_folder import checkpoint_folder
+from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
+from edgellm.engines.checkpoints.weight_files import is_gguf_file
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.errors import MissingDependencyError, RequestError
@@ -120,6 +121,11 @@ class BuildOptions(ModelOption, RevisionOptions):
     vision: Path | None = _image_option(
         "Vision encoder of this very model that was published apart.", metavar="VISION_DIR"
     )
+    mmproj: str | None = _image_option(
+        "Vision encoder of a GGUF file, in GGUF too, or none: texts alone [default: the file mmproj*.gguf beside it "
+        "that fits].",
+        metavar="FILE|none",
+    )
     max_image_patches: int | None = _image_option(
         "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
@@ -154,7 +160,7 @@ def build(given: BuildOptions) -> None:
     if cuda is not None and not kernels:
         raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
-        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.revision)
+        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.mmproj, given.revision)
         if given.no_mtp or given.update or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
@@ -173,12 +179,23 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        origin = None
+        mmproj = given.mmproj
+        if given.vision is not None and mmproj not in (None, NO_ENCODER):
+            raise typer.BadParameter("--mmproj is given beside --vision: leave one of them out")
+        origin, finds_encoder = None, mmproj is None and given.vision is None
         with progress_display() as display:
-            checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display)
+            checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display, finds_encoder)
             draft = None if draft is None else str(checkpoint_of(draft, None, False, display)[0])
+            if mmproj not in (None, NO_ENCODER):
+                mmproj = str(checkpoint_of(mmproj, None, False, display)[0])
+        if given.vision is not None and is_gguf_file(checkpoint):
+            mmproj = NO_ENCODER
         asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
-        with checkpoint_folder(checkpoint, given.tokenizer) as folder, progress_display() as display:
+        with (
+            checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
+            draft_folder(draft) as draft_checkpoint,
+            progress_display() as display,
+        ):
             report = build_engine_directory(
                 folder,
                 engine_dir,
@@ -190,7 +207,7 @@ def build(given: BuildOptions) -> None:
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,
-                    draft=draft,
+                    draft=draft_checkpoint,
                     origin=origin,
                     adapters=named_directories(given.lora or []),
                     tool_format=checkpoint_format(folder, given.tool_format),

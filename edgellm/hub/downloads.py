@@ -22,7 +22,7 @@ from edgellm.engines.formats.digests import current_digest, file_blocks
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.errors import EdgeLLMError, HubError
-from edgellm.hub.names import HubName, chosen_files
+from edgellm.hub.names import HubName, chosen_files, encoders_beside
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.compilations import usable_cores
@@ -54,13 +54,14 @@ class HubFile:
 @dataclass(frozen=True)
 class Download:
     """Files of a `repository` at a `commit`, by name, which a `file` (a GGUF file that was named, or "") stands for;
-    `storage` is the repository's folder in the hub's cache."""
+    `storage` is the repository's folder in the hub's cache. `encoders` are the vision encoders in GGUF beside it."""
 
     repository: str
     commit: str
     file: str
     storage: Path
     files: Mapping[str, HubFile]
+    encoders: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -125,7 +126,8 @@ class Record:
 
 def _read_download(values: Any) -> Download:
     files = {str(name): HubFile(**file) for name, file in values["files"].items()}
-    return Download(values["repository"], values["commit"], values["file"], Path(values["storage"]), files)
+    texts = values["repository"], values["commit"], values["file"]
+    return Download(*texts, Path(values["storage"]), files, tuple(map(str, values.get("encoders", ()))))
 
 
 def repository_folder(repository: str) -> Path:
@@ -192,7 +194,9 @@ def _asked(name: HubName, revision: str, api: HfApi) -> Download:
         return sorted(set(read_index(index.folder / INDEX_FILE).get("weight_map", "dict").values()))
 
     chosen = chosen_files(name, {file: each.size for file, each in files.items()}, shards)
-    return replace(whole, files={file: whole.files[file] for file in chosen})
+    return replace(
+        whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files)
+    )
 
 
 def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[str, HubFile]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -106,7 +106,8 @@ def stands_for(file: str, model: str) -> bool:
 
 def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
     """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
-    is published beside them, or one model in GGUF. `shards` gives the files that the index of several names.
+    is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files that
+    the index of several names.
 
     Raises HubError where there is no such model, or where there are several to choose from.
     """
@@ -114,6 +115,8 @@ def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], S
         weights = [SINGLE_FILE] if SINGLE_FILE in sizes else [INDEX_FILE, *shards()]
         _require_all(name, weights, sizes)
         return [*filter(lambda file: file in PUBLISHED_FILES or is_template_name(file), sorted(sizes)), *weights]
+    if name.file in sizes and _is_encoder(name.file):
+        return [name.file]
     models = _gguf_models(sizes)
     if name.file:
         tagged = (model for model in sorted(models) if stands_for(name.file, model))
@@ -153,12 +156,23 @@ def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
         part = _PART.fullmatch(file)
         *folders, last = file.split("/")
         is_later = part is not None and int(part[2]) != 1
-        is_other = any(word in last.lower() for word in ("mmproj", "imatrix"))
+        is_other = _is_encoder(file) or "imatrix" in last.lower()
         if not file.endswith(".gguf") or is_other or is_later or {"", ".", ".."} & {*folders}:
             continue
         count = int(part[3]) if part else 0
         models[file] = [f"{part[1]}-{n + 1:05d}-of-{part[3]}.gguf" for n in range(count)] if part else [file]
     return models
+
+
+def _is_encoder(file: str) -> bool:
+    """Whether a file is by its name a vision encoder in GGUF."""
+    return file.endswith(".gguf") and "mmproj" in file.rpartition("/")[2]
+
+
+def encoders_beside(model: str, files: Iterable[str]) -> tuple[str, ...]:
+    """The vision encoders in GGUF in the folder of a model's file, by their names."""
+    folder = model.rpartition("/")[0]
+    return tuple(sorted(file for file in files if _is_encoder(file) and file.rpartition("/")[0] == folder))
 
 
 def _bytes(files: Sequence[str], sizes: Mapping[str, int]) -> int:

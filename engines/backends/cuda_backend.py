@@ -104,6 +104,7 @@ class CudaBackend(CudaDevice):
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
+        self._encoder = CudaEncoder(self._module)
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -318,7 +319,7 @@ class CudaBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         if shape.model != "vision" or kernel_refusal(config, shape, dtype, limit) is not None:
             return None
-        kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
+        kernels = EncoderStepKernels(self._encoder, self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)
 
     def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
@@ -355,7 +356,8 @@ class CudaBackend(CudaDevice):
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent, self._any_rows, self._prefill)
+        more = self.recurrent, self._any_rows, self._prefill, self._encoder
+        return StepKernels(few, self._many, capacity_of(self._module), *more)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """A plan; EngineError where TensorRT does not run the shape."""

@@ -32,9 +32,7 @@ class Metadata:
         value = self._values.get(self._full(key))
         if isinstance(value, Texts):
             self._values[self._full(key)] = value = value.read()
-        if isinstance(value, float):
-            return float(str(np.float32(value))) if float(np.float32(value)) == value else value
-        return value
+        return _shortest(value)
 
     def text(self, key: str) -> str | None:
         """A text; CheckpointError for anything else."""
@@ -72,6 +70,24 @@ class Metadata:
         if set(map(type, values)) - {kind}:
             raise self.error(key, next(each for each in values if type(each) is not kind), words)
         return values
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, as `get` gives them; empty where there is none."""
+        return [_shortest(each) for each in self.entries(key, float, "numbers")]
+
+    def flags(self, key: str) -> list[bool]:
+        """A list of true or false; empty where there is none."""
+        values: list[Any] = self._checked(key, list, "a list of true or false") or []
+        wrong = next((each for each in values if not isinstance(each, bool)), None)
+        if wrong is not None:
+            raise self.error(key, wrong, "true or false")
+        return values
+
+    def sections(self) -> dict[str, list[int]]:
+        """Of an embedding at positions in time, height and width how many frequencies follow each, by its published
+        name; nothing of others."""
+        found = self.entries("rope.dimension_sections", int, "whole numbers")[:3]
+        return {"mrope_section": found} if any(found) else {}
 
     def of_layers(self, key: str) -> list[int]:
         """A whole number for each layer, of a list or one for all."""
@@ -120,3 +136,9 @@ class Metadata:
         if value is not None and not isinstance(value, kind):
             raise self.error(key, value, words)
         return value
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value

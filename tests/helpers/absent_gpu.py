@@ -18,6 +18,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -50,8 +51,8 @@ def prepare(
     choice, _ = kernel_choice(config, shape, dtype, limit, packed=packed)
     if choice is not None:
         few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
-        prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
-        kernels = StepKernels(few, many, recurrent=recurrent, **prompts)
+        more = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+        kernels = StepKernels(few, many, recurrent=recurrent, encoder=CudaEncoder(module), **more)
         engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed)
     else:
         program = model_program(config, shape)

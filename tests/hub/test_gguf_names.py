@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from command_line import Edgellm
+from gguf_encoders import tiny_files
 from gguf_models import byte_pairs, write_model
 from hub_server import HubServer
 from tokenizers import Tokenizer
 
 from edgellm import LLM
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import BuildError
 from edgellm.hub.directories import local_directory
 
 NAME = "robots/tiny-GGUF"
@@ -68,6 +72,33 @@ def test_options_of_a_build_are_taken_where_a_file_is_opened(
     code, _, err = edgellm("generate", "-m", file, *QUESTION, "--revision", "main")
     assert code == 1 and "revision: given for own.gguf" in err
     assert not hub.requests
+
+
+def test_the_encoder_beside_a_file_on_the_hub(
+    edgellm: Edgellm, hub: HubServer, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    texts, encoder = (path.read_bytes() for path in tiny_files(make_checkpoint, tmp_path))
+    repository = hub.repository("robots/tiny-VL-GGUF")
+    repository.commit({"tiny-F16.gguf": texts, "mmproj-F16.gguf": encoder, "other/mmproj.gguf": b"GGUF"})
+
+    def takes_images(name: str, **options: str) -> bool:
+        with LLM(name, backend="numpy", build={"kv_capacity": 160, "max_batch": 1}, **options) as llm:
+            return llm.has_vision_model
+
+    assert takes_images("robots/tiny-VL-GGUF:tiny-F16.gguf")
+    assert sorted(hub.downloads()) == ["mmproj-F16.gguf", "tiny-F16.gguf"]
+    hub.requests.clear()
+    assert takes_images("robots/tiny-VL-GGUF:tiny-F16.gguf") and not hub.requests
+    code, _, err = edgellm("build", "robots/tiny-VL-GGUF:tiny-F16.gguf", "robot", "--no-try")
+    assert code == 0 and EngineDirectory.open("robot").vision is not None, err
+    several = hub.repository("robots/several")
+    several.commit({"tiny-F16.gguf": texts, "mmproj-F16.gguf": encoder, "mmproj-F32.gguf": encoder})
+    with pytest.raises(BuildError, match=r"several:mmproj-F16\.gguf, robots/several:mmproj-F32\.gguf\. Name one"):
+        takes_images("robots/several:tiny-F16.gguf")
+    code, _, err = edgellm("build", "robots/several:tiny-F16.gguf", "second", "--no-try")
+    assert code == 1 and "--mmproj robots/several:mmproj-F16.gguf" in err
+    assert takes_images("robots/several:tiny-F16.gguf", mmproj="robots/several:mmproj-F32.gguf")
+    assert not takes_images("robots/several:tiny-F16.gguf", mmproj="none")
 
 
 def test_what_was_made_of_files_is_listed_and_removed(edgellm: Edgellm, hub: HubServer, checkpoint: Path) -> None:

@@ -57,7 +57,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "granite_untied", "smollm3", "gemma", "olmo2"])
+@pytest.mark.parametrize("family", ["phi3", "granite", "granite_untied", "smollm3", "gemma", "olmo2", "starcoder2"])
 def test_tensorrt_builds_what_a_family_varies(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:

@@ -339,6 +339,23 @@ def test_recurrent_models_bring_what_commits_their_states(
     assert any("commit_matrices" in name for name in names) == (family == "qwen3_5")
 
 
+def test_layer_norms_and_activations_come_along(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, compiled: list
+) -> None:
+    """Of a model whose linear layers do not know them."""
+    checkpoint, kernels = (
+        make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES["starcoder2"]),
+        read_targets(["sm_87:16"]),
+    )
+    report = build_engine_directory(
+        checkpoint, tmp_path / "engines", EngineLimits(2, 80, 128), [], "float16", kernels=kernels
+    )
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert names <= {name for name, _ in compiled} and not any("plans" in note for note in report.notes)
+    norms = {f"encoder_norm_{given}_float16_float16_4" for given in ("float16", "float32")}
+    assert norms | {"encoder_activate_float16_4"} <= names
+
+
 def test_what_tensorrt_would_run_on_a_target_is_told(
     make_checkpoint: Callable[..., Path], limits: EngineLimits, tmp_path: Path, compiled: list
 ) -> None:

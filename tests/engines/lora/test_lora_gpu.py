@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 
 CASES = [
     (family, "auto", "composed", dtype)
-    for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma", "olmo2")
+    for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma", "olmo2", "starcoder2")
     for dtype in ("float16", "bfloat16")
 ] + [("qwen3", "tensorrt", attention, "float16") for attention in ("composed", "native")]
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)
