@@ -151,7 +151,8 @@ def _opened(path: Path) -> Iterator[list[GgufFile]]:
 
 def _fill(folder: Path, made: Mapping[str, dict[str, Any]], files: Sequence[GgufFile]) -> None:
     for name, values in made.items():
-        (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
+        indent = None if name == "tokenizer.json" else 1  # a vocabulary takes a second with it
+        (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=indent), encoding="utf-8")
     for number, file in enumerate(files, 1):
         link = GGUF_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.gguf"
         (folder / link).symlink_to(os.path.realpath(file.path))

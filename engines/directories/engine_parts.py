@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
-from edgellm.engines.formats.digests import FileDigest
+from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
@@ -322,11 +322,14 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
         if not _FILE_NAME.fullmatch(name) and not is_template_name(name):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
-        entry.refuse_other_keys("sha256", "size")
+        entry.refuse_other_keys("sha256", "size", "section")
         sha256 = entry.get("sha256", "str")
         if not _SHA256.fullmatch(sha256):
             raise entry.error(f"'sha256' is {sha256!r}, expected 64 hexadecimal digits")
-        files[name] = FileDigest(sha256, entry.get("size", "count"))
+        section = entry.get("section", "count") if "section" in entry.values else 0
+        if section not in (0, SECTION_BYTES):
+            raise entry.error(f"'section' is {section}, expected {SECTION_BYTES}")
+        files[name] = FileDigest(sha256, entry.get("size", "count"), section)
     return files
 
 

@@ -66,7 +66,8 @@ class Change:
             shape = self.infos[0].shape
             parts = [self._part(file, info).reshape(*shape[:2], 1, -1) for info in self.infos]
             return np.ascontiguousarray(np.concatenate(parts, axis=2)).reshape(-1)
-        data = np.concatenate([self._part(file, info) for info in self.infos])
+        own = [self._part(file, info) for info in self.infos]
+        data = own[0] if len(own) == 1 else np.concatenate(own)
         if self.rows is not None:
             data = data.reshape(self._stored_rows, -1)[self.rows].reshape(-1)
         if self.columns is not None and not self.is_packed:

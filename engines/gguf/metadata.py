@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.engines.formats.safetensors_file import TensorInfo, brief
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
 
@@ -22,7 +22,7 @@ class Metadata:
 
     def __init__(self, files: Sequence[GgufFile]) -> None:
         self.path: Path = files[0].path
-        self._values = files[0].metadata
+        self._values = dict(files[0].metadata)
         self.tensors: Mapping[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
         self.architecture = self.text("general.architecture") or ""
 
@@ -30,6 +30,8 @@ class Metadata:
         """The value as it is; None where there is none. Numbers of 32 bits are those that are written the shortest:
         1e-05, not what 32 bits hold of it."""
         value = self._values.get(self._full(key))
+        if isinstance(value, Texts):
+            self._values[self._full(key)] = value = value.read()
         return _shortest(value)
 
     def text(self, key: str) -> str | None:
@@ -65,9 +67,8 @@ class Metadata:
     def entries(self, key: str, kind: type, words: str) -> list[Any]:
         """A list of values of a type, in `words`; empty where there is none."""
         values = self._checked(key, list, f"a list of {words}") or []
-        wrong = next((each for each in values if not isinstance(each, kind) or isinstance(each, bool)), None)
-        if wrong is not None:
-            raise self.error(key, wrong, words)
+        if set(map(type, values)) - {kind}:
+            raise self.error(key, next(each for each in values if type(each) is not kind), words)
         return values
 
     def numbers(self, key: str) -> list[float]:
