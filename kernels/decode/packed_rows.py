@@ -19,9 +19,9 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
-_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _EDGES, _WORD, _STREAMED = fitted(
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _EDGES, _WORD, _STREAMED, _UNHIDDEN = fitted(
     "packed layers of few rows",
-    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "edges", "word", "streamed"),
+    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "edges", "word", "streamed", "unhidden"),
 )
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
@@ -98,7 +98,7 @@ def packed_clocks(batch: int, layout: DeviceLayout, gpu: Capacity) -> float:
         return packed_tiles(batch, layout, gpu)[0].clocks(batch, layout.rows, layout.columns, gpu)
     streamed = math.prod(layout.shape) / min(gpu.speeds[0], _STREAMED * gpu.multiprocessors)
     issued = layout.rows * layout.columns / (8 * 32) * _WORD / (4 * gpu.multiprocessors)
-    return _EDGES + 0.8 * max(streamed, issued) + 0.2 * (streamed + issued)
+    return _EDGES + (1 - _UNHIDDEN) * max(streamed, issued) + _UNHIDDEN * (streamed + issued)
 
 
 def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
