@@ -331,7 +331,7 @@ class CudaBackend(CudaDevice):
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         packed = set(self._packed_of(shape.model, program))
-        return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
+        return SplitEngine(self._step_kernels(config), program, engines, dtype, packed)
 
     def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""

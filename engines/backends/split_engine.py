@@ -26,9 +26,8 @@ from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import Launchable, PromptKernels
+from edgellm.kernels.prefill.contract import Launchable
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns
-from edgellm.kernels.recurrent.contract import RecurrentKernels
 
 #: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
 _ALIGNMENT = 512
@@ -76,18 +75,17 @@ class SplitEngine:
 
     def __init__(
         self,
-        kernels: PromptKernels,
+        kernels: StepKernels,
         program: Program,
         engines: Mapping[int, SegmentEngine],
         dtype: str,
         packed: Collection[str] = (),
-        recurrent: RecurrentKernels | None = None,
     ) -> None:
         """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
-        named in `packed` will be bound packed. `recurrent` are the kernels of recurrent layers and gated attention, of
-        a program that has some."""
+        named in `packed` will be bound packed. `kernels` are those of prompts and, of a program that has recurrent
+        layers or gated attention, recurrent ones."""
         self.shape = program.shape
-        self._kernels, self._recurrent, self._program = kernels, recurrent, program
+        self._kernels, self._program = kernels, program
         self._engines, self._dtype = engines, dtype
         self._segments = segments_of(program)
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
@@ -181,7 +179,11 @@ class SplitEngine:
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
                     self._dense(stand_in(layout, memory), memory, beside=True)
-        if self._recurrent is not None and not self._has_kernels and self._program.weights.keys() <= loaded.keys():
+        if (
+            self._kernels.recurrent is not None
+            and not self._has_kernels
+            and self._program.weights.keys() <= loaded.keys()
+        ):
             any_memory: Any = next(iter(self._scratch.values()))
             edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self._tensors.items()}
             for number in range(len(self._segments)):
@@ -229,9 +231,7 @@ class SplitEngine:
         def array(name: str) -> Array:
             return arrays[places.get(name, name)]
 
-        run = Launching(
-            StepKernels(None, None, recurrent=self._recurrent, prefill=self._kernels), self._program, array, iter(())
-        )
+        run = Launching(self._kernels, self._program, array, iter(()))
         for step in self._segments[number].between:
             launches += between_engines(step).launches(step, run, next_early=True)
         return launches
@@ -249,7 +249,7 @@ class SplitEngine:
         launches, first = list[Launchable](), 0
         for run in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + run.shape[0]]
-            launches.append(self._kernels.dequantize(run, own, beside=beside or bool(launches)))
+            launches.append(self._kernels.prefill.dequantize(run, own, beside=beside or bool(launches)))
             first += run.shape[0]
         return launches
 
