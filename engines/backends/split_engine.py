@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.backends.steps.attention import UNGATED
 from edgellm.engines.backends.steps.implementation import Implementation
@@ -64,7 +64,7 @@ class _Step(NamedTuple):
     between: list[Launchable]
 
 
-class SplitEngine:
+class SplitEngine(BoundEngine):
     """Enqueues a program's segments, and the attention and recurrent layers between them.
 
     Not thread-safe: enqueue from the thread that owns the stream.
@@ -84,24 +84,17 @@ class SplitEngine:
         """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
         named in `packed` will be bound packed. `kernels` are those of prompts and, of a program that has recurrent
         layers or gated attention, recurrent ones."""
-        self.shape = program.shape
-        self._kernels, self._program = kernels, program
-        self._engines, self._dtype = engines, dtype
+        super().__init__(program.shape, dtype, program.edge)
+        self._kernels, self._program, self._engines = kernels, program, engines
         self._segments = segments_of(program)
-        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
         self._packed, self._layout = frozenset(packed), dict[str, _Place]()
         #: Of each segment, the places of its engine's tensors; of the steps behind it, where they read and write.
         self._wiring: list[dict[str, str]] = []
         self._values: list[dict[str, str]] = []
         self._own_bytes = self._lay_out_weights(self._lay_out())
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
-        self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
         self._steps: list[_Step] = []
-        self._has_kernels = False
-
-    def _own(self, kind: str) -> str:
-        return self._dtype if kind == "compute" else kind
 
     def _lay_out(self) -> int:
         """Find a place for each value between segments; the bytes of all."""
@@ -154,11 +147,6 @@ class SplitEngine:
         self._layout[place] = (offset, size, dtype)
         nbytes = math.prod(size) * ITEM_SIZES[dtype]
         return offset + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
