@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.built import read_built
+from edgellm.built import TRIAL_TEXT, read_built
 from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
@@ -22,18 +23,25 @@ from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, 
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES, EngineDirectory
+from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.config import HEADS, MTP
+from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
+from edgellm.kernels.gpu import find_gpu
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
-from edgellm.trial import compute_token, fits_easily
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)
     for panel in ("Targets", "Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
 )
+
+#: Tokens of `TRIAL_TEXT` that any context has room for.
+_TRIAL_TOKENS = 8
+#: Of the free memory, what weights may take for a token to be computed unasked.
+_TRIAL_SHARE = 4
 
 
 def _read_release(name: str, value: str) -> tuple[int, int]:
@@ -236,10 +244,10 @@ def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: Build
     report.seconds["open"] = time.perf_counter() - started
     missing = None
     try:
-        if asked or (asked is None and fits_easily(path)):
+        if asked or (asked is None and _fits_easily(path)):
             started = time.perf_counter()
             display("first token", 0, 1)
-            compute_token(path)
+            _compute_token(path)
             display("first token", 1, 1)
             report.token_seconds = time.perf_counter() - started
             return
@@ -250,6 +258,33 @@ def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: Build
     if asked is None:
         reason = missing or "its weights take more than a quarter of the free memory"
         report.notes.append(f"No token of it was computed: {reason}. --try computes one all the same.")
+
+
+def _fits_easily(path: Path) -> bool:
+    """Whether the weights of an engine directory take at most a quarter of the memory that is free for them, on the
+    GPU where there is one. NumPy computes in float32."""
+    directory = EngineDirectory.open(path)
+    if find_gpu() is None:
+        specs = (spec for config in directory.models.values() for spec in model_weights(config))
+        size, free = sum(4 * math.prod(spec.shape) for spec in specs), available_memory() or 0
+    else:
+        from edgellm.engines.backends.cuda_device import gpu_memory
+
+        size = sum((path / name).stat().st_size for name in directory.weight_files)
+        free, _ = gpu_memory()
+    return size * _TRIAL_SHARE <= free
+
+
+def _compute_token(path: Path) -> None:
+    """Open a model as a start opens it, on the GPU where there is one, and compute a token; EdgeLLMError where that
+    fails. What is compiled and built for it is kept where the next start finds it."""
+    from edgellm.requests import Request
+    from edgellm.runtime import SpecDecodeRuntime
+    from edgellm.sampling_params import SamplingParams
+
+    with SpecDecodeRuntime(path, drafting="auto") as runtime:
+        prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:_TRIAL_TOKENS]
+        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True)))
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:

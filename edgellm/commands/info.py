@@ -36,8 +36,8 @@ from edgellm.engines.model.states import decoder_states
 from edgellm.hub.inventory import existing_directory, gguf_file
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.kept import read_manifest
-from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
 from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
 from edgellm.tool_calls.formats import checkpoint_format

@@ -339,7 +339,7 @@ class CudaBackend(CudaDevice):
             for part in segment_shapes(program)
             if (number := part.segment) is not None
         }
-        return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
+        return SplitEngine(self._step_kernels(config), program, engines, dtype, set(packed))
 
     def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""

@@ -26,10 +26,10 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(letters: str, digits: str, marks: str = "", tail: str = r"[\r\n]*") -> str:
-    """Contractions; `letters` behind at most one other character; `digits`; others, then what belongs to their `tail`;
-    ends of lines and spaces. `marks` are no others."""
-    others = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{tail}"
+def _words(letters: str, digits: str, marks: str = "") -> str:
+    """Contractions; `letters` behind at most one other character; `digits`; others, then ends of lines; ends of lines
+    and spaces. `marks` are no others."""
+    others = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{others}|{_ENDS}"
 
 

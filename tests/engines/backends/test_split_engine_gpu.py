@@ -34,7 +34,6 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
@@ -79,7 +78,7 @@ class OnDevice:
                 continue
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
-        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype, packed)
+        self.engine = SplitEngine(own, program, engines, self.dtype, packed)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN: nothing unwritten is read

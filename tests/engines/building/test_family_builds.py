@@ -20,7 +20,7 @@ from edgellm.engines.building.plans import build_plan
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 
 @pytest.mark.parametrize("family", FAMILIES)

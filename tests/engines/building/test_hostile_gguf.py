@@ -79,7 +79,8 @@ def test_changed_files_are_refused_or_read(tmp_path: Path) -> None:
 
 
 def test_a_number_takes_no_memory(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.gguf", more={"qwen35.full_attention_interval": (1 << 31) - 1})
+    without = {"qwen35.attention.recurrent_layers": None}  # where the interval is read
+    path = written(tmp_path / "m.gguf", more={"qwen35.full_attention_interval": (1 << 31) - 1} | without)
     tracemalloc.start()
     with pytest.raises(CheckpointError, match="in_proj_qkv"):
         opened(path)

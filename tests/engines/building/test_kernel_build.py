@@ -35,7 +35,7 @@ from edgellm.kernels.images import launcher as images
 from edgellm.kernels.kept import read_manifest
 from edgellm.kernels.sampling import launcher as sampling
 from edgellm.kernels.tree import launcher as tree
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 TARGET = "sm_86:46"
 
