@@ -31,7 +31,7 @@ LIMITS = {
     "draft": 120_000,
     "gguf": 40_000,
     "image_prompts": 280_000,
-    "images": 60_000,
+    "images": 35_000,
     "lora": 210_000,
     "losses": 10_000,
     "mmproj": 8_000,

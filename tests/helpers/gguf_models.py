@@ -103,8 +103,9 @@ def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = 
 def write_model(
     checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None, kind: str | None = None
 ) -> Path:
-    """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata, None of a key that is left out; `kinds` gives, for a name of
-    the file and its values, what is written in the place of a dense tensor. Of another architecture it is of `kind`."""
+    """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata, None of a key that is left out;
+    `kinds` gives, for a name of the file and its values, what is written in the place of a dense tensor. Of another
+    architecture it is of `kind`."""
     config = json.loads((checkpoint / "config.json").read_text())
     stored = {name: each for file in checkpoint.glob("model*.safetensors") for name, each in read_tensors(file).items()}
     tensors = {name: _values(*each) for name, each in stored.items()}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL
 import pytest
+from golden_files import golden_folder
 from published_families import GEMMA_3_4B
 from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
@@ -21,7 +22,7 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "images"
+GOLDENS = golden_folder("images")
 _FILE = json.loads((GOLDENS / "expected.json").read_text())
 EXPECTED = _FILE["cases"]
 #: Releases of Pillow differ in which axis they resize first, and so where hard edges overshoot and are cut off.

@@ -28,6 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_files import pack
 from synthetic_images import synthetic_image
 
 _HALF = [0.5, 0.5, 0.5]
@@ -131,6 +132,7 @@ def main() -> None:
         json.dumps({"versions": versions, "cases": expected}, separators=(",", ":")) + "\n"
     )
     save_file(tensors, directory / "expected.safetensors", metadata=versions)
+    pack(directory / "expected.safetensors")
 
 
 if __name__ == "__main__":
