@@ -103,7 +103,7 @@ def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = 
 def write_model(
     checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None, kind: str | None = None
 ) -> Path:
-    """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata, None of a key that is left out;
+    """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata, None of keys to leave out;
     `kinds` gives, for a name of the file and its values, what is written in the place of a dense tensor. Of another
     architecture it is of `kind`."""
     config = json.loads((checkpoint / "config.json").read_text())
