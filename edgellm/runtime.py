@@ -117,7 +117,7 @@ class SpecDecodeRuntime:
             if progress is not None and stage == "download":
                 progress(done, total)
 
-        path = local_directory(path, revision, update, build, downloading)
+        path = local_directory(path, revision, update, build, downloading, (adapters or {}).values())
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
