@@ -47,6 +47,7 @@ def test_the_server_gives_such_an_answer(gguf: Path) -> None:
     said = [{"role": "user", "content": first["prompt"]}]
     with running(gguf, "--kv-capacity", 256) as server, server.client() as client:
         (name,) = (each.id for each in client.models.list())
+        assert name == gguf.stem
         chunks = client.chat.completions.create(model=name, messages=said, temperature=0, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == "The capital of France is Paris."
