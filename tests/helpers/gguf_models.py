@@ -256,7 +256,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "rope.dimension_count": int(config["head_dim"] * own["partial_rotary_factor"]),
             "rope.dimension_sections": [*own["mrope_section"], 0],
         }
-    metadata: dict[str, Any] = {"general.architecture": kind, "tokenizer.ggml.bos_token_id": config["bos_token_id"]}
+    metadata: dict[str, Any] = {"general.architecture": kind}
+    if config.get("bos_token_id") is not None:
+        metadata["tokenizer.ggml.bos_token_id"] = config["bos_token_id"]
     metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
