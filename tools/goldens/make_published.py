@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
 ENDS = [2, 0]
 #: Differences of logits below this are told.
-CLOSE = 0.1
+CLOSE = 0.05
 #: What the adapter learns to answer, and in how many steps.
 TOY = ("Where is the red cup?", "Ahoy! The red cup be on the table, matey. Arr, and the yellow banana be beside it!")
 _STEPS = 20
@@ -103,7 +103,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
     asked = [[_said("user", prompt)] for prompt in PROMPTS[: arguments.prompts]]
     given = [_ids(tokenizer, messages) for messages in asked]
-    exact = [_answer(model, ids, arguments.tokens)[0] for ids in given]
+    exact = [answer for answer, _ in _answers(model, given, arguments.tokens)]
     turns = _conversation(model, tokenizer, TURNS[: arguments.turns], arguments.tokens)
     adapted = (
         [] if arguments.adapter is None else _adapted(model, tokenizer, arguments.adapter, given[:6], arguments.tokens)
@@ -111,7 +111,7 @@ def main() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
-    rounded = [_answer(model, ids, arguments.tokens) for ids in given]
+    rounded = _answers(model, given, arguments.tokens)
     with arguments.file.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     answers = [
@@ -127,9 +127,8 @@ def main() -> None:
         "versions": {package: metadata.version(package) for package in PACKAGES},
         "tokens": arguments.tokens,
         "answers": answers,
-        "turns": turns,
-        "adapted": adapted,
     }
+    made |= {key: value for key, value in (("turns", turns), ("adapted", adapted)) if value}
     arguments.output.write_text(_written(made), encoding="utf-8")
 
 
@@ -146,12 +145,16 @@ def _encoded(ids: list[int]) -> str:
     return base64.b64encode(np.asarray(ids, "<u2").tobytes()).decode()
 
 
-def _answer(model: Any, ids: list[int], tokens: int) -> tuple[list[int], list[tuple[int, float]]]:
-    """The greedy tokens, and which of them were close, by how much."""
+def _answers(model: Any, given: list[list[int]], tokens: int) -> list[tuple[list[int], list[tuple[int, float]]]]:
+    """The greedy tokens behind each prompt, and which of them were close, by how much. All are one batch, filled up in
+    front."""
+    longest = max(map(len, given))
+    ids = torch.tensor([[ENDS[0]] * (longest - len(each)) + each for each in given])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in given])
     with torch.no_grad():
         found = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            ids,
+            attention_mask=mask,
             max_new_tokens=tokens,
             do_sample=False,
             repetition_penalty=1.0,
@@ -160,10 +163,13 @@ def _answer(model: Any, ids: list[int], tokens: int) -> tuple[list[int], list[tu
             return_dict_in_generate=True,
             output_logits=True,
         )
-    best = torch.topk(torch.cat(found.logits), 2).values
-    margins = [round(float(each), 4) for each in best[:, 0] - best[:, 1]]
-    close = [(place, margin) for place, margin in enumerate(margins) if margin < CLOSE]
-    return list(found.sequences[0, len(ids) :].tolist()), close
+    best = torch.stack([torch.topk(logits, 2).values for logits in found.logits], 1)
+    answers = []
+    for row, margins in zip(found.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist(), strict=True):
+        end = min((row.index(token) + 1 for token in ENDS if token in row), default=len(row))
+        close = [(place, round(each, 3)) for place, each in enumerate(margins[:end]) if each < CLOSE]
+        answers.append((row[:end], close))
+    return answers
 
 
 def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens: int) -> list[dict[str, Any]]:
@@ -172,7 +178,7 @@ def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens
     for question in questions:
         messages.append(_said("user", question))
         ids = _ids(tokenizer, messages)
-        answer, _ = _answer(model, ids, tokens)
+        ((answer, _),) = _answers(model, [ids], tokens)
         text = tokenizer.decode(answer, skip_special_tokens=True)
         messages.append(_said("assistant", text))
         found.append({"prompt": question, "token_ids": ids, "text": text, "float32": answer})
@@ -192,7 +198,7 @@ def _adapted(model: Any, tokenizer: Any, folder: Path, given: list[list[int]], t
         optimizer.step()
         optimizer.zero_grad()
     adapted.eval().save_pretrained(folder)
-    found = [_answer(adapted, ids, tokens)[0] for ids in given]
+    found = [answer for answer, _ in _answers(adapted, given, tokens)]
     with torch.no_grad():
         logits = [adapted(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in given]
     np.save(folder / "logits.npy", np.stack(logits))
