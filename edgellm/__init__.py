@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from edgellm.errors import TemplateError as TemplateError
     from edgellm.generation import Generation as Generation
     from edgellm.llm import LLM as LLM
+    from edgellm.opened_model import SHIPPED_MODEL as SHIPPED_MODEL
     from edgellm.requests import Chunk as Chunk
     from edgellm.requests import Messages as Messages
     from edgellm.requests import Request as Request
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from edgellm.requests import Tool as Tool
     from edgellm.requests import TurnOptions as TurnOptions
     from edgellm.requests import Usage as Usage
-    from edgellm.runtime import SHIPPED_MODEL as SHIPPED_MODEL
     from edgellm.runtime import SpecDecodeRuntime as SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams as SamplingParams
     from edgellm.sessions import Content as Content
@@ -91,8 +91,9 @@ _NAMES = {
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",
     "llm": "LLM",
-    "requests": f"{_REQUESTS} TurnOptions Usage",
-    "runtime": "SHIPPED_MODEL SpecDecodeRuntime",
+    "opened_model": "SHIPPED_MODEL",
+    "requests": f"{_REQUESTS} Usage",
+    "runtime": "SpecDecodeRuntime",
     "sampling_params": "SamplingParams",
     "sessions": "Content Session",
     "snapshots.system_prompt": "CachedPrompt",

@@ -17,7 +17,7 @@ from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
-from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
+from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
@@ -65,6 +65,7 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
+        mmproj: str | Path | None = None,
         drafting: DraftingConfig | Literal["auto"] | None = "auto",
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         snapshots: Sequence[str | Path] = (),
@@ -74,10 +75,10 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        path, metrics = SHIPPED_MODEL if engine_directory is None else engine_directory, Metrics()
+        metrics = Metrics()
         open_runtime = partial(
             SpecDecodeRuntime,
-            path,
+            engine_directory,
             multimodal_engine_directory,
             adapters,
             drafting,
@@ -87,6 +88,7 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
             revision=revision,
             update=update,
             build=build,
+            mmproj=mmproj,
             snapshots=snapshots,
             snapshot_budget=snapshot_budget,
             preemption_budget=preemption_budget,

@@ -23,8 +23,7 @@ _MOST_WORKERS = 16
 
 def compiling_threads() -> int:
     """As many as there are cores for this process, up to 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS)
+    return min(usable_cores(), _MOST_WORKERS)
 
 
 class Compilations:
@@ -116,3 +115,8 @@ def compile_all(
                 yield futures[future], future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,6 @@ import stat
 import threading
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -28,23 +27,14 @@ Channels = Literal["RGB", "BGR"]
 #: What is read from files and bytes. Formats that run other programs (EPS) or describe drawings are left out.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+#: What an image may have before anything of it is decoded: bytes of the file, pixels, frames of an animation.
+SOURCE_BYTES, SOURCE_PIXELS, SOURCE_FRAMES = 64 * 2**20, 64_000_000, 1000
 
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """What an image may have before anything of it is decoded: bytes of the file, pixels, frames of an animation."""
-
-    max_bytes: int = 64 * 2**20
-    max_pixels: int = 64_000_000
-    max_frames: int = 1000
-
-
-DEFAULT_LIMITS = ImageLimits()
 #: While it is decoded and turned, an image takes several times its pixels.
 _one_large_image = threading.Lock()
 
 
-def read_image(source: ImageSource, *, channels: Channels = "RGB", limits: ImageLimits = DEFAULT_LIMITS) -> np.ndarray:
+def read_image(source: ImageSource, *, channels: Channels = "RGB") -> np.ndarray:
     """The pixels of an image, [H, W, 3] uint8 RGB, C-contiguous, in memory of their own.
 
     `source` is a path, the bytes of a file (PNG, JPEG, WebP, GIF, BMP, TIFF, PPM, AVIF where Pillow has it), a Pillow
@@ -54,58 +44,58 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB", limits: Image
     Photographs are turned upright by their EXIF orientation. Transparent pixels are laid over white. 16 bits a channel
     are scaled to 8. Of an animation or a file of several pages the first frame is taken.
 
-    Raises ImageError for what is not an image, is damaged, or exceeds `limits`, which are checked before decoding.
+    Raises ImageError for what is not an image, is damaged, or has more than it may, which is checked before decoding.
     """
     if not isinstance(channels, str) or channels not in ("RGB", "BGR"):
         raise ImageError(f"channels is {shown(channels)}: expected 'RGB' or 'BGR', the order of the array's colours")
     if isinstance(source, np.ndarray):
-        return _from_array(np.asarray(source), channels, limits)  # a matrix has two dimensions whatever is asked of it
+        return _from_array(np.asarray(source), channels)  # a matrix has two dimensions whatever is asked of it
     if isinstance(source, Image.Image):
-        return _from_pillow(source, "the Pillow image", limits)
+        return _from_pillow(source, "the Pillow image")
     if isinstance(source, (str, Path)):
-        return _from_bytes(_file_bytes(Path(source), limits), str(source), limits)
+        return _from_bytes(_file_bytes(Path(source)), str(source))
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), "the image", limits)
+        return _from_bytes(bytes(source), "the image")
     raise ImageError(
         f"an image is a {type(source).__name__}: expected a path, the bytes of a file, a Pillow image or a NumPy array"
     )
 
 
-def _file_bytes(path: Path, limits: ImageLimits) -> bytes:
+def _file_bytes(path: Path) -> bytes:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a pipe would wait for its other end
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
             raise ImageError(f"{path} is {kind}: expected the file of an image")
-        _check_bytes(status.st_size, str(path), limits)
+        _check_bytes(status.st_size, str(path))
         return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null character in the path
         raise ImageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _from_bytes(data: bytes, what: str, limits: ImageLimits) -> np.ndarray:
-    _check_bytes(len(data), what, limits)
+def _from_bytes(data: bytes, what: str) -> np.ndarray:
+    _check_bytes(len(data), what)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `limits` are checked right after
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted right after
             image = Image.open(io.BytesIO(data), formats=readable_formats())
     except Image.DecompressionBombError as error:
-        raise ImageError(f"{what} is too large: {error}. The most is {limits.max_pixels} pixels") from error
+        raise ImageError(f"{what} is too large: {error}. The most is {SOURCE_PIXELS} pixels") from error
     except Exception as error:  # whatever hostile bytes make a decoder raise
         names = ", ".join(readable_formats())
         raise ImageError(f"{what} is not an image, or its beginning is damaged: expected one of {names}") from error
     with image:
-        return _from_pillow(image, what, limits)
+        return _from_pillow(image, what)
 
 
-def _from_pillow(image: Image.Image, what: str, limits: ImageLimits) -> np.ndarray:
-    _check_pixels(image.height, image.width, what, limits)
+def _from_pillow(image: Image.Image, what: str) -> np.ndarray:
+    _check_pixels(image.height, image.width, what)
     try:
         frames = getattr(image, "n_frames", 1)
     except Exception as error:
         raise ImageError(f"{what} is damaged: its frames cannot be counted ({error})") from error
-    if frames > limits.max_frames:
-        raise ImageError(f"{what} has {frames} frames: the most is {limits.max_frames}. Save the frame that matters")
+    if frames > SOURCE_FRAMES:
+        raise ImageError(f"{what} has {frames} frames: the most is {SOURCE_FRAMES}. Save the frame that matters")
     try:
         with _one_large_image if image.height * image.width > MAXIMUM_PIXELS else nullcontext():
             image.load()
@@ -131,13 +121,13 @@ def _rgb(image: Image.Image, what: str) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
-def _from_array(array: np.ndarray, channels: Channels, limits: ImageLimits) -> np.ndarray:
+def _from_array(array: np.ndarray, channels: Channels) -> np.ndarray:
     what = f"the array {list(array.shape)} of {array.dtype}"
     shape = array.shape if array.ndim == 3 else (*array.shape, 1)
     if len(shape) != 3 or shape[2] not in (1, 3, 4):
         hint = ": the channels come last, transpose(1, 2, 0)" if array.ndim == 3 and shape[0] in (1, 3, 4) else ""
         raise ImageError(f"{what} is not one image: expected [H, W], or [H, W, C] with 1, 3 or 4 channels{hint}")
-    _check_pixels(shape[0], shape[1], what, limits)
+    _check_pixels(shape[0], shape[1], what)
     pixels = _eight_bits(array.reshape(shape), what)
     if channels == "BGR" and shape[2] >= 3:
         pixels = pixels[..., [2, 1, 0, *range(3, shape[2])]]
@@ -171,18 +161,17 @@ def _over_white(pixels: np.ndarray) -> np.ndarray:
     return ((mixed + 127) // 255).astype(np.uint8, order="C")
 
 
-def _check_bytes(size: int, what: str, limits: ImageLimits) -> None:
-    if size > limits.max_bytes:
-        raise ImageError(f"{what} has {size} bytes: the most is {limits.max_bytes}. Save it smaller")
+def _check_bytes(size: int, what: str) -> None:
+    if size > SOURCE_BYTES:
+        raise ImageError(f"{what} has {size} bytes: the most is {SOURCE_BYTES}. Save it smaller")
 
 
-def _check_pixels(height: int, width: int, what: str, limits: ImageLimits) -> None:
+def _check_pixels(height: int, width: int, what: str) -> None:
     if not height * width:
         raise ImageError(f"{what} is empty: expected at least one pixel")
-    if height * width > limits.max_pixels:
+    if height * width > SOURCE_PIXELS:
         raise ImageError(
-            f"{what} has {width} x {height} = {width * height} pixels: the most is {limits.max_pixels}. "
-            "Scale it down first"
+            f"{what} has {width} x {height} = {width * height} pixels: the most is {SOURCE_PIXELS}. Scale it down first"
         )
 
 
@@ -198,14 +187,14 @@ _SHORTEST_SCHEME = 2
 _LONGEST_PATH = 4096
 
 
-def image_of_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> Path | bytes:
+def image_of_url(url: str) -> Path | bytes:
     """What `read_image` takes for a URL: the bytes of a `data:` URL, the path of a `file:` URL, or a plain path.
 
-    Raises ImageError for other schemes, a malformed URL, and data beyond `limits`, before it is decoded.
+    Raises ImageError for other schemes, a malformed URL, and more data than an image may have, before it is decoded.
     """
     scheme = url[: url.find(":")].lower() if ":" in url else ""
     if scheme == "data":
-        return _data(url, limits)
+        return _data(url)
     if scheme == "file":
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
@@ -226,12 +215,12 @@ def image_of_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> Path | bytes
     return Path(url)
 
 
-def _data(url: str, limits: ImageLimits) -> bytes:
+def _data(url: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma:
         raise ImageError("the image's data: URL has no comma: expected data:image/...;base64,...")
-    if len(data) > limits.max_bytes // 3 * 4 + 4:
-        raise ImageError(f"the image's data: URL has {len(data)} characters: the most is {limits.max_bytes} bytes")
+    if len(data) > SOURCE_BYTES // 3 * 4 + 4:
+        raise ImageError(f"the image's data: URL has {len(data)} characters: the most is {SOURCE_BYTES} bytes")
     if not head.lower().endswith(";base64"):
         return unquote_to_bytes(data)
     try:

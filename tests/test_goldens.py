@@ -34,6 +34,7 @@ LIMITS = {
     "images": 60_000,
     "lora": 210_000,
     "losses": 10_000,
+    "mmproj": 8_000,
     "mtp": 30_000,
     "published": 12_000,
     "quantized": 1_680_000,

@@ -14,7 +14,8 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
 from tools.bench.draw_comparison import first_difference, spacing
 

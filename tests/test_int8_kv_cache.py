@@ -20,7 +20,8 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.8, top_p=0.9, seed=5)

@@ -33,7 +33,7 @@ PANELS = {
     "Inspect": {
         "info": "Say what an engine directory is: model, limits, memory, plans.",
         "list": "List the models on this machine: built, cached, downloaded.",
-        "remove": "Remove a model that was opened by its name on the hub.",
+        "remove": "Remove what is in the cache of a model on the hub, or of a GGUF file.",
         "doctor": "Say what was found on this machine, and check that the model computes on it.",
         "bench": "Compare the speed of drafting configurations with decoding without a draft.",
         "eval": "Measure what a change of a model costs: perplexity, distance to a reference, tasks.",

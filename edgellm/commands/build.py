@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.built import read_built
+from edgellm.built import TRIAL_TEXT, read_built
 from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
@@ -18,21 +19,29 @@ from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
-from edgellm.engines.building.gguf_folder import checkpoint_folder
+from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
+from edgellm.engines.checkpoints.weight_files import is_gguf_file
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES, EngineDirectory
+from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.config import HEADS, MTP
+from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
+from edgellm.kernels.gpu import find_gpu
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
-from edgellm.trial import compute_token, fits_easily
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)
     for panel in ("Targets", "Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
 )
+
+#: Tokens of `TRIAL_TEXT` that any context has room for.
+_TRIAL_TOKENS = 8
+#: Of the free memory, what weights may take for a token to be computed unasked.
+_TRIAL_SHARE = 4
 
 
 def _read_release(name: str, value: str) -> tuple[int, int]:
@@ -120,6 +129,11 @@ class BuildOptions(ModelOption, RevisionOptions):
     vision: Path | None = _image_option(
         "Vision encoder of this very model that was published apart.", metavar="VISION_DIR"
     )
+    mmproj: str | None = _image_option(
+        "Vision encoder of a GGUF file, in GGUF too, or none: texts alone [default: the file mmproj*.gguf beside it "
+        "that fits].",
+        metavar="FILE|none",
+    )
     max_image_patches: int | None = _image_option(
         "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
@@ -154,7 +168,7 @@ def build(given: BuildOptions) -> None:
     if cuda is not None and not kernels:
         raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
-        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.revision)
+        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision, given.mmproj, given.revision)
         if given.no_mtp or given.update or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
@@ -173,12 +187,23 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        origin = None
+        mmproj = given.mmproj
+        if given.vision is not None and mmproj not in (None, NO_ENCODER):
+            raise typer.BadParameter("--mmproj is given beside --vision: leave one of them out")
+        origin, finds_encoder = None, mmproj is None and given.vision is None
         with progress_display() as display:
-            checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display)
+            checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display, finds_encoder)
             draft = None if draft is None else str(checkpoint_of(draft, None, False, display)[0])
+            if mmproj not in (None, NO_ENCODER):
+                mmproj = str(checkpoint_of(mmproj, None, False, display)[0])
+        if given.vision is not None and is_gguf_file(checkpoint):
+            mmproj = NO_ENCODER
         asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
-        with checkpoint_folder(checkpoint, given.tokenizer) as folder, progress_display() as display:
+        with (
+            checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
+            draft_folder(draft) as draft_checkpoint,
+            progress_display() as display,
+        ):
             report = build_engine_directory(
                 folder,
                 engine_dir,
@@ -190,7 +215,7 @@ def build(given: BuildOptions) -> None:
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,
-                    draft=draft,
+                    draft=draft_checkpoint,
                     origin=origin,
                     adapters=named_directories(given.lora or []),
                     tool_format=checkpoint_format(folder, given.tool_format),
@@ -219,10 +244,10 @@ def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: Build
     report.seconds["open"] = time.perf_counter() - started
     missing = None
     try:
-        if asked or (asked is None and fits_easily(path)):
+        if asked or (asked is None and _fits_easily(path)):
             started = time.perf_counter()
             display("first token", 0, 1)
-            compute_token(path)
+            _compute_token(path)
             display("first token", 1, 1)
             report.token_seconds = time.perf_counter() - started
             return
@@ -233,6 +258,33 @@ def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: Build
     if asked is None:
         reason = missing or "its weights take more than a quarter of the free memory"
         report.notes.append(f"No token of it was computed: {reason}. --try computes one all the same.")
+
+
+def _fits_easily(path: Path) -> bool:
+    """Whether the weights of an engine directory take at most a quarter of the memory that is free for them, on the
+    GPU where there is one. NumPy computes in float32."""
+    directory = EngineDirectory.open(path)
+    if find_gpu() is None:
+        specs = (spec for config in directory.models.values() for spec in model_weights(config))
+        size, free = sum(4 * math.prod(spec.shape) for spec in specs), available_memory() or 0
+    else:
+        from edgellm.engines.backends.cuda_device import gpu_memory
+
+        size = sum((path / name).stat().st_size for name in directory.weight_files)
+        free, _ = gpu_memory()
+    return size * _TRIAL_SHARE <= free
+
+
+def _compute_token(path: Path) -> None:
+    """Open a model as a start opens it, on the GPU where there is one, and compute a token; EdgeLLMError where that
+    fails. What is compiled and built for it is kept where the next start finds it."""
+    from edgellm.requests import Request
+    from edgellm.runtime import SpecDecodeRuntime
+    from edgellm.sampling_params import SamplingParams
+
+    with SpecDecodeRuntime(path, drafting="auto") as runtime:
+        prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:_TRIAL_TOKENS]
+        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True)))
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:

@@ -28,7 +28,8 @@ from edgellm.errors import CheckpointError, EdgeLLMError
 from edgellm.hub.inventory import existing_directory
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.tokenizer import Tokenizer
 

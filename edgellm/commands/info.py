@@ -33,11 +33,11 @@ from edgellm.engines.model.decoder import as_published, decoder_weights, head_fo
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
-from edgellm.hub.inventory import existing_directory
+from edgellm.hub.inventory import existing_directory, gguf_file
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.kept import read_manifest
-from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
 from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
 from edgellm.tool_calls.formats import checkpoint_format
@@ -68,7 +68,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     """
     directory = EngineDirectory.read(path)
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
-    differences = directory.differences(verify, hash_weights=False)
+    differences, file = directory.differences(verify, hash_weights=False), gguf_file(directory)
     packed = {} if differences else _packed_facts(directory)
     layouts: PackedLayouts = {}
     refusal = None  # why GPUs do not run the model
@@ -87,6 +87,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "path": str(directory.path),
         "created_with": directory.created_with,
         "source": None if directory.source is None else plain_values(directory.source),
+        "file": None if file is None else str(file),
         "config": asdict(config),
         "parameters": _parameters(decoder_weights(as_published(config))),
         "dtype": directory.dtype,
@@ -295,6 +296,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if facts["source"] is not None:
         yield "source", str(ModelSource(**facts["source"]))
+    if facts["file"] is not None:
+        yield "source", facts["file"]
     if facts["tool_format"] is not None:
         yield "tools", f"calls in the format {facts['tool_format']}"
     if "draft" in facts:

@@ -20,8 +20,8 @@ class ListOptions(LogOptions):
 
 @takes_options
 def list(given: ListOptions) -> None:
-    """List models: engine directories that edgellm build made, those in the cache that a name was opened through, and
-    the files that were downloaded for these, with the bytes that each has of its own.
+    """List models: engine directories that edgellm build made, those in the cache that a name or a GGUF file was opened
+    through, and the files that were downloaded for these, with the bytes that each has of its own.
 
     Example: edgellm list --json
     """
@@ -30,9 +30,11 @@ def list(given: ListOptions) -> None:
         typer.echo(json.dumps([asdict(each) | {"path": str(each.path)} for each in found], indent=2))
         return
     for each in found:
-        commit = f" at {each.commit[:12]}" if each.commit else ""
-        typer.echo(
-            f"{each.kind:<10} {mebibytes(each.size):>13}  {printable(each.name)}{commit}  {printable(each.path)}"
-        )
+        of = f" at {each.commit[:12]}" if each.commit else ""
+        if each.file and each.file != each.name:
+            of = f" of {printable(each.file)}"
+        if each.gone:
+            of += ", which is gone" + (" (edgellm remove --gone)" if each.kind == "cached" else "")
+        typer.echo(f"{each.kind:<10} {mebibytes(each.size):>13}  {printable(each.name)}{of}  {printable(each.path)}")
     if not found:
         typer.echo("No model was built or downloaded. The shipped one is always there: edgellm chat")

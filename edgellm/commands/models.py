@@ -150,7 +150,7 @@ def described_directory(settings: Settings) -> EngineDirectory:
     """What the model's `edgellm.json` says; the files are not checked."""
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.hub.directories import local_directory
-    from edgellm.llm import SHIPPED_MODEL
+    from edgellm.opened_model import SHIPPED_MODEL
 
     return EngineDirectory.read(local_directory(settings.model or SHIPPED_MODEL))
 
@@ -166,7 +166,7 @@ def backend_name(settings: Settings) -> str:
 
 def model_name(llm: LLM) -> str:
     """How people know the model."""
-    from edgellm.llm import SHIPPED_MODEL
+    from edgellm.opened_model import SHIPPED_MODEL
 
     is_shipped = llm.directory.path.resolve() == SHIPPED_MODEL.resolve()
     return SHIPPED_NAME if is_shipped else llm.directory.name

@@ -83,6 +83,7 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
         metavar="DRAFT_CHECKPOINT|mtp",
     )
     tokenizer: str | None = option("Folder with the published tokenizer, in place of a GGUF file's own.", metavar="DIR")
+    mmproj: str | None = option("Vision encoder of a GGUF file, as edgellm build takes it.", metavar="FILE|none")
 
     def build_arguments(self) -> dict[str, Any]:
         """What was given, as arguments of `edgellm.hub.directories.local_directory`'s build."""

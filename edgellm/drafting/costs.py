@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.backends.plan_files import cached_plans_path, present_platform
-from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.errors import EngineError
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.strict_formats import JSONObject, canonical_json
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.gpu import find_gpu
 
 logger = logging.getLogger("edgellm.drafting")

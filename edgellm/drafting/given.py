@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, Protocol
 
 from edgellm.drafting.choosers import PlanChooser
@@ -314,7 +315,7 @@ class GivenDrafting:
                 ranked.append((margin, plan, tokens, seconds))
             if longest <= plan.given_nodes:
                 break
-        ranked.sort(key=_margin, reverse=True)
+        ranked.sort(key=itemgetter(0), reverse=True)
         for margin, plan, tokens, seconds in ranked:
             if runner.takes_given(batch, plan, ruled):
                 self._latest = other, Forecast(plan.name, tokens, seconds, tokens / seconds)
@@ -372,7 +373,3 @@ class GivenDrafting:
         return guessed | {
             rate_name(plan): seconds * (1.0 + self._joint_cost * batch * plan.given_nodes) for plan in self.joint_plans
         }
-
-
-def _margin(ranked: tuple[float, DraftPlan, float, float]) -> float:
-    return ranked[0]

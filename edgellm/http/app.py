@@ -42,7 +42,8 @@ from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.http.under_way import AnswersUnderWay
 from edgellm.metrics import family
-from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
+from edgellm.opened_model import SHIPPED_MODEL
+from edgellm.runtime import SpecDecodeRuntime
 from edgellm.text.template import ChatTemplate
 
 logger = logging.getLogger("edgellm.http")

@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.building.gguf_folder import NO_ENCODER, encoder_beside, read_metadata, several_encoders
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
 from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource, file_folder
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.gguf.encoders import takes_images
 from edgellm.engines.lora.adapter import adapter_rank
 from edgellm.engines.model.config import MTP
 from edgellm.engines.model.limits import LARGEST_LORA_RANK, LARGEST_LORA_SLOTS
 from edgellm.errors import RequestError, did_you_mean, require
-from edgellm.hub.downloads import Progress, fetch, repository_folder
+from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
 from edgellm.hub.names import HubName
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ _LIMITS = (
     *("max_lora_rank", "lora_slots"),
 )
 #: Arguments of a build that may be given where a name is opened; the others are texts.
-BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft", "tokenizer")
+BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft", "tokenizer", "mmproj")
 LOCK_NAME = ".lock"
 _LONGEST_NAME = 160
 
@@ -62,7 +64,7 @@ def local_directory(
         if not is_file:
             return Path(model)
     options = _for_adapters([adapter_rank(path) for path in adapters]) | options
-    draft, named = _fetched_draft(options, update, progress)
+    beside, named = _fetched(options, update, progress)
     folder = file_folder() if name is None else repository_folder(name.repository)
     with locked(folder):
         if name is None:
@@ -72,23 +74,30 @@ def local_directory(
             download = fetch(name, update, progress)
             source, origin = download.path, download.source(name.revision)
             parts = [download.commit[:12], *filter(None, [download.gguf])]
+        if "mmproj" not in options:
+            encoder = encoder_beside(source) if name is None else _hub_encoder(download, progress)
+            if encoder is not None:
+                named["mmproj"], beside["mmproj"] = encoder.name, str(encoder.absolute())
         target = folder / _directory_name(parts, options | named)
         if not _is_usable(target):
-            _build(str(model), source, target, options | draft, origin, progress)
+            _build(str(model), source, target, options | beside, origin, progress)
     return target
 
 
 def checkpoint_of(
-    model: str | Path, revision: str | None, update: bool, progress: Progress
+    model: str | Path, revision: str | None, update: bool, progress: Progress, finds_encoder: bool = False
 ) -> tuple[Path, ModelSource | None]:
     """Where a checkpoint or a file in GGUF lies, and where it comes from: of a path itself and None; a name on the hub
-    is downloaded. Raises as `local_directory`."""
+    is downloaded, with the vision encoder beside a file in GGUF where it `finds_encoder`. Raises as
+    `local_directory`."""
     name = HubName.of(model, revision)
     if name is None:
         _require_name(model, revision, update)
         return Path(model), None
     with locked(repository_folder(name.repository)):
         download = fetch(name, update, progress)
+        if finds_encoder:
+            _hub_encoder(download, progress)
     return download.path, download.source(name.revision)
 
 
@@ -124,16 +133,28 @@ def _for_adapters(ranks: Sequence[int]) -> dict[str, int]:
     return {"max_lora_rank": min(LARGEST_LORA_RANK, max(ranks)), "lora_slots": min(LARGEST_LORA_SLOTS, len(ranks))}
 
 
-def _fetched_draft(
-    options: Mapping[str, Any], update: bool, progress: Progress
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The draft as a path for the build, and as it names the directory; none where there is none, or it is `MTP`."""
-    draft = options.get("draft")
-    if draft is None or draft == MTP:
-        return {}, {}
-    path, origin = checkpoint_of(draft, None, update and HubName.of(draft) is not None, progress)
-    named = str(path.absolute()) if origin is None else f"{draft}@{origin.commit[:12]}"
-    return {"draft": str(path.absolute())}, {"draft": named}
+def _fetched(options: Mapping[str, Any], update: bool, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:
+    """What goes with a model, its draft and its vision encoder, as paths for the build, and as they name the directory;
+    neither where there is none, or what is given is no file's name."""
+    paths, named = dict[str, str](), dict[str, str]()
+    for key, word in (("draft", MTP), ("mmproj", NO_ENCODER)):
+        given = options.get(key)
+        if given is not None and given != word:
+            path, origin = checkpoint_of(given, None, update and HubName.of(given) is not None, progress)
+            paths[key] = str(path.absolute())
+            named[key] = paths[key] if origin is None else f"{given}@{origin.commit[:12]}"
+    return paths, named
+
+
+def _hub_encoder(download: Download, progress: Progress) -> Path | None:
+    """The vision encoder beside a model in GGUF on the hub, downloaded; None where there is none, or the model is not
+    known to take images. Raises BuildError where there are several, and as `fetch`."""
+    if not (download.gguf and download.encoders) or not takes_images(read_metadata(download.path)):
+        return None
+    names = [HubName(download.repository, file, download.commit) for file in download.encoders]
+    if len(names) > 1:
+        raise several_encoders(download.path, [str(name) for name in names])
+    return fetch(names[0], False, progress).path
 
 
 def _directory_name(parts: Iterable[str], options: Mapping[str, Any]) -> str:
@@ -156,7 +177,7 @@ def _build(
 ) -> None:
     from edgellm.built import read_built  # what opening need not load
     from edgellm.engines.building.builder import build_engine_directory
-    from edgellm.engines.building.gguf_folder import checkpoint_folder
+    from edgellm.engines.building.gguf_folder import checkpoint_folder, draft_folder
     from edgellm.tool_calls.formats import checkpoint_format
 
     def check(path: Path, report: BuildReport) -> None:
@@ -165,7 +186,10 @@ def _build(
 
     asked = {option: value for option, value in options.items() if option in (*_LIMITS, "kv_cache")}
     tokenizer = Path(options["tokenizer"]) if "tokenizer" in options else None
-    with checkpoint_folder(source, tokenizer) as folder:
+    with (
+        checkpoint_folder(source, tokenizer, options.get("mmproj")) as folder,
+        draft_folder(options.get("draft")) as draft,
+    ):
         report = build_engine_directory(
             folder,
             target,
@@ -176,7 +200,8 @@ def _build(
             tool_format=checkpoint_format(folder, None),
             check=check,
             origin=origin,
-            **{option: value for option, value in options.items() if option not in (*asked, "tokenizer")},
+            draft=draft,
+            **{option: options[option] for option in ("head", "embedding", "dtype") if option in options},
         )
     for note in report.notes:
         logger.info("%s: %s", model, note)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from edgellm.engines.formats.digests import current_digest, file_blocks
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
 from edgellm.errors import EdgeLLMError, HubError
-from edgellm.hub.names import HubName, chosen_files
+from edgellm.hub.names import HubName, chosen_files, encoders_beside
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.compilations import usable_cores
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 RECORD_NAME = "downloads.json"
 _RECORD_BYTES = 16 << 20
+#: Files that are hashed side by side.
+_MOST_CHECKS = 4
 #: Git's digest of a file, or the SHA-256 of a large one: by it the hub's cache names what a file holds.
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -50,13 +54,14 @@ class HubFile:
 @dataclass(frozen=True)
 class Download:
     """Files of a `repository` at a `commit`, by name, which a `file` (a GGUF file that was named, or "") stands for;
-    `storage` is the repository's folder in the hub's cache."""
+    `storage` is the repository's folder in the hub's cache. `encoders` are the vision encoders in GGUF beside it."""
 
     repository: str
     commit: str
     file: str
     storage: Path
     files: Mapping[str, HubFile]
+    encoders: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -121,7 +126,8 @@ class Record:
 
 def _read_download(values: Any) -> Download:
     files = {str(name): HubFile(**file) for name, file in values["files"].items()}
-    return Download(values["repository"], values["commit"], values["file"], Path(values["storage"]), files)
+    texts = values["repository"], values["commit"], values["file"]
+    return Download(*texts, Path(values["storage"]), files, tuple(map(str, values.get("encoders", ()))))
 
 
 def repository_folder(repository: str) -> Path:
@@ -188,7 +194,9 @@ def _asked(name: HubName, revision: str, api: HfApi) -> Download:
         return sorted(set(read_index(index.folder / INDEX_FILE).get("weight_map", "dict").values()))
 
     chosen = chosen_files(name, {file: each.size for file, each in files.items()}, shards)
-    return replace(whole, files={file: whole.files[file] for file in chosen})
+    return replace(
+        whole, files={file: whole.files[file] for file in chosen}, encoders=encoders_beside(chosen[0], files)
+    )
 
 
 def _in_cache(name: HubName, revision: str, storage: Path) -> tuple[str, dict[str, HubFile]]:
@@ -253,8 +261,8 @@ def _download(download: Download, api: HfApi, progress: Progress) -> None:
 
     for name in missing:
         api.hf_hub_download(download.repository, name, revision=download.commit, tqdm_class=_bar(advance))
-    for name, file in download.files.items():
-        _check(download, name, file)
+    with ThreadPoolExecutor(min(usable_cores(), _MOST_CHECKS)) as pool:  # the hub's digests are of whole files
+        list(pool.map(lambda item: _check(download, *item), download.files.items()))
     if missing:
         progress("download", total, total)
 
@@ -296,7 +304,7 @@ def _check(download: Download, name: str, file: HubFile) -> None:
 def _digest(path: Path, expected: str) -> str:
     """The digest of a file, of the kind of the expected one: "" of none."""
     if len(expected) == 64:
-        return current_digest(path).sha256
+        return current_digest(path, section=0).sha256
     if not expected:
         return ""
     digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)

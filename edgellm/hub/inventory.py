@@ -14,7 +14,7 @@ from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
 from edgellm.hub.directories import LOCK_NAME, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
-from edgellm.hub.names import HubName
+from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
@@ -26,13 +26,23 @@ _MADE_ENDINGS = (".engine", ".cubin", ".json")
 @dataclass(frozen=True)
 class Model:
     """What is on the disk of a model: a directory that was `built` by command, one that is `cached`, or the files that
-    were `downloaded`; `size` are its own bytes, without those that it links to or has in common with one before it."""
+    were `downloaded`; `size` are its own bytes, without those that it links to or has in common with one before it. The
+    GGUF `file` that a directory was made of may be `gone`."""
 
     kind: str
     name: str
     path: Path
     size: int
     commit: str = ""
+    file: str = ""
+    gone: bool = False
+
+    @classmethod
+    def of(cls, kind: str, name: str, directory: EngineDirectory) -> Model:
+        """What there is of a directory."""
+        commit, file = directory.source.commit if directory.source else "", gguf_file(directory)
+        path, is_gone = directory.path, file is not None and not file.exists()
+        return cls(kind, name, path, _own_bytes(path), commit, "" if file is None else str(file), is_gone)
 
 
 def models() -> list[Model]:
@@ -41,28 +51,37 @@ def models() -> list[Model]:
     for path in built_directories():
         directory = _described(path)
         if directory is not None:
-            source = directory.source
-            found.append(Model("built", directory.name, path, _own_bytes(path), source.commit if source else ""))
-    files = file_folder()
-    for path in sorted(files.iterdir()) if files.is_dir() else ():
-        directory = _described(path)
-        if directory is not None:
-            of = next((path / file for file in directory.weight_files if file.endswith(".gguf")), path)
-            found.append(Model("cached", str(of.resolve()), path, _own_bytes(path)))
+            found.append(Model.of("built", directory.name, directory))
+    found += [Model.of("cached", str(file), directory) for directory, file in _file_directories()]
     for folder in _repository_folders():
         for directory in _cached_directories(folder):
             source = directory.source
             assert source is not None
-            name = str(HubName(source.repository, source.file))
-            found.append(Model("cached", name, directory.path, _own_bytes(directory.path), source.commit))
+            found.append(Model.of("cached", str(HubName(source.repository, source.file)), directory))
         for download in Record.read(folder).downloads:
             blobs = {path for name in download.files if (path := download.blob(name)).is_file()}
             size = sum(path.stat().st_size for path in blobs - counted)
             counted |= blobs
-            if blobs:
-                name = str(HubName(download.repository, download.gguf))
+            name = str(HubName(download.repository, download.gguf))
+            known = {(each.name, each.commit) for each in found if each.kind == "downloaded"}
+            if blobs and (name, download.commit) not in known:  # a file may have been named, and a tag of it
                 found.append(Model("downloaded", name, download.folder, size, download.commit))
     return found
+
+
+def gguf_file(directory: EngineDirectory) -> Path | None:
+    """The (first) GGUF file of one's own that a directory links to, which may be gone; None for another directory."""
+    links = (path for file in directory.weight_files if (path := directory.path / file).is_symlink())
+    found = next((path.resolve() for path in links if path.name.endswith(".gguf")), None)
+    return None if directory.source is not None else found
+
+
+def _file_directories() -> list[tuple[EngineDirectory, Path]]:
+    """The directories in the cache that were made of GGUF files, each with its file."""
+    folder = file_folder()
+    places = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [each for path in places if not path.is_symlink() and (each := _described(path)) is not None]
+    return [(each, gguf_file(each) or each.path) for each in found]
 
 
 def existing_directory(model: str | Path) -> Path:
@@ -113,33 +132,56 @@ class Removal:
         path.unlink()
 
 
-def remove(name: HubName) -> Removal:
+def remove_of_files(file: Path | None) -> dict[Path, Removal]:
+    """Remove the directories in the cache that were made of a GGUF file, or of all that are gone (None): what was
+    removed of each file. The file itself stays. Raises OSError."""
+    found = dict[Path, Removal]()
+    for directory, own in _file_directories():
+        if own == file or (file is None and not own.exists()):
+            with locked(file_folder()):
+                _remove_directory(directory, found.setdefault(own, Removal()))
+    return found
+
+
+def remove(name: HubName, revision: str | None = None) -> Removal:
     """Remove the directories in the cache of a name (of its one file, where it names one) and what was downloaded for
-    them: what was in the hub's cache before stays, and what a directory that was built by command links to.
+    them: what was in the hub's cache before stays, and what a directory that was built by command links to. Of a
+    `revision`, which may be the beginning of a commit, that alone.
 
     Raises HubError where there is nothing of it, OSError.
     """
     folder = repository_folder(name.repository)
     record, removal = Record.read(folder), Removal()
-    chosen = [each for each in record.downloads if name.file in ("", each.file, each.gguf)]
-    directories = _cached_directories(folder, name.file)
+    named = ((each, name.file in ("", each.file) or stands_for(name.file, each.gguf)) for each in record.downloads)
+    chosen = [each for each, is_named in named if is_named]
+    directories = [(each, each.source.commit) for each in _cached_directories(folder, name.file) if each.source]
+    if revision is not None:
+        wanted = record.revisions.get(revision, revision)
+        there = {commit for _, commit in directories} | {each.commit for each in chosen}
+        commits = {commit for commit in there if commit.startswith(wanted)}
+        if there and len(commits) != 1:
+            found = "more than one" if commits else "nothing"
+            advice = f"name one of {', '.join(sorted(commits or there))}"
+            raise HubError(f"there is {found} of {name} at {revision}: {advice}")
+        directories = [(each, commit) for each, commit in directories if commit in commits]
+        chosen = [each for each in chosen if each.commit in commits]
     if not chosen and not directories:
         known = sorted({each.name for each in models() if each.kind != "built"})
         hint = did_you_mean(str(name), known) if known else ": nothing was downloaded"
         raise HubError(f"there is nothing of {name}{hint}")
     with locked(folder):
-        for directory in directories:
+        for directory, _ in directories:
             _remove_directory(directory, removal)
-        kept = tuple(each for each in record.downloads if each not in chosen)
+        kept = tuple(_with_blobs_of(chosen, each) for each in record.downloads if each not in chosen)
         _remove_downloads(chosen, kept, removal)
         if kept:
-            commits = {each.commit for each in kept}
-            revisions = {key: commit for key, commit in record.revisions.items() if commit in commits}
+            left = {each.commit for each in kept}
+            revisions = {key: commit for key, commit in record.revisions.items() if commit in left}
             replace(record, revisions=revisions, downloads=kept).write(folder)
-        else:
+        elif not _cached_directories(folder):
             (folder / RECORD_NAME).unlink(missing_ok=True)
             (folder / LOCK_NAME).unlink(missing_ok=True)
-            removal.left += [path for path in folder.iterdir() if path not in {each.path for each in directories}]
+            removal.left += [path for path in folder.iterdir() if path not in {each.path for each, _ in directories}]
             _remove_empty(folder)
     return removal
 
@@ -161,6 +203,15 @@ def _remove_directory(directory: EngineDirectory, removal: Removal) -> None:
         removal.left += [path for each in folders if (path := Path(place) / each).is_symlink()]
         with suppress(OSError):
             Path(place).rmdir()
+
+
+def _with_blobs_of(removed: list[Download], kept: Download) -> Download:
+    """A download to which contents that came with removed ones, and that it needs too, are left."""
+    left = {(each.storage, file.digest) for each in removed for file in each.files.values() if file.blob}
+    files = {
+        name: replace(file, blob=file.blob or (kept.storage, file.digest) in left) for name, file in kept.files.items()
+    }
+    return replace(kept, files=files)
 
 
 def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], removal: Removal) -> None:
@@ -208,7 +259,7 @@ def _cached_directories(folder: Path, file: str = "") -> list[EngineDirectory]:
 
 
 def _is_made_for(source: ModelSource, folder: Path, file: str) -> bool:
-    return repository_folder(source.repository) == folder and file in ("", source.file)
+    return repository_folder(source.repository) == folder and (not file or stands_for(file, source.file))
 
 
 def _described(path: Path) -> EngineDirectory | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from edgellm.engines.checkpoints.weight_files import HUB_NAME, INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import PUBLISHED_FILES
@@ -19,11 +20,17 @@ from edgellm.kernels.user_paths import printable
 _SHARE = 0.8
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _NAME = re.compile(rf"(?P<repository>{HUB_NAME})(:(?P<file>\w[\w./+ -]*))?", re.ASCII)
+#: An address as browsers show it, or without its scheme; a path has one slash of two.
+_ADDRESS = re.compile(r"(?P<scheme>https?:/{1,2})?(?P<host>[\w.-]+(:\d+)?)/+(?P<rest>[^?#]*)([?#].*)?", re.ASCII)
+_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
+#: What stands before a revision in an address.
+_BEFORE_REVISIONS = ("tree", "blob", "resolve", "raw", "commit")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A `repository` ORG/NAME at a `revision` (branch, tag or commit), and the name of one GGUF `file` of it, or ""."""
+    """A `repository` ORG/NAME at a `revision` (branch, tag or commit), and the name of one GGUF `file` of it, or what
+    `stands_for` it, or ""."""
 
     repository: str
     file: str = ""
@@ -34,29 +41,73 @@ class HubName:
         """The name that a text is; None for a path.
 
         What exists is a path, below `folder` (None: the present one) where it is relative. So is what may be one: ORG
-        is a folder there, and no revision is named.
+        is a folder there, and no revision is named. Raises HubError as `parse`.
         """
-        name, path = cls.parse(model), (folder or Path()) / model
-        if name is None or os.path.lexists(path):
+        path = (folder or Path()) / model
+        if os.path.lexists(path):
             return None
-        is_beside = revision is None and os.path.lexists((folder or Path()) / name.repository.split("/")[0])
-        return None if is_beside else replace(name, revision=revision or "main")
+        name = cls.parse(model)
+        if name is None:
+            return None
+        may_be_path = revision is None and _behind_host(str(model)) is None
+        is_beside = may_be_path and os.path.lexists((folder or Path()) / name.repository.split("/")[0])
+        return None if is_beside else replace(name, revision=revision or name.revision)
 
     @classmethod
     def parse(cls, text: str | Path) -> HubName | None:
-        """The name that a text is if nothing of it is here; None where it is of another form."""
+        """The name that a text is if nothing of it is here, or an address of the hub; None where it is of another form.
+        HubError, which says what to write, for an address of something else than a model or a GGUF file."""
+        behind = _behind_host(str(text))
+        if behind is not None:
+            repository, verb, revision, file = _parts(behind)
+            name = cls.parse(repository)
+            is_file, is_whole = file.endswith(".gguf") and verb != "tree", not file and verb in ("", "tree", "commit")
+            if name is None or not (is_file or is_whole) or (file and name.file):
+                own = "ORG/NAME" if name is None else name.repository
+                raise HubError(f"{text} is no address of a model, or of a GGUF file. Write {own}, or {own}:FILE.gguf")
+            return replace(name, file=_PART.sub(r"\1-00001-of-\3.gguf", file) or name.file, revision=revision or "main")
         match = _NAME.fullmatch(str(text))
         if match is None or ".." in str(text).split("/") or "--" in match["repository"]:
             return None
-        return cls(match["repository"], match["file"] or "")
+        file = match["file"] or ""
+        return cls(match["repository"], "" if file == "latest" else file)
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.file}" if self.file else self.repository
 
 
+def _behind_host(text: str) -> str | None:
+    """What an address of the hub, or of what HF_ENDPOINT puts in its place, says behind the host; None for any other
+    text. Raises HubError for an address elsewhere."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        return None
+    endpoint = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
+    if match["host"] in (*_HOSTS, endpoint):
+        return match["rest"].strip("/")
+    if match["scheme"]:
+        raise HubError(f"{text} is no address of the hub (HF_ENDPOINT names another one). Write ORG/NAME, or a path")
+    return None
+
+
+def _parts(address: str) -> tuple[str, str, str, str]:
+    """ORG/NAME, what stands before a revision, the revision, and the file or folder, each "" where there is none."""
+    org, name, verb, revision, *file = [*map(unquote, address.split("/")), "", "", ""]
+    path = "/".join(filter(None, file))
+    known = verb in _BEFORE_REVISIONS and revision and ".." not in file
+    return (f"{org}/{name}", verb, revision, path) if known or not verb else ("", "", "", "")
+
+
+def stands_for(file: str, model: str) -> bool:
+    """Whether a name, or a tag as in Q4_K_M, stands for a GGUF file. As llama.cpp has it the tag is in the name, in
+    whatever case, before "-" or ".", or it is that of a folder; but F16 is not in BF16."""
+    return file == model or re.search(rf"(^|[._/-]){re.escape(file)}[./-]", model, re.IGNORECASE) is not None
+
+
 def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
     """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
-    is published beside them, or one model in GGUF. `shards` gives the files that the index of several names.
+    is published beside them, or one model, or a vision encoder that is named, in GGUF. `shards` gives the files that
+    the index of several names.
 
     Raises HubError where there is no such model, or where there are several to choose from.
     """
@@ -64,12 +115,16 @@ def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], S
         weights = [SINGLE_FILE] if SINGLE_FILE in sizes else [INDEX_FILE, *shards()]
         _require_all(name, weights, sizes)
         return [*filter(lambda file: file in PUBLISHED_FILES or is_template_name(file), sorted(sizes)), *weights]
+    if name.file in sizes and _is_encoder(name.file):
+        return [name.file]
     models = _gguf_models(sizes)
     if name.file:
-        if name.file not in models:
+        tagged = (model for model in sorted(models) if stands_for(name.file, model))
+        first = name.file if name.file in models else next(tagged, None)
+        if first is None:
             found = _listed(models, sizes) if models else " It has no GGUF file"
             raise HubError(f"{name.repository} has no model {printable(name.file)}.{found}")
-        chosen = name.file
+        chosen = first
     elif len(models) == 1:
         (chosen,) = models
     elif models:
@@ -94,17 +149,30 @@ def _require_all(name: HubName, files: Sequence[str], sizes: Mapping[str, int]) 
 
 
 def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The files of each model in GGUF by the first one's name; encoders of images (mmproj) are none."""
+    """The files of each model in GGUF by the first one's name; encoders of images (mmproj), and what weights matter
+    (imatrix), are none."""
     models: dict[str, list[str]] = {}
     for file in sizes:
         part = _PART.fullmatch(file)
         *folders, last = file.split("/")
         is_later = part is not None and int(part[2]) != 1
-        if not file.endswith(".gguf") or "mmproj" in last or is_later or {"", ".", ".."} & {*folders}:
+        is_other = _is_encoder(file) or "imatrix" in last.lower()
+        if not file.endswith(".gguf") or is_other or is_later or {"", ".", ".."} & {*folders}:
             continue
         count = int(part[3]) if part else 0
         models[file] = [f"{part[1]}-{n + 1:05d}-of-{part[3]}.gguf" for n in range(count)] if part else [file]
     return models
+
+
+def _is_encoder(file: str) -> bool:
+    """Whether a file is by its name a vision encoder in GGUF."""
+    return file.endswith(".gguf") and "mmproj" in file.rpartition("/")[2]
+
+
+def encoders_beside(model: str, files: Iterable[str]) -> tuple[str, ...]:
+    """The vision encoders in GGUF in the folder of a model's file, by their names."""
+    folder = model.rpartition("/")[0]
+    return tuple(sorted(file for file in files if _is_encoder(file) and file.rpartition("/")[0] == folder))
 
 
 def _bytes(files: Sequence[str], sizes: Mapping[str, int]) -> int:

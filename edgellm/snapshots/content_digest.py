@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.formats.tensors import STORAGE
+from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.sampling.twin import first_not_finite
 
 DIGEST_BYTES = 32

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import is_known_finite_content, remember_finite_content
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
@@ -21,6 +20,7 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
+from edgellm.kernels.compilations import usable_cores
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, content_digest, content_findings, examine
 from edgellm.snapshots.snapshot import (

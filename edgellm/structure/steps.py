@@ -73,8 +73,6 @@ class RecentlyUsed(Generic[Key, Kept]):
         """The one of more than `most` values goes that was not used for the longest time."""
         self.most, self._lock = most, threading.Lock()
         self._kept: OrderedDict[Key, Kept] = OrderedDict()
-        #: How often a value was found.
-        self.hits = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -84,7 +82,6 @@ class RecentlyUsed(Generic[Key, Kept]):
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
-                self.hits += 1
                 self._kept.move_to_end(key)
             return found
 

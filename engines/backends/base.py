@@ -210,6 +210,25 @@ def uploaded(backend: Backend, values: np.ndarray) -> Array:
     return array
 
 
+class BoundEngine:
+    """What engines have in common whose tensors are bound to arrays: of a `shape`, computing in `dtype`."""
+
+    def __init__(self, shape: EngineShape, dtype: str, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """`edge` are the inputs and outputs by name."""
+        self.shape, self._dtype = shape, dtype
+        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in edge.items()}
+        self._bound: dict[str, Array] = {}
+        self._has_kernels = False
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all inputs and outputs."""
+        return tuple(self._tensors)
+
+    def _own(self, kind: str) -> str:
+        return self._dtype if kind == "compute" else kind
+
+
 def checked_bindings(
     shape: EngineShape, tensors: Mapping[str, tuple[tuple[int, ...], str]], bindings: Mapping[str, OneArray]
 ) -> Mapping[str, OneArray]:

@@ -33,7 +33,7 @@ from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -104,6 +104,7 @@ class CudaBackend(CudaDevice):
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
+        self._encoder = CudaEncoder(self._module)
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -294,10 +295,13 @@ class CudaBackend(CudaDevice):
     def _preferred_plan(self, shape: EngineShape) -> TensorRTEngine | None:
         return self._plan_engine(shape) if self._prefers_plan(shape) else None
 
-    def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
+    def _kernel_engine(
+        self, shape: EngineShape, packed: Mapping[str, PackedLayout] | None = None
+    ) -> KernelEngine | None:
+        """`packed`: the weights that are, of a segment, whose layers have other numbers than those of the whole."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         program = model_program(config, shape)
-        packed = self._packed_of(shape.model, program) if self._packed else None
+        packed = self._packed_of(shape.model, program) if packed is None else packed
         choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed)
         if choice is None:
             if shape.segment is None:
@@ -307,7 +311,7 @@ class CudaBackend(CudaDevice):
         kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
-            choice.load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+            choice.load_prompts(replace(program, packed=packed), kernels, prompt_step)
         return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
@@ -315,7 +319,7 @@ class CudaBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         if shape.model != "vision" or kernel_refusal(config, shape, dtype, limit) is not None:
             return None
-        kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
+        kernels = EncoderStepKernels(self._encoder, self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)
 
     def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
@@ -328,10 +332,14 @@ class CudaBackend(CudaDevice):
             kind = step.window is not None, step.looks_ahead
             heads = shape.batch * step.heads[0]
             self._prefill.load(dtype, step.heads[2], shape.tokens, heads, shape.kv_cache == "int8", *kind)
-        parts = segment_shapes(program)
-        engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        packed = set(self._packed_of(shape.model, program))
-        return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
+        packed = self._packed_of(shape.model, program)
+        own = {segment.number: segment.weights_of(packed) for segment in segments_of(program)}
+        engines = {
+            number: self._kernel_engine(part, own[number]) or self._plan_engine(part)
+            for part in segment_shapes(program)
+            if (number := part.segment) is not None
+        }
+        return SplitEngine(self._step_kernels(config), program, engines, dtype, set(packed))
 
     def _packed_of(self, model: str, program: Program) -> dict[str, PackedLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
@@ -348,7 +356,8 @@ class CudaBackend(CudaDevice):
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent, self._any_rows, self._prefill)
+        more = self.recurrent, self._any_rows, self._prefill, self._encoder
+        return StepKernels(few, self._many, capacity_of(self._module), *more)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """A plan; EngineError where TensorRT does not run the shape."""

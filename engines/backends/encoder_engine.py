@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, Call, EncoderCalls, Place
 from edgellm.engines.backends.padded_weights import padded_weights
 from edgellm.engines.families.programs import ModelConfig, model_program
@@ -30,7 +30,7 @@ class EncoderStepKernels(NamedTuple):
     linear: Any
 
 
-class EncoderEngine:
+class EncoderEngine(BoundEngine):
     """Enqueues the launches of a vision encoder's program on what is bound.
 
     Not thread-safe: enqueue from the thread that owns the stream.
@@ -42,28 +42,17 @@ class EncoderEngine:
 
     def __init__(self, kernels: EncoderStepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> None:
         """A shape that `encoder_refusal` does not refuse; in "float32" on the kernels' twins."""
-        self.shape = shape
-        self._kernels, self._dtype = kernels, dtype
-        program = model_program(config, shape)
+        self._kernels, program = kernels, model_program(config, shape)
         lowered = EncoderCalls(program, wide=dtype == "float32", rounds=hasattr(kernels.linear, "activated"))
         self._calls, self._places, self.scratch_bytes = lowered.calls, lowered.places, lowered.nbytes
         #: How weights stand in memory that do not stand there as they are published, by name.
         self.paddings = padded_weights(program)
-        self._tensors = {
-            name: (self.paddings[name].shape if name in self.paddings else size, self._own(kind))
-            for name, (size, kind) in program.edge.items()
-        }
+        padded = {name: (padding.shape, program.edge[name][1]) for name, padding in self.paddings.items()}
+        super().__init__(shape, dtype, program.edge | padded)
         self._weights = program.weights.keys()
-        self._bound: dict[str, Array] = {}
         self._scratch: Array | None = None
         self._device: Any = None
         self._launches: list[Any] = [None] * len(self._calls)
-        self._has_kernels = False
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
@@ -118,6 +107,3 @@ class EncoderEngine:
         dtype = self._own(argument.dtype)
         begin = self._places[argument.memory] + argument.first * ITEM_SIZES[dtype]
         return self._device.part(self._scratch, begin, argument.shape, dtype)
-
-    def _own(self, kind: str) -> str:
-        return self._dtype if kind == "compute" else kind

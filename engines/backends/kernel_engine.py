@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.steps.attention import PARTIAL
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
 from edgellm.engines.backends.steps.table import Choice, adapter_words, most_rows, passes
@@ -36,7 +36,7 @@ from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, Runs
 _ALIGNMENT = 256
 
 
-class KernelEngine:
+class KernelEngine(BoundEngine):
     """Enqueues the launches of a program, or of one for each pass, on what is bound.
 
     Not thread-safe: enqueue from the thread that owns the stream.
@@ -57,26 +57,20 @@ class KernelEngine:
         """`choice` is what runs the shape's steps, as `kernel_choice` finds it; `packed` are the weights that will be
         bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
         many tokens (0: none are)."""
-        self.shape, self.choice = shape, choice
+        self.choice = choice
         self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
-        self._kernels, self._dtype, self._prompt_step = kernels, dtype, prompt_step
+        self._kernels, self._prompt_step = kernels, prompt_step
         programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
         self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
         self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
-        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in self._program.edge.items()}
+        super().__init__(shape, dtype, self._program.edge)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
-        self._bound: dict[str, Array] = {}
         self._scratch: list[dict[str, Array]] = []
         self._launches: list[Any] = []
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
-        self._is_whole, self._has_kernels = True, False
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
+        self._is_whole = True
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
@@ -176,9 +170,6 @@ class KernelEngine:
             return scratch[place]
         of_sequences = name not in self._program.matrices
         return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
-
-    def _own(self, kind: str) -> str:
-        return self._dtype if kind == "compute" else kind
 
     def _layout(self, program: Program) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
         """Offset, shape and dtype of every intermediate result, and the bytes of all."""

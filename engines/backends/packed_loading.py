@@ -1,7 +1,7 @@
 """Packed weights on their way from the files to a GPU.
 
-Codes go to the GPU in the words of the file, where they are turned and shuffled into the kernels' layout; the host
-reads scales and zero points alone, of a few weights at a time.
+Codes go to the GPU in the words or blocks of the file, where they are unpacked or turned, and shuffled into the
+kernels' layout; the host reads scales, minima and zero points alone, of a few weights at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, fused, may_fuse
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.quantization.block_codes import BLOCK_CODES, unblock
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import (
     DeviceLayout,
@@ -37,6 +39,8 @@ from edgellm.kernels.quantization.turn import arrange, turn
 
 #: Bytes of codes that are on their way at a time.
 _PIECE = 64 << 20
+#: That read weights ahead, each one of them.
+_MOST_THREADS = 8
 
 
 class PackedLoader:
@@ -59,7 +63,8 @@ class PackedLoader:
         `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, and for parts of one layer
         that are packed differently and may not be."""
         found = dict[str, AnyPacked]()
-        for spec, weights in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs):
+        threads = min(usable_cores(), _MOST_THREADS)
+        for spec, weights in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs, threads):
             runs, begin = list[PackedMatrix](), 0
             for weight in weights:
                 data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
@@ -104,7 +109,11 @@ class PackedLoader:
         first = 0
         for part in weight.codes:
             target = codes[first : first + part.shape[0]]
-            if part.arrangement in ("bytes", "rows"):
+            if part.arrangement in BLOCK_CODES:
+                blocks = self._staged("blocks", part.data.shape, "uint8")
+                self._device.upload(blocks, part.data)
+                unblock(self._module, blocks, target, part.arrangement)()
+            elif part.arrangement in ("bytes", "rows"):
                 self._device.upload(target, np.ascontiguousarray(part.data).view(np.uint8))
             else:
                 given = np.ascontiguousarray(part.data).view(np.uint32)
@@ -162,7 +171,7 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
     """A large weight, such as a head, some rows at a time where the file has each row's codes together."""
     (part, *others), rows = weight.codes, weight.layout.rows
     step = max(1, _PIECE // _row_bytes(part) // BLOCK_ROWS) * BLOCK_ROWS
-    if others or part.arrangement not in ("bytes", "rows") or rows <= step:
+    if others or part.arrangement not in ("bytes", "rows", *BLOCK_CODES) or rows <= step:
         yield weight
         return
     for first in range(0, rows, step):
@@ -174,4 +183,5 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
 
 def _row_bytes(part: StoredCodes) -> int:
     rows, columns = part.shape
+    """Bytes of a row's codes as `shuffle` takes them."""
     return part.data.nbytes // rows if part.arrangement in ("bytes", "rows") else columns * part.bits // 8

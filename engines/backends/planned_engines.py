@@ -21,7 +21,6 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.model.steps import NormLinear
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.kernels.prefill.twin import NumpyPrefill
 
 #: Shared memory of a block on GPUs that have least of it: which kernels run a shape may depend on it, scratch hardly.
 _SHARED_LIMIT = 99 << 10
@@ -62,7 +61,7 @@ def _split_engine(config: ModelConfig, shape: EngineShape, dtype: str, packed: M
         on_kernels = kernel_choice(config, part, dtype, _SHARED_LIMIT)[0] is not None
         needed = 0 if on_kernels else tensorrt_scratch(model_program(config, part), dtype)
         engines[part.segment or 0] = SimpleNamespace(takes_packed=on_kernels, scratch_bytes=needed)
-    return SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, packed)
+    return SplitEngine(_NO_KERNELS, model_program(config, shape), engines, dtype, packed)
 
 
 def tensorrt_scratch(program: Program, dtype: str) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -88,8 +87,3 @@ def load_tensorrt(instead: str = _INSTEAD) -> TensorRTLibrary:
             f"JetPack's own TensorRT in a virtual environment made with --system-site-packages. {instead}"
         )
     return library
-
-
-def usable_cores() -> int:
-    """The cores that this process may use, which can be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

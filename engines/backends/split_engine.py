@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.backends.steps.attention import UNGATED
 from edgellm.engines.backends.steps.implementation import Implementation
@@ -26,9 +26,8 @@ from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import Launchable, PromptKernels
+from edgellm.kernels.prefill.contract import Launchable
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns
-from edgellm.kernels.recurrent.contract import RecurrentKernels
 
 #: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
 _ALIGNMENT = 512
@@ -65,7 +64,7 @@ class _Step(NamedTuple):
     between: list[Launchable]
 
 
-class SplitEngine:
+class SplitEngine(BoundEngine):
     """Enqueues a program's segments, and the attention and recurrent layers between them.
 
     Not thread-safe: enqueue from the thread that owns the stream.
@@ -76,34 +75,26 @@ class SplitEngine:
 
     def __init__(
         self,
-        kernels: PromptKernels,
+        kernels: StepKernels,
         program: Program,
         engines: Mapping[int, SegmentEngine],
         dtype: str,
         packed: Collection[str] = (),
-        recurrent: RecurrentKernels | None = None,
     ) -> None:
         """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
-        named in `packed` will be bound packed. `recurrent` are the kernels of recurrent layers and gated attention, of
-        a program that has some."""
-        self.shape = program.shape
-        self._kernels, self._recurrent, self._program = kernels, recurrent, program
-        self._engines, self._dtype = engines, dtype
+        named in `packed` will be bound packed. `kernels` are those of prompts and, of a program that has recurrent
+        layers or gated attention, recurrent ones."""
+        super().__init__(program.shape, dtype, program.edge)
+        self._kernels, self._program, self._engines = kernels, program, engines
         self._segments = segments_of(program)
-        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
         self._packed, self._layout = frozenset(packed), dict[str, _Place]()
         #: Of each segment, the places of its engine's tensors; of the steps behind it, where they read and write.
         self._wiring: list[dict[str, str]] = []
         self._values: list[dict[str, str]] = []
         self._own_bytes = self._lay_out_weights(self._lay_out())
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
-        self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
         self._steps: list[_Step] = []
-        self._has_kernels = False
-
-    def _own(self, kind: str) -> str:
-        return self._dtype if kind == "compute" else kind
 
     def _lay_out(self) -> int:
         """Find a place for each value between segments; the bytes of all."""
@@ -157,11 +148,6 @@ class SplitEngine:
         nbytes = math.prod(size) * ITEM_SIZES[dtype]
         return offset + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
-
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
         check_scratch(self.shape, self.scratch_bytes, scratch)
@@ -173,15 +159,18 @@ class SplitEngine:
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
-            names = {name: segment.name_in_whole(name) for name in segment.program.weights}
             engine = self._engines[segment.number]
             if isinstance(engine, KernelEngine):
-                engine.load_kernels({name: loaded[whole] for name, whole in names.items() if whole in loaded})
+                engine.load_kernels(segment.weights_of(loaded))
             for name, whole in self._packed_of(segment):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
                     self._dense(stand_in(layout, memory), memory, beside=True)
-        if self._recurrent is not None and not self._has_kernels and self._program.weights.keys() <= loaded.keys():
+        if (
+            self._kernels.recurrent is not None
+            and not self._has_kernels
+            and self._program.weights.keys() <= loaded.keys()
+        ):
             any_memory: Any = next(iter(self._scratch.values()))
             edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self._tensors.items()}
             for number in range(len(self._segments)):
@@ -229,9 +218,7 @@ class SplitEngine:
         def array(name: str) -> Array:
             return arrays[places.get(name, name)]
 
-        run = Launching(
-            StepKernels(None, None, recurrent=self._recurrent, prefill=self._kernels), self._program, array, iter(())
-        )
+        run = Launching(self._kernels, self._program, array, iter(()))
         for step in self._segments[number].between:
             launches += between_engines(step).launches(step, run, next_early=True)
         return launches
@@ -249,7 +236,7 @@ class SplitEngine:
         launches, first = list[Launchable](), 0
         for run in weight.runs if isinstance(weight, PackedRuns) else (weight,):
             own = values[first : first + run.shape[0]]
-            launches.append(self._kernels.dequantize(run, own, beside=beside or bool(launches)))
+            launches.append(self._kernels.prefill.dequantize(run, own, beside=beside or bool(launches)))
             first += run.shape[0]
         return launches
 

@@ -1,23 +1,24 @@
-"""A GGUF file as a build takes models: a folder with the files that are published with checkpoints, made from its
-metadata, and links to its weights."""
+"""A GGUF file as a build takes models and drafts: a folder with the files that are published with checkpoints, made
+from its metadata, and links to its weights."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.weight_files import GGUF_FILE, is_gguf_file
-from edgellm.engines.directories.engine_directory import published_file_names
+from edgellm.engines.checkpoints.weight_files import ENCODER_FILE, GGUF_FILE, is_gguf_file
+from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import TEMPLATE_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
-from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
-from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.gguf.architectures import check_draft, model_config
+from edgellm.engines.gguf.encoders import image_config, is_encoder_of, takes_images
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json, used_tokens
 
@@ -30,37 +31,95 @@ _SAMPLING = {
 }
 
 
+#: What stands for an encoder where there is to be none.
+NO_ENCODER = "none"
+
+
 @contextmanager
-def checkpoint_folder(path: Path, tokenizer: Path | None = None) -> Iterator[Path]:
+def checkpoint_folder(path: Path, tokenizer: Path | None = None, mmproj: str | Path | None = None) -> Iterator[Path]:
     """The folder of a checkpoint for a GGUF file, as long as the context lasts; any other path as it is.
 
-    The files of a published `tokenizer` in a folder stand for the file's own. Errors about what lies in the folder name
-    the file. Raises BuildError where the folder cannot be written, or a tokenizer is given for another path;
+    The files of a published `tokenizer` in a folder stand for the file's own. `mmproj` is the file of its vision
+    encoder, or `NO_ENCODER`; None: what `encoder_beside` finds. Errors about what lies in the folder name the file.
+    Raises BuildError where the folder cannot be written, or a tokenizer or an encoder is given for another path;
     CheckpointError, and UnsupportedModelError.
     """
     if not is_gguf_file(path):
-        if tokenizer is not None:
-            raise BuildError(f"--tokenizer is given, but {path} is no GGUF file: put the tokenizer's files into it")
+        for option, given in (("tokenizer", tokenizer), ("mmproj", mmproj)):
+            if given is not None:
+                files = "the tokenizer's files" if option == "tokenizer" else "the vision encoder"
+                raise BuildError(f"--{option} is given, but {path} is no GGUF file: put {files} into it")
         yield path
         return
+    found = encoder_beside(path) if mmproj is None else None if str(mmproj) == NO_ENCODER else Path(mmproj)
+    with _made_folder(path, lambda folder: _write_model(path, folder, tokenizer, found)) as folder:
+        yield folder
+
+
+@contextmanager
+def draft_folder(path: str | Path | None) -> Iterator[str | Path | None]:
+    """As `checkpoint_folder`, for the GGUF file of a draft."""
+    if path is None or not is_gguf_file(Path(path)):
+        yield path
+        return
+    file = Path(path)
+    with _made_folder(file, lambda folder: _write_draft(file, folder)) as folder:
+        yield folder
+
+
+def encoder_beside(path: Path) -> Path | None:
+    """The file mmproj*.gguf beside a model's GGUF file that is its vision encoder; None where there is none, or the
+    model is not known to take images. Raises BuildError where there are several, and CheckpointError."""
+    found = sorted(path.parent.glob("mmproj*.gguf"))
+    if not found or not takes_images(model := read_metadata(path)):
+        return None
+    fitting = [each for each in found if is_encoder_of(read_metadata(each), model)]
+    if len(fitting) > 1:
+        raise several_encoders(path, [str(each) for each in fitting])
+    return fitting[0] if fitting else None
+
+
+def several_encoders(model: Path, encoders: Sequence[str]) -> BuildError:
+    """The error for a model that has several vision encoders to choose from."""
+    return BuildError(
+        f"beside {model} are {len(encoders)} vision encoders: {', '.join(encoders)}. Name one, as in --mmproj "
+        f"{encoders[0]}, or take --mmproj {NO_ENCODER} for texts alone"
+    )
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What a GGUF file says. Raises CheckpointError."""
+    with _opened(path) as files:
+        return Metadata(files)
+
+
+@contextmanager
+def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
+    """A temporary folder that stands for the file `path`."""
     with tempfile.TemporaryDirectory(prefix="edgellm-gguf-") as name:
         folder = Path(name)
         try:
-            _write(path, folder, tokenizer)
+            write(folder)
         except OSError as error:
             raise BuildError(f"{path} cannot be opened: {error.strerror or error} ({error.filename})") from error
         try:
             yield folder
         except (BuildError, CheckpointError, EngineDirectoryError) as error:
-            raise type(error)(str(error).replace(str(folder), str(path))) from error
+            message, encoder = str(error), folder / ENCODER_FILE
+            if encoder.is_symlink():
+                message = message.replace(str(encoder), str(encoder.readlink()))
+            raise type(error)(message.replace(str(folder), str(path))) from error
 
 
-def _write(path: Path, folder: Path, tokenizer: Path | None) -> None:
+def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path | None) -> None:
     """Fill the folder; raises OSError and CheckpointError."""
-    files = open_split(path)
-    try:
+    with _opened(path) as files:
         metadata = Metadata(files)
+        check_draft(metadata, False)
         made: dict[str, dict[str, Any]] = {"config.json": model_config(files)}
+        if encoder is not None:
+            texts = made["config.json"]
+            made["config.json"], made[PREPROCESSOR_FILES[0]] = image_config(texts, metadata, read_metadata(encoder))
         if tokenizer is None:
             made |= {"tokenizer.json": tokenizer_json(metadata), "tokenizer_config.json": tokenizer_config(metadata)}
         else:
@@ -68,11 +127,32 @@ def _write(path: Path, folder: Path, tokenizer: Path | None) -> None:
         sampling = {name: metadata.number(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
         found = {name: value for name, value in sampling.items() if value is not None}
         made |= {"generation_config.json": {"do_sample": True} | found} if found else {}
+    _fill(folder, made, files)
+    if encoder is not None:
+        (folder / ENCODER_FILE).symlink_to(os.path.realpath(encoder))
+
+
+def _write_draft(path: Path, folder: Path) -> None:
+    """Fill the folder; raises OSError and CheckpointError."""
+    with _opened(path) as files:
+        check_draft(Metadata(files), True)
+        _fill(folder, {"config.json": model_config(files)}, files)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[list[GgufFile]]:
+    files = open_split(path)
+    try:
+        yield files
     finally:
         for file in files:
             file.close()
+
+
+def _fill(folder: Path, made: Mapping[str, dict[str, Any]], files: Sequence[GgufFile]) -> None:
     for name, values in made.items():
-        (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=1), encoding="utf-8")
+        indent = None if name == "tokenizer.json" else 1  # a vocabulary takes a second with it
+        (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=indent), encoding="utf-8")
     for number, file in enumerate(files, 1):
         link = GGUF_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.gguf"
         (folder / link).symlink_to(os.path.realpath(file.path))

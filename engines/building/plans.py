@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform
-from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.families.programs import ModelConfig
@@ -29,6 +28,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.kept import Manifest
 
 _MOST_WORKERS = 4

@@ -19,6 +19,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 #: A GGUF file, where it is the only one; of several the first.
 GGUF_FILE, _FIRST_GGUF_FILE = "model.gguf", "model-00001-of-?????.gguf"
+#: Beside it the vision encoder, where that is in GGUF, too.
+ENCODER_FILE = "model.mmproj.gguf"
 #: In an engine directory the head, where it was packed when the directory was built.
 HEAD_FILE = "head.safetensors"
 #: In the folder of a draft that ships with the model, which ids of the model's vocabulary it has.
@@ -45,7 +47,8 @@ def open_weight_files(path: Path) -> Sequence[WeightFile]:
         return _open_shards(path)
     gguf = [file for pattern in (GGUF_FILE, _FIRST_GGUF_FILE) for file in path.glob(pattern)]
     if gguf:
-        return open_gguf_weights(gguf[0])
+        encoder = open_gguf_weights(path / ENCODER_FILE) if _is_there(path / ENCODER_FILE) else []
+        return [*open_gguf_weights(gguf[0]), *encoder]
     raise _no_weights(path)
 
 

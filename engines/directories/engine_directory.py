@@ -291,9 +291,9 @@ def _differences(
                 found.append(f"{shown}: {size:,} bytes, expected {expected.size:,}")
                 continue
             if is_weight_file(name) and not (verify or hash_weights):
-                digest = recall_digest(path) or expected
+                digest = recall_digest(path, expected.section) or expected
             else:
-                digest = current_digest(path, trust_memory=not verify)
+                digest = current_digest(path, not verify, expected.section)
         except FileNotFoundError:
             found.append(f"{shown}: missing")
         except OSError as error:
@@ -368,7 +368,11 @@ def description_bytes(
 
 
 def _file_values(files: Mapping[str, FileDigest]) -> dict[str, Any]:
-    return {name: {"sha256": digest.sha256, "size": digest.size} for name, digest in files.items()}
+    def value(digest: FileDigest) -> dict[str, Any]:
+        section = {"section": digest.section} if digest.section else {}
+        return {"sha256": digest.sha256, "size": digest.size, **section}
+
+    return {name: value(digest) for name, digest in files.items()}
 
 
 def write_description(path: Path, data: bytes) -> None:

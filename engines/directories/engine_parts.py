@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
-from edgellm.engines.formats.digests import FileDigest
+from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
@@ -18,10 +18,10 @@ from edgellm.engines.model.config import (
     DELTA_PROJECTIONS,
     DRAFT_HEAD,
     FEATURE_NORMS,
-    GATE_ACTIVATIONS,
     GENERATIONS,
     HEADS,
     LAYER_KINDS,
+    MLP_ACTIVATIONS,
     MTP,
     NAMINGS,
     DecoderConfig,
@@ -254,8 +254,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     fits = not section or (len(section) == 3 and sum(section) == half)
     require(fits, "mrope_section", f"expected three numbers with a sum of {half}")
     require(0 < config.rms_norm_eps <= 1, "rms_norm_eps", "expected a number above 0 and up to 1")
-    is_known = config.hidden_act in GATE_ACTIVATIONS
-    require(is_known, "hidden_act", f"expected one of {', '.join(GATE_ACTIVATIONS)}")
+    is_known = config.hidden_act in MLP_ACTIVATIONS
+    require(is_known, "hidden_act", f"expected one of {', '.join(MLP_ACTIVATIONS)}")
     kinds, layers = config.layer_kinds, config.num_layers
     fits = not kinds or (len(kinds) == layers and set(kinds) <= set(LAYER_KINDS))
     require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(LAYER_KINDS)}")
@@ -265,6 +265,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     require(fits, "conv_width", f"expected {least} to {most}")
     fits = not (config.joint_qk_norm and config.attention_gate)
     require(fits, "joint_qk_norm", "expected false where gates stand between the heads")
+    fits = not (config.layer_norms and config.qk_norm)
+    require(fits, "layer_norms", "expected false where heads are normed")
     _check_delta(values, config)
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)
@@ -320,11 +322,14 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
         if not _FILE_NAME.fullmatch(name) and not is_template_name(name):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
-        entry.refuse_other_keys("sha256", "size")
+        entry.refuse_other_keys("sha256", "size", "section")
         sha256 = entry.get("sha256", "str")
         if not _SHA256.fullmatch(sha256):
             raise entry.error(f"'sha256' is {sha256!r}, expected 64 hexadecimal digits")
-        files[name] = FileDigest(sha256, entry.get("size", "count"))
+        section = entry.get("section", "count") if "section" in entry.values else 0
+        if section not in (0, SECTION_BYTES):
+            raise entry.error(f"'section' is {section}, expected {SECTION_BYTES}")
+        files[name] = FileDigest(sha256, entry.get("size", "count"), section)
     return files
 
 

@@ -9,7 +9,18 @@ from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA, GEMMA3
 from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
-from edgellm.engines.families.llama import CWM, GRANITE, LLAMA, MINISTRAL3, MISTRAL, OLMO2, PHI3, SEED_OSS, SMOLLM3
+from edgellm.engines.families.llama import (
+    CWM,
+    GRANITE,
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+    STARCODER2,
+)
 from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
 from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
@@ -22,7 +33,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA, GEMMA3),
-        *(LFM2, QWEN3_5_TEXT),
+        *(STARCODER2, LFM2, QWEN3_5_TEXT),
         *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
     )
 }

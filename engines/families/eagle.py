@@ -18,6 +18,7 @@ from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import as_json, is_integer
+from edgellm.engines.gguf.architectures import ENTERED_UNLESS_USUAL
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
@@ -273,11 +274,14 @@ class DraftReader:
         """The convention by our own key, by speculators' format, or because the ids are the usual layers by one
         convention alone."""
         declared = self.top.get(CONVENTION_KEY, self.eagle.get(CONVENTION_KEY))
+        is_usual = tuple(value + 1 for value in ids) == usual
         if declared in _CONVENTIONS:
             return declared
+        if declared == ENTERED_UNLESS_USUAL:
+            return "output" if is_usual else "entered"
         if declared is not None:
             self.fields.expect(CONVENTION_KEY, declared, f"one of {', '.join(_CONVENTIONS)}")
-        elif tuple(value + 1 for value in ids) == usual and not self.is_speculators:
+        elif is_usual and not self.is_speculators:
             return "output"
         elif tuple(ids) != usual and not self.is_speculators:
             self.fields.wrong.append(

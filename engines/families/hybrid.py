@@ -141,8 +141,11 @@ def read_qwen3_5(fields: ConfigFields) -> DecoderConfig:
 def _types_by_interval(fields: ConfigFields) -> list[str]:
     """Every `full_attention_interval`-th layer is attention."""
     interval = fields.size("full_attention_interval")
-    last = ["linear_attention"] * (interval - 1) + ["full_attention"] if interval else [""]
-    return [last[index % len(last)] for index in range(layer_count(fields))]
+
+    def kind(layer: int) -> str:
+        return "" if not interval else "linear_attention" if layer % interval else "full_attention"
+
+    return [kind(layer) for layer in range(1, layer_count(fields) + 1)]
 
 
 def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:

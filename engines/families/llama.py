@@ -1,5 +1,5 @@
 """Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
-SmolLM3, OLMo-2."""
+SmolLM3, OLMo-2, StarCoder2."""
 
 from __future__ import annotations
 
@@ -196,3 +196,20 @@ def _read_olmo2(fields: ConfigFields) -> DecoderConfig:
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})
+
+
+def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:
+    """Layer norms, and an MLP without a gate; `use_bias` is of all linear layers. The window is that of every layer."""
+    bias = fields.switch("use_bias")
+    fields.values = fields.values | {"rms_norm_eps": fields.positive("norm_epsilon")}
+    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
+    own |= {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
+    return read_decoder(fields, activations={"gelu_pytorch_tanh": "gelu_tanh"}, windowed=every_layer, **own)
+
+
+STARCODER2 = Family(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    _read_starcoder2,
+    {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
+)

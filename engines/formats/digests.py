@@ -1,5 +1,9 @@
 """SHA-256 digests of files, and the memory of those that take long to compute, and of what was found in the files.
 
+One SHA-256 reads half a gigabyte to two gigabytes a second and cannot be divided. So the digest of a large file is that
+of a list: SHA-256 of the SHA-256s, 32 bytes each, of its sections of `SECTION_BYTES` in their order, which threads hash
+side by side. The hub, and earlier releases, have the digests of whole files.
+
 Digests tell corruption and mix-ups, not an attacker who can write the files.
 """
 
@@ -11,6 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import Any
 from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.compilations import usable_cores
 
 logger = logging.getLogger("edgellm.digests")
 
@@ -26,17 +32,24 @@ logger = logging.getLogger("edgellm.digests")
 BLOCK_BYTES = 4 << 20
 #: Hashing less than this at every start takes no time that anyone notices.
 SMALL_FILE_BYTES = 1 << 20
+#: Files of more bytes are hashed in sections of so many.
+SECTION_BYTES = 64 << 20
+_MOST_THREADS = 16
 #: Reading the list of these takes a tenth of a millisecond.
 _MOST_CONTENTS = 256
 _RECORD_BYTES = 1 << 16
+#: What a record calls digests, by their sections.
+_KINDS = {0: "sha256", SECTION_BYTES: "sections_sha256"}
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """SHA-256 of a file as 64 hexadecimal digits, and its size in bytes."""
+    """SHA-256 of a file, or of its sections of so many bytes (0: of the whole), as 64 hexadecimal digits; its size in
+    bytes."""
 
     sha256: str
     size: int
+    section: int = 0
 
 
 def hash_bytes(data: bytes) -> str:
@@ -44,13 +57,54 @@ def hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def hash_file(path: Path) -> FileDigest:
-    """Read a whole ordinary file in blocks; raises OSError."""
-    digest, size = hashlib.sha256(), 0
-    for block in file_blocks(path):
-        digest.update(block)
-        size += len(block)
-    return FileDigest(digest.hexdigest(), size)
+def hash_file(path: Path, section: int = 0) -> FileDigest:
+    """Read an ordinary file in blocks, the whole or several sections at a time; raises OSError."""
+    hashing, size = _Hashing(section), 0
+    if not section:
+        for block in file_blocks(path):
+            hashing.update(block)
+            size += len(block)
+        return FileDigest(hashing.hexdigest(), size)
+    with open_ordinary(path) as file:
+        starts = range(0, os.fstat(file.fileno()).st_size, section)
+
+        def hash_section(start: int) -> tuple[bytes, int]:
+            digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
+            while count := os.preadv(file.fileno(), [view[: section - done]], start + done):
+                digest.update(view[:count])
+                done += count
+            return digest.digest(), done
+
+        with ThreadPoolExecutor(min(usable_cores(), _MOST_THREADS), "edgellm-digest") as pool:
+            found = list(pool.map(hash_section, starts))
+    return FileDigest(hash_bytes(b"".join(each for each, _ in found)), sum(count for _, count in found), section)
+
+
+def section_of(size: int) -> int:
+    """The sections, in bytes, in which a file of this size is hashed here; 0: whole."""
+    return SECTION_BYTES if size > SECTION_BYTES else 0
+
+
+class _Hashing:
+    """The digest of what comes one after another, of the whole or of sections."""
+
+    def __init__(self, section: int) -> None:
+        self._section, self._left, self._own, self._all = section, section, hashlib.sha256(), hashlib.sha256()
+
+    def update(self, block: memoryview) -> None:
+        """Take what comes next."""
+        while self._section and len(block) >= self._left:
+            self._own.update(block[: self._left])
+            self._all.update(self._own.digest())
+            block, self._left, self._own = block[self._left :], self._section, hashlib.sha256()
+        self._left -= len(block)
+        self._own.update(block)
+
+    def hexdigest(self) -> str:
+        """Of all that came, in 64 digits."""
+        if self._section and self._left < self._section:
+            self._all.update(self._own.digest())
+        return (self._all if self._section else self._own).hexdigest()
 
 
 def file_blocks(path: Path) -> Iterator[memoryview]:
@@ -63,24 +117,28 @@ def file_blocks(path: Path) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class _Record:
-    """What is remembered of a file that was as `identity` says; `finite` are the `_names_digest` of sets of tensors."""
+    """What is remembered of a file that was as `identity` says: its digests by their sections, and in `finite` the
+    `_names_digest` of sets of tensors."""
 
     identity: dict[str, int | str]
-    sha256: str
+    digests: dict[int, str]
     finite: tuple[str, ...]
 
     @classmethod
     def read(cls, real: Path) -> _Record | None:
         stored = _stored(_record_path(real))
         values = stored if isinstance(stored, dict) else {}
-        identity, sha256, finite = values.get("file"), values.get("sha256"), values.get("finite", [])
-        if not isinstance(identity, dict) or not isinstance(sha256, str) or not isinstance(finite, list):
+        identity, finite = values.get("file"), values.get("finite", [])
+        digests = {section: values.get(key) for section, key in _KINDS.items()}
+        found = {section: digest for section, digest in digests.items() if isinstance(digest, str)}
+        if not isinstance(identity, dict) or not found or not isinstance(finite, list):
             return None
-        return cls(identity, sha256, tuple(each for each in finite if isinstance(each, str)))
+        return cls(identity, found, tuple(each for each in finite if isinstance(each, str)))
 
     def write(self, real: Path) -> None:
         """Raises OSError."""
-        _store(_record_path(real), {"file": self.identity, "sha256": self.sha256, "finite": self.finite})
+        digests = {_KINDS[section]: digest for section, digest in self.digests.items()}
+        _store(_record_path(real), {"file": self.identity, **digests, "finite": self.finite})
 
 
 def _store(path: Path, value: Any) -> None:
@@ -95,15 +153,18 @@ def _stored(path: Path) -> Any:
     return None
 
 
-def recall_digest(path: Path) -> FileDigest | None:
-    """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None."""
+def recall_digest(path: Path, section: int | None = None) -> FileDigest | None:
+    """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None.
+    `section` as for `current_digest`."""
     real = Path(os.path.realpath(path))
     try:
-        identity = _identity(real, real.stat())
+        status = real.stat()
     except OSError:
         return None
-    record = _Record.read(real)
-    return FileDigest(record.sha256, int(identity["size"])) if record and record.identity == identity else None
+    record, kind = _Record.read(real), section_of(status.st_size) if section is None else section
+    if record is None or kind not in record.digests or record.identity != _identity(real, status):
+        return None
+    return FileDigest(record.digests[kind], status.st_size, kind)
 
 
 def remember_digest(path: Path, digest: FileDigest, earlier: Path | None = None) -> None:
@@ -112,12 +173,17 @@ def remember_digest(path: Path, digest: FileDigest, earlier: Path | None = None)
     What was found in a file of that digest, which had its name, or the name `earlier`, is still known.
     """
     real, was = Path(os.path.realpath(path)), Path(os.path.realpath(earlier or path))
-    records = filter(None, map(_Record.read, (was, real)))
-    finite = next((record.finite for record in records if record.sha256 == digest.sha256), ())
+    records = [record for record in map(_Record.read, (was, real)) if record]
+    kind, sha256 = digest.section, digest.sha256
     try:
+        identity = _identity(real, real.stat())
+        same = [each for each in records if each.digests.get(kind) == sha256]
+        same += [each for each in records if each.identity == identity and kind not in each.digests]
+        digests = {own: each for record in same for own, each in record.digests.items()}
         if was != real:
             _record_path(was).unlink(missing_ok=True)
-        _Record(_identity(real, real.stat()), digest.sha256, finite).write(real)
+        finite = next((record.finite for record in same), ())
+        _Record(identity, digests | {kind: sha256}, finite).write(real)
     except OSError as error:
         logger.debug("the digest of %s is not remembered: %s", path, error)
 
@@ -158,20 +224,21 @@ def remember_finite_content(sha256: str) -> None:
         logger.debug("it is not remembered that the values of a content are finite: %s", error)
 
 
-def current_digest(path: Path, trust_memory: bool = True) -> FileDigest:
+def current_digest(path: Path, trust_memory: bool = True, section: int | None = None) -> FileDigest:
     """The file's digest: remembered where the file is large and unchanged since, else computed and remembered.
 
-    Raises OSError.
+    It is that of sections of `section` bytes (None: `section_of` its size; 0: of the whole). Raises OSError.
     """
     size = path.stat().st_size
+    kind = section_of(size) if section is None else section
     if size < SMALL_FILE_BYTES:
-        return hash_file(path)
-    remembered = recall_digest(path) if trust_memory else None
+        return hash_file(path, kind)
+    remembered = recall_digest(path, kind) if trust_memory else None
     if remembered is not None:
         return remembered
     logger.info("Checking %s (%.0f MiB) by its digest", path, size / (1 << 20))
     before = _identity(path, path.stat())
-    digest = hash_file(path)
+    digest = hash_file(path, kind)
     if _identity(path, path.stat()) == before:  # a file that changed meanwhile has no one digest to remember
         remember_digest(path, digest)
     return digest
@@ -215,12 +282,13 @@ def copy_hashed(
     Only one block is in memory at a time. Raises OSError, also for more than `limit` bytes and for what is no ordinary
     file, or Cancelled once `stop` is set.
     """
-    digest, size = hashlib.sha256(), 0
+    section = section_of(source.stat().st_size)
+    hashing, size = _Hashing(section), 0
     with destination.open("xb", buffering=0) as writer:
         for block in file_blocks(source):
             if stop.is_set():
                 raise Cancelled
-            digest.update(block)
+            hashing.update(block)
             written = 0
             while written < len(block):
                 written += writer.write(block[written:])
@@ -230,4 +298,4 @@ def copy_hashed(
             if advance is not None:
                 advance(written)
         os.fsync(writer.fileno())
-    return FileDigest(digest.hexdigest(), size)
+    return FileDigest(hashing.hexdigest(), size, section)

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import struct
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,14 @@ TYPES = {
     14: ("q6_k", 256, 210),
     20: ("iq4_nl", 32, 18),
     23: ("iq4_xs", 256, 136),
+    27: ("int64", 1, 8),
     30: ("bfloat16", 1, 2),
     39: ("mxfp4", 32, 17),
 }
 #: Types that are not read, for errors.
 _OTHER_TYPES = {
     **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"},
+    **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 28: "F64", 29: "IQ1_M"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 36: "IQ4_NL_4_4"},
     **{37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
 }
@@ -61,12 +63,35 @@ _LONGEST_NAME, _LONGEST_KEY = 256, 1 << 16
 _MOST_DIMENSIONS = 4
 _ALIGNMENT, _ALIGNMENTS = 32, (8, 1 << 16)
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+#: Bytes that are read ahead of an array of strings, whose lengths stand before each.
+_READ_AHEAD = 1 << 20
 #: Linux gives no more at a time.
 _MOST_READ = 1 << 30
 
 
+class Texts:
+    """An array of strings in the metadata: a vocabulary, which few who open a file ask for. `error` is what stands for
+    one of Python's."""
+
+    def __init__(self, data: bytes, count: int, error: Callable[[UnicodeDecodeError], CheckpointError]) -> None:
+        self._data, self._count, self._error = data, count, error
+
+    def read(self) -> list[str]:
+        """The strings. Raises CheckpointError for what is no UTF-8 text."""
+        length_at, found, place = struct.Struct("<Q").unpack_from, list[str](), 0
+        try:
+            for _ in range(self._count):
+                begin = place + 8
+                place = begin + length_at(self._data, place)[0]
+                found.append(self._data[begin:place].decode())
+        except UnicodeDecodeError as error:
+            raise self._error(error) from None
+        return found
+
+
 class GgufFile:
-    """One file: `metadata` by key, `tensors` by name with shapes rows first; `status` as it was when it was opened."""
+    """One file: `metadata` by key, arrays of strings as `Texts`; `tensors` by name with shapes rows first; `status` as
+    it was when it was opened."""
 
     def __init__(self, path: Path) -> None:
         """Read and check everything but the tensors' bytes; raises CheckpointError that names file and cause."""
@@ -213,7 +238,7 @@ class _Header:
                 f"{self._size:,} bytes have room for"
             )
         if form is None:
-            return [self._text(what, LARGEST_HEADER) for _ in range(count)]
+            return self._texts(what, count)
         return np.frombuffer(self._take(count * least, what), np.dtype(form).newbyteorder("<")).tolist()
 
     def _format(self, key: str, kind: int) -> str:
@@ -288,7 +313,29 @@ class _Header:
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise self._damaged(f"{what} is no UTF-8 text ({error.reason} at byte {error.start})") from None
+            raise self._not_text(what, error) from None
+
+    def _texts(self, what: str, count: int) -> Texts:
+        """An array of strings, of which only the lengths are looked at."""
+        length_at, data, place = struct.Struct("<Q").unpack_from, bytearray(), 0
+        for _ in range(count):
+            if place + 8 > len(data):
+                self._read_on(data, place + 8, what)
+            place += 8 + length_at(data, place)[0]
+        if place > len(data):
+            self._read_on(data, place, what)
+        self._position += place
+        self._file.seek(self._position)
+        return Texts(bytes(memoryview(data)[:place]), count, lambda error: self._not_text(what, error))
+
+    def _read_on(self, data: bytearray, needed: int, what: str) -> None:
+        """Read to `data`, which began at the present position, until it has so many bytes, and somewhat more."""
+        end = self._position + needed
+        if end > LARGEST_HEADER or end > self._size:
+            self._take(needed, what)  # which says what is wrong
+        data += self._file.read(needed - len(data) + _READ_AHEAD)
+        if len(data) < needed:
+            raise self._truncated(what, end)
 
     def _number(self, form: str, what: str) -> Any:
         (value,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}"), what))
@@ -300,9 +347,15 @@ class _Header:
             raise self._damaged(f"its header goes beyond {LARGEST_HEADER:,} bytes, with {what}")
         data = b"" if end > self._size else self._file.read(count)
         if len(data) < count:
-            raise self._damaged(f"it is truncated: {self._size:,} bytes, of which {what} would end at byte {end:,}")
+            raise self._truncated(what, end)
         self._position = end
         return data
+
+    def _truncated(self, what: str, end: int) -> CheckpointError:
+        return self._damaged(f"it is truncated: {self._size:,} bytes, of which {what} would end at byte {end:,}")
+
+    def _not_text(self, what: str, error: UnicodeDecodeError) -> CheckpointError:
+        return self._damaged(f"{what} is no UTF-8 text ({error.reason} at byte {error.start})")
 
     def _damaged(self, cause: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is not a valid GGUF file: {cause}. {COPY_AGAIN}")

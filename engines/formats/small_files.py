@@ -85,10 +85,10 @@ def _named(name: str, error_class: type[EdgeLLMError], advice: str) -> Iterator[
 
 
 def read_text(
-    path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
+    path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", takes_pipes: bool = False
 ) -> str:
     """Reads as `read_file` does, but UTF-8 text, with or without a byte order mark."""
-    return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
+    return decoded(read_file(path, limit, error_class, what, takes_pipes=takes_pipes), path, error_class, what)
 
 
 def decoded(data: bytes, path: Path | str, error_class: type[EdgeLLMError], what: str = "") -> str:

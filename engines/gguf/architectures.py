@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.tensors import STORAGE
+from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, Gguf
 
@@ -26,7 +27,7 @@ _Config = dict[str, Any]
 class Architecture:
     """`own` adds to the fields of `config.json` that all have, `model_type` among them. `permuted`: rows of q and k are
     in the order of rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of
-    `unshifted`. `names` are modules of a layer that are called otherwise than Llama's; "" of those beside the layers.
+    `unshifted`. `names` are modules that are called otherwise than Llama's.
     """
 
     own: Callable[[Metadata, _Config], _Config]
@@ -70,15 +71,29 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 
 def architecture(metadata: Metadata) -> Architecture:
-    """The model's; UnsupportedModelError, which lists those that are known, where the house has none."""
-    found = _ARCHITECTURES.get(metadata.architecture)
-    if found is None:
-        raise UnsupportedModelError(
-            f"{metadata.path}: 'general.architecture' is {metadata.architecture!r:.80}; supported are "
-            f"{', '.join(_ARCHITECTURES)}"
-        )
-    return found
+    """The model's, or the draft's; UnsupportedModelError, which lists those that are known, where there is none."""
+    found = _ARCHITECTURES.get(metadata.architecture) or _DRAFTS.get(metadata.architecture)
+    return _known(metadata, _ARCHITECTURES) if found is None else found
 
+
+def check_draft(metadata: Metadata, expected: bool) -> None:
+    """UnsupportedModelError where a file is no draft that is `expected`, or no model."""
+    if (metadata.architecture in _DRAFTS) != expected:
+        _known(metadata, _DRAFTS if expected else _ARCHITECTURES)
+
+
+def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
+    name = metadata.architecture
+    options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
+    advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    raise UnsupportedModelError(
+        f"{metadata.path}: 'general.architecture' is {name!r:.80}; supported are {', '.join(known)}{advice}"
+    )
+
+
+#: The convention of a draft's layers: llama.cpp takes them for layers entered, as vLLM does, but its converter writes
+#: down what others name by outputs, too; these are told by being the usual ones.
+ENTERED_UNLESS_USUAL = "entered, unless the usual ones are output"
 
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -183,7 +198,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     if not heads or size % heads:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
     rotated, whole = metadata.whole("rope.dimension_count"), config["head_dim"]
-    sections = metadata.entries("rope.dimension_sections", int, "whole numbers")[:3]
     return {
         "model_type": "qwen3_5_text",
         "full_attention_interval": interval,
@@ -195,7 +209,7 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"]
         | ({"partial_rotary_factor": rotated / whole} if rotated and whole else {})
-        | ({"mrope_section": sections} if sections else {}),
+        | metadata.sections(),
     } | _has_biases(metadata, config)
 
 
@@ -298,6 +312,37 @@ def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
+def _starcoder2(metadata: Metadata, config: _Config) -> _Config:
+    """The window is that of all published models: files do not say it."""
+    return {
+        "model_type": "starcoder2",
+        "norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
+        "sliding_window": metadata.whole("attention.sliding_window") or 4096,
+        "use_bias": metadata.has("blk.0.attn_q.bias"),
+    }
+
+
+def _eagle3(metadata: Metadata, config: _Config) -> _Config:
+    """`target_layers` are the ids that the head was published with."""
+    ids = metadata.entries("target_layers", int, "whole numbers")
+    reduced = metadata.tensors.get("d2t") or metadata.tensors.get("output.weight")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": config["vocab_size"] or metadata.whole("vocab_size"),
+        "draft_vocab_size": reduced.shape[0] if reduced else None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "rope_parameters": config["rope_parameters"] | metadata.sections(),
+        "eagle_aux_hidden_state_layer_ids": ids or None,
+        "eagle_aux_hidden_state_convention": ENTERED_UNLESS_USUAL if ids else None,
+        "target_hidden_size": metadata.whole("target_hidden_size"),
+        "norm_before_residual": metadata.flag("norm_before_residual"),
+        "norm_before_fc": metadata.flag("norm_before_fc"),
+    } | _has_biases(metadata, config)
+
+
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -340,4 +385,13 @@ _ARCHITECTURES = {
     "olmo2": Architecture(_olmo2, names=_POST_NORMS),
     "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
     "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
+    "starcoder2": Architecture(_starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+}
+#: Heads that draft for another model, of llama's layers.
+_DRAFTS = {
+    "eagle3": Architecture(
+        _eagle3,
+        permuted=True,
+        names={"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"},
+    )
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.engines.formats.safetensors_file import TensorInfo, brief
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
 
@@ -22,7 +22,7 @@ class Metadata:
 
     def __init__(self, files: Sequence[GgufFile]) -> None:
         self.path: Path = files[0].path
-        self._values = files[0].metadata
+        self._values = dict(files[0].metadata)
         self.tensors: Mapping[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
         self.architecture = self.text("general.architecture") or ""
 
@@ -30,9 +30,9 @@ class Metadata:
         """The value as it is; None where there is none. Numbers of 32 bits are those that are written the shortest:
         1e-05, not what 32 bits hold of it."""
         value = self._values.get(self._full(key))
-        if isinstance(value, float):
-            return float(str(np.float32(value))) if float(np.float32(value)) == value else value
-        return value
+        if isinstance(value, Texts):
+            self._values[self._full(key)] = value = value.read()
+        return _shortest(value)
 
     def text(self, key: str) -> str | None:
         """A text; CheckpointError for anything else."""
@@ -67,10 +67,27 @@ class Metadata:
     def entries(self, key: str, kind: type, words: str) -> list[Any]:
         """A list of values of a type, in `words`; empty where there is none."""
         values = self._checked(key, list, f"a list of {words}") or []
-        wrong = next((each for each in values if not isinstance(each, kind) or isinstance(each, bool)), None)
-        if wrong is not None:
-            raise self.error(key, wrong, words)
+        if set(map(type, values)) - {kind}:
+            raise self.error(key, next(each for each in values if type(each) is not kind), words)
         return values
+
+    def numbers(self, key: str) -> list[float]:
+        """A list of numbers, as `get` gives them; empty where there is none."""
+        return [_shortest(each) for each in self.entries(key, float, "numbers")]
+
+    def flags(self, key: str) -> list[bool]:
+        """A list of true or false; empty where there is none."""
+        values: list[Any] = self._checked(key, list, "a list of true or false") or []
+        wrong = next((each for each in values if not isinstance(each, bool)), None)
+        if wrong is not None:
+            raise self.error(key, wrong, "true or false")
+        return values
+
+    def sections(self) -> dict[str, list[int]]:
+        """Of an embedding at positions in time, height and width how many frequencies follow each, by its published
+        name; nothing of others."""
+        found = self.entries("rope.dimension_sections", int, "whole numbers")[:3]
+        return {"mrope_section": found} if any(found) else {}
 
     def of_layers(self, key: str) -> list[int]:
         """A whole number for each layer, of a list or one for all."""
@@ -119,3 +136,9 @@ class Metadata:
         if value is not None and not isinstance(value, kind):
             raise self.error(key, value, words)
         return value
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, float) and float(np.float32(value)) == value:
+        return float(str(np.float32(value)))
+    return value

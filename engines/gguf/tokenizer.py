@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: The types of tokens.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "\u2581"
+#: Of pieces that are looked for in others; SentencePiece's own have 16 characters unless it is told otherwise.
+_LONGEST_PIECE = 1024
 #: Of Phi-3's control tokens those with nothing of what is behind them.
 _PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -24,10 +26,10 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _words(letters: str, digits: str, marks: str = "", tail: str = r"[\r\n]*") -> str:
-    """Contractions; `letters` behind at most one other character; `digits`; others, then what belongs to their `tail`;
-    ends of lines and spaces. `marks` are no others."""
-    others = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{tail}"
+def _words(letters: str, digits: str, marks: str = "") -> str:
+    """Contractions; `letters` behind at most one other character; `digits`; others, then ends of lines; ends of lines
+    and spaces. `marks` are no others."""
+    others = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+[\r\n]*"
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{others}|{_ENDS}"
 
 
@@ -149,10 +151,10 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre is None:
         words = f"one of {', '.join(_PRES)}, or the model's published tokenizer (edgellm build --tokenizer DIR)"
         raise metadata.error("tokenizer.ggml.pre", name, words)
-    merges = []
+    merges, ids = [], vocabulary.ids
     for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
         first, space, second = merge.partition(" ")
-        if not space or not {first, second, first + second} <= vocabulary.ids.keys():
+        if not (space and first in ids and second in ids and first + second in ids):
             raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
         merges.append((first, second))
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=pre.whole))
@@ -191,11 +193,12 @@ def _sentence_pieces(metadata: Metadata, vocabulary: _Vocabulary) -> tokenizers.
 
 
 def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that gives a piece, those with the highest scores first, of equal ones the first pieces."""
+    """Every pair of pieces that gives one of up to `_LONGEST_PIECE` characters, those with the highest scores first, of
+    equal ones the first pieces."""
     ids = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[text] in (_NORMAL, _USER_DEFINED)}
     found = []
     for text, index in ids.items():
-        for place in range(1, len(text)):
+        for place in range(1, len(text) if len(text) <= _LONGEST_PIECE else 0):
             first, second = ids.get(text[:place]), ids.get(text[place:])
             if first is not None and second is not None:
                 found.append((-scores[index], index, first, second))

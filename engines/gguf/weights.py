@@ -8,20 +8,21 @@ apart. All of that is undone where a tensor is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, TensorInfo
-from edgellm.engines.formats.tensors import STORAGE, float32_into
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.gguf.architectures import Architecture, architecture
+from edgellm.engines.gguf.changes import Change
+from edgellm.engines.gguf.encoders import ENCODERS, encoder_tensors
 from edgellm.engines.gguf.metadata import Metadata
-from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, BlockLayout
+from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import Layout
 
 _OUTSIDE = {
@@ -52,52 +53,29 @@ _MTP_MODULES = {
 }
 #: What the configuration says already.
 _UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+#: Of a draft's ids to those of its model, as whole ids; published are differences.
+_MAPPING = "d2t"
 _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)", re.ASCII)
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What is done to a tensor of the file, `info`: row i becomes row `rows[i]` (None: none moves), columns likewise;
-    then its values are changed."""
-
-    info: TensorInfo
-    rows: np.ndarray | None = None
-    columns: np.ndarray | None = None
-    values: Literal["", "less 1", "logarithm"] = ""
 
 
 class GgufWeights:
     """One GGUF file as part of a checkpoint; see `SafetensorsFile`. `layouts` are those of its packed tensors."""
 
-    def __init__(self, file: GgufFile, changes: dict[str, tuple[TensorInfo, _Change]]) -> None:
+    def __init__(self, file: GgufFile, changes: Mapping[str, Change]) -> None:
         self.path: Path = file.path
         self.status = file.status
-        self.tensors = {name: info for name, (info, _) in changes.items()}
+        self.tensors = {name: change.result(name) for name, change in changes.items()}
         self.layouts: dict[str, Layout] = {
-            name: BlockLayout(info.dtype, None if change.columns is None else tuple(change.columns.tolist()))
-            for name, (info, change) in changes.items()
-            if info.dtype in PACKED_TYPES
+            name: BlockLayout(change.dtype, None if change.columns is None else tuple(change.columns.tolist()))
+            for name, change in changes.items()
+            if change.is_packed
         }
-        self._file, self._changes = file, {name: change for name, (_, change) in changes.items()}
+        self._file, self._changes = file, changes
 
     def bytes_of(self, info: TensorInfo) -> np.ndarray:
         """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Raises CheckpointError as
         `GgufFile.bytes_of`."""
-        change = self._changes[info.name]
-        data = self._file.bytes_of(change.info)
-        if change.rows is not None:
-            data = data.reshape(len(change.rows), -1)[change.rows].reshape(-1)
-        if change.columns is not None and info.name not in self.layouts:
-            values = data.view(STORAGE[change.info.dtype]).reshape(-1, len(change.columns))[:, change.columns]
-            data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        if not change.values:
-            return data
-        values = np.empty(data.nbytes // STORAGE[change.info.dtype].itemsize, np.float32)
-        float32_into(data.view(STORAGE[change.info.dtype]), change.info.dtype, values)
-        if change.values == "less 1":
-            return (values - np.float32(1)).view(np.uint8)
-        with np.errstate(invalid="ignore", divide="ignore"):  # what is no number is found where it is loaded
-            return np.log(-values.astype(np.float64)).astype(np.float32).view(np.uint8)
+        return self._changes[info.name].read(self._file)
 
     def close(self) -> None:
         """Close the file."""
@@ -110,6 +88,8 @@ def open_gguf_weights(path: Path) -> list[GgufWeights]:
     files = open_split(path)
     try:
         metadata = Metadata(files)
+        if metadata.architecture == ENCODERS:
+            return [GgufWeights(file, encoder_tensors(metadata)) for file in files]
         naming = _Naming(metadata)
         found = [
             {name: change for info in file.tensors.values() for name, change in naming.named(info)} for file in files
@@ -131,30 +111,31 @@ class _Naming:
         self._metadata = metadata
         self._architecture: Architecture = architecture(metadata)
         self._names = {**_MODULES, **self._architecture.names}
+        self._outside = {**_OUTSIDE, **self._architecture.names}
         self._layers = metadata.count("block_count") - metadata.count("nextn_predict_layers", 0)
 
-    def named(self, info: TensorInfo) -> Sequence[tuple[str, tuple[TensorInfo, _Change]]]:
-        """The published name of a tensor, how it was, and what makes it so; nothing where it is not read. One of an
-        unknown name keeps it, so that it is found to be unknown."""
+    def named(self, info: TensorInfo) -> Sequence[tuple[str, Change]]:
+        """The published name of a tensor, and what makes it so; nothing where it is not read. One of an unknown name
+        keeps it, so that it is found to be unknown."""
         if info.name in _UNREAD:
             return ()
         module, dot, kind = info.name.rpartition(".")
         match = _LAYER.fullmatch(info.name)
         if match is None:
-            name = f"{_OUTSIDE.get(module, module)}{dot}{kind}"
+            name = f"{self._outside.get(module, module)}{dot}{kind}"
             own = module
         else:
             name, own = self._in_layer(int(match[1]), match[2])
         change = self._change(own, kind, info)
-        if change.values and info.dtype not in STORAGE:
+        allowed = ("int64",) if change.values == "offsets" else tuple(STORAGE)
+        if change.values and info.dtype not in allowed:
             raise CheckpointError(
-                f"{info.file}: tensor {info.name!r} has the type {info.dtype}, expected one of {', '.join(STORAGE)}. "
+                f"{info.file}: tensor {info.name!r} has the type {info.dtype}, expected one of {', '.join(allowed)}. "
                 "Take another release of the model"
             )
-        shape = self._shape(own, kind, info.shape)
-        dtype = "float32" if change.values else info.dtype
-        nbytes = int(np.prod(shape)) * 4 if change.values else info.nbytes
-        return ((name, (replace(info, name=name, shape=shape, dtype=dtype, nbytes=nbytes), change)),)
+        is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(info.shape) == 2
+        # Kernels of convolutions have one input channel.
+        return ((name, replace(change, shape=(info.shape[0], 1, info.shape[1]) if is_kernel else None)),)
 
     def _in_layer(self, layer: int, inner: str) -> tuple[str, str]:
         """The published name of a layer's tensor, and the module's own in the file."""
@@ -168,27 +149,29 @@ class _Naming:
         prefix = f"mtp.layers.{layer - self._layers}" if layer >= self._layers else f"model.layers.{layer}"
         return f"{prefix}.{self._names.get(module, module)}.{kind}", module
 
-    def _change(self, own: str, kind: str, info: TensorInfo) -> _Change:
+    def _change(self, own: str, kind: str, info: TensorInfo) -> Change:
         """What is done to a tensor of the module `own`."""
         architecture, rows = self._architecture, info.shape[0]
         if own in ("attn_q", "attn_k") and architecture.permuted:
             key = "attention.head_count" if own == "attn_q" else "attention.head_count_kv"
             heads = self._metadata.same_in_all(key) or self._metadata.same_in_all("attention.head_count") or 1
-            return _Change(info, rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
+            return Change((info,), rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
+        if info.name == _MAPPING:
+            return Change((info,), values="offsets")
         if own == "ssm_a":
-            return _Change(info, rows=self._value_heads(info, 0, 1), values="logarithm")
+            return Change((info,), rows=self._value_heads(info, 0, 1), values="logarithm")
         if own in ("ssm_alpha", "ssm_beta", "ssm_dt"):
-            return _Change(info, rows=self._value_heads(info, 0, 1))
+            return Change((info,), rows=self._value_heads(info, 0, 1))
         if own in ("attn_qkv", "ssm_conv1d") and self._has_delta:
             keys = 2 * self._metadata.count("ssm.group_count") * self._metadata.count("ssm.state_size")
-            return _Change(info, rows=self._value_heads(info, keys, self._value_size))
+            return Change((info,), rows=self._value_heads(info, keys, self._value_size))
         if own == "attn_gate" and self._has_delta:
-            return _Change(info, rows=self._value_heads(info, 0, self._value_size))
+            return Change((info,), rows=self._value_heads(info, 0, self._value_size))
         if own == "ssm_out":
-            return _Change(info, columns=self._value_heads(info, 0, self._value_size, axis=1))
+            return Change((info,), columns=self._value_heads(info, 0, self._value_size, axis=1))
         is_norm = own.endswith("norm") and kind == "weight"
         shifted = is_norm and architecture.shifted and not own.endswith(architecture.unshifted or ("-",))
-        return _Change(info, values="less 1" if shifted else "")
+        return Change((info,), values="less 1" if shifted else "")
 
     @property
     def _has_delta(self) -> bool:
@@ -224,12 +207,6 @@ class _Naming:
                 "release of the model"
             )
         return size
-
-    @staticmethod
-    def _shape(own: str, kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The published shape: kernels of convolutions have one input channel."""
-        is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(shape) == 2
-        return (shape[0], 1, shape[1]) if is_kernel else shape
 
 
 def _pairs_apart(rows: int, heads: int) -> np.ndarray:

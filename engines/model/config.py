@@ -25,9 +25,9 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5")
-#: The activations of a gate, as `DecoderConfig.hidden_act` has them.
-GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2")
+#: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
+MLP_ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,17 @@ class DecoderConfig:
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
     many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
 
-    `hidden_act` is the gate's activation, one of `GATE_ACTIVATIONS`. `norm_offset` is added to the weights of all norms
-    (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
-    `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
-    `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
-    their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
-    (Gemma 3). With `post_norms` what attention and MLP give is normed before it is added; without `pre_norms` what they
-    take is not normed (OLMo-2). Norms of query and key (`qk_norm`) are of each head or, with `joint_qk_norm`, of all
-    heads together. A packed `head`, one of `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up
-    there.
+    `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
+    what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
+    they are layer norms, with a bias, and `rms_norm_eps` is theirs. Embeddings are multiplied by `embedding_scale`,
+    what attention and MLP add to the residual stream by `residual_scale`, scores of attention by `attention_scale`
+    (None: head_dim ** -0.5), logits by `logits_scale`. `nope_layers` have no rotary embedding. With `fused_projections`
+    the checkpoint holds q, k and v as one tensor `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window"
+    look back on `sliding_window` tokens alone, their own included; `local_rope_theta` is the base of their rotary
+    embedding, unscaled, where it is one of its own (Gemma 3). With `post_norms` what attention and MLP give is normed
+    before it is added; without `pre_norms` what they take is not normed (OLMo-2). Norms of query and key (`qk_norm`)
+    are of each head or, with `joint_qk_norm`, of all heads together. A packed `head`, one of `HEADS`, is a weight of
+    its own; with `embeds_by_head` tokens are looked up there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
@@ -115,6 +116,8 @@ class DecoderConfig:
     image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
     pre_norms: bool = field(default=True, metadata=ADDED_LATER)
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
+    layer_norms: bool = field(default=False, metadata=ADDED_LATER)
+    gated_mlp: bool = field(default=True, metadata=ADDED_LATER)
 
     @property
     def window(self) -> int | None:

@@ -48,6 +48,7 @@ _PUBLISHED = {
         "mlp.down_proj": "feed_forward.w2",
     },
     "qwen3_5": {},
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }
 #: By the same, what begins the names of tensors beside the decoder's: of a draft head.
 _UNREAD = {"qwen3_5": ("mtp.",)}
@@ -90,10 +91,11 @@ class LayerWeights(NamedWeights):
         self._config = config
 
     def norm(self, name: str, size: int | None = None, offset: float | None = None) -> Norm:
-        """An RMS norm, by default of the hidden size, and with the model's own offset."""
-        config = self._config
-        weight = self.weight(f"{name}.weight", size or config.hidden_size)
-        return Norm(weight, config.rms_norm_eps, offset=config.norm_offset if offset is None else offset)
+        """The model's kind of norm, by default of the hidden size, and with the model's own offset."""
+        config, width = self._config, size or self._config.hidden_size
+        weight = self.weight(f"{name}.weight", width)
+        bias = self.weight(f"{name}.bias", width) if config.layer_norms else None
+        return Norm(weight, config.rms_norm_eps, bias, config.norm_offset if offset is None else offset)
 
     def input(self, value: str, norm: str) -> Input:
         """What attention or an MLP takes: `value` behind the norm of that name, where the model norms before layers."""
@@ -203,10 +205,14 @@ class LayerWeights(NamedWeights):
         output: Linear | None = None,
     ) -> list[Step]:
         """The steps from the value `mixed`, which goes through `output` (attention's own), and the `residual` through
-        the gated MLP to "hidden", or with `selects` to "selected"."""
+        the MLP to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
+        first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
+        if config.fused_projections:
+            parts = {"gate_up_proj": 2 * inner}
+        if not config.gated_mlp:
+            first, parts = "mlp.up_proj", {"up_proj": inner}
         if output is None:
             output = self.linear("self_attn.o_proj", hidden, config.query_size, config.attention_output_bias)
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
@@ -215,11 +221,11 @@ class LayerWeights(NamedWeights):
             of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
             before = "pre_feedforward_layernorm"
         normed = self.input(result, before)
-        gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
+        up = self.linear(first, parts, hidden, bias)
         down = self.linear("mlp.down_proj", hidden, inner, bias)
         return [
             LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
-            NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
+            NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
             LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
 

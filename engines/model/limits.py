@@ -32,14 +32,13 @@ GIVEN_TREES = (4, 8, 16, GIVEN_NODES)
 WINDOW_SLACK = 256
 #: The rows of a window are whole tiles of the attention kernels (`RING_STEP` there).
 WINDOW_STEP = 64
-#: Of engines with fixed shapes, which are TensorRT's (kernels take any number of tokens at once): what a chunk costs
-#: beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
-#: the arithmetic of few tokens.
-_CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
-#: Of packed weights, the chunk that kernels compute without dequantizing them, and what dequantizing costs the others,
-#: in tokens. Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32
-#: packed; 512 in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
-_PACKED_CHUNK, _DEQUANTIZING_COST = 64, 160
+#: What TensorRT's engines cost, whose shapes are fixed (kernels take any number of tokens at once), in tokens: a chunk
+#: beside its own, for its launches; and at least, as reading the weights takes longer than computing few tokens.
+_TENSORRT_CHUNK, _TENSORRT_LEAST = 64, 256
+#: Of packed weights, the chunk that kernels compute as they are; what dequantizing costs TensorRT's others, in tokens.
+#: Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32 packed; 512
+#: in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
+_PACKED_CHUNK, _TENSORRT_DEQUANTIZES = 64, 160
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -199,8 +198,8 @@ class EngineLimits:
         return tuple(size for size in sizes if size < self.prefill_chunk) + (self.prefill_chunk,)
 
     def cheapest_chunks(self, count: int) -> tuple[int, ...]:
-        """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost;
-        descending."""
+        """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost to
+        TensorRT; descending."""
         return self._cheapest_chunks[-(-count // self.prefill_chunks[0])]
 
     @cached_property
@@ -212,8 +211,8 @@ class EngineLimits:
             choices = []
             for size in self.prefill_chunks:
                 cost, others = best[max(0, rest - size // step)]
-                dequantizing = _DEQUANTIZING_COST if self.packed and size > _PACKED_CHUNK else 0
-                own = max(size, _LEAST_CHUNK_COST) + _CHUNK_COST + dequantizing
+                dequantizing = _TENSORRT_DEQUANTIZES if self.packed and size > _PACKED_CHUNK else 0
+                own = max(size, _TENSORRT_LEAST) + _TENSORRT_CHUNK + dequantizing
                 choices.append((cost + own, (size, *others)))
             best.append(min(choices))
         return [tuple(sorted(sizes, reverse=True)) for _, sizes in best]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -26,6 +27,8 @@ from edgellm.engines.model.steps import (
     SideBySide,
     Step,
 )
+
+Value = TypeVar("Value")
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
@@ -56,6 +59,11 @@ class Segment:
         """What a tensor at the segment's edge is called in the whole program."""
         name = self.kept.get(name, name.removeprefix("next_"))
         return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + self.first_layer}", name)
+
+    def weights_of(self, whole: Mapping[str, Value]) -> dict[str, Value]:
+        """What the segment's weights have, by their names in it, of what those of the whole program have."""
+        names = {name: self.name_in_whole(name) for name in self.program.weights}
+        return {name: whole[of_whole] for name, of_whole in names.items() if of_whole in whole}
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:

@@ -248,6 +248,7 @@ class LinearResidual(Step):
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = field(default=None, metadata=ADDED_LATER)
     gated: ClassVar[bool] = False
+    activation: ClassVar[None] = None
 
     @property
     def title(self) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
+from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes
 from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, WeightFormat
 from edgellm.kernels.quantization.turn import AWQ_PLACES
 
 #: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
 #: neighbouring columns, each row's words side by side ("rows") or each column's ("columns"); or of eight neighbouring
 #: rows at `AWQ_PLACES`, each column's words side by side ("awq"); or in bytes of two rows, the first one's code in the
-#: lower half, as two's complements ("pairs").
-Arrangement = Literal["bytes", "rows", "columns", "awq", "pairs"]
+#: lower half, as two's complements ("pairs"); or with all else in blocks of a kind of `BLOCK_CODES`, by its name.
+Arrangement = str
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class StoredCodes:
         rows, columns = self.shape
         if self.arrangement == "bytes":
             return self.data
+        if self.arrangement in BLOCK_CODES:
+            return block_codes(self.arrangement, self.data)
         if self.arrangement == "rows":
             return unpacked(self.data, self.bits, 1, columns)
         if self.arrangement == "pairs":

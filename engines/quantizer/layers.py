@@ -55,6 +55,8 @@ def scale_layer(
         if place.norm is not None:
             norm = place.norm.weight.name
             weights[norm], chosen[name] = scale_norm(weights[norm], place.norm.offset, scales, dtypes[norm])
+            if place.norm.bias is not None:
+                weights[place.norm.bias.name] /= chosen[name]
         elif place.linear is not None:
             rows = slice(place.start, place.start + len(scales))
             weights[place.linear.weight.name][rows] /= scales[:, None]

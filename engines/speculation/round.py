@@ -32,22 +32,14 @@ class RoundKey(NamedTuple):
     adapts: bool
     constrained: bool
     accept_tokens: int
-    accept_range: int
-    propose_range: int
-    verify_range: int
+    accept_range: int = 0
+    propose_range: int = 0
+    verify_range: int = 0
 
 
-class _RoundKind(NamedTuple):
-    """Rounds alike but for the key ranges, named as in `RoundKey`. `engines` are the accept, propose and verify engine,
-    each of the largest key range (None: it does not run), with the rows behind the committed ones that it needs."""
-
-    batch: int
-    plan: DraftPlan
-    acceptance: str
-    adapts: bool
-    constrained: bool
-    accept_tokens: int
-    engines: tuple[tuple[EngineShape | None, int], ...]
+#: A round's key without key ranges, and its accept, propose and verify engine, each of the largest key range (None: it
+#: does not run), with the rows behind the committed ones that it needs.
+_RoundKind = tuple[RoundKey, list[tuple[EngineShape | None, int]]]
 
 
 class RoundKinds:
@@ -71,21 +63,21 @@ class RoundKinds:
         whose sequences has so many committed rows. `plain`: all draw by argmax; `adapts`: one has an adapter. Raises
         EngineError where the engines cannot serve the plan."""
         asked = batch, plan, plain, adapts, constrained, most_pending
-        kind, engines = self._made.get(asked) or self._make(*asked), self._engines
-        ranges = [0 if widest is None else engines.key_range(widest, longest + rows) for widest, rows in kind.engines]
-        return RoundKey(*kind[:-1], *ranges)
+        (key, engines), loaded = self._made.get(asked) or self._make(*asked), self._engines
+        ranges = [0 if widest is None else loaded.key_range(widest, longest + rows) for widest, rows in engines]
+        return RoundKey(*key[:-3], *ranges)
 
     def keys(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool) -> list[RoundKey]:
         """All that come up as sequences grow, where engines have fixed shapes."""
         asked = batch, plan, plain, adapts, constrained, 0 if self._draft is None else self._limits.accept_tokens
-        kind = self._make(*asked)
+        key, engines = self._make(*asked)
         changes = {
             size - rows + 1
-            for widest, rows in kind.engines
+            for widest, rows in engines
             if widest is not None
             for size in self._engines.key_ranges(widest)
         }
-        longest = self._limits.kv_capacity - kind.plan.longest
+        longest = self._limits.kv_capacity - key.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
         return list(dict.fromkeys(self.key(*asked, length) for length in lengths))
 
@@ -110,7 +102,7 @@ class RoundKinds:
                 behind = (served.steps - 1) * served.columns
                 engines[1] = draft.propose_shape(bucket, served.columns, widest), behind
         engines.append((verification.shape(bucket, nodes, widest, adapts), nodes))
-        kind = _RoundKind(bucket, served, acceptance, adapts, constrained, tokens, tuple(engines))
+        kind = RoundKey(bucket, served, acceptance, adapts, constrained, tokens), engines
         self._made[batch, plan, plain, adapts, constrained, most_pending] = kind
         return kind
 

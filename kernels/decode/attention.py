@@ -20,6 +20,7 @@ from edgellm.kernels.decode.contract import (
     attention_refusal,
 )
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Keys of a tile, and rows of an instruction.
@@ -39,22 +40,14 @@ _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 _USUAL_KEYS = 576
 #: Blocks that share spans, and slots.
 _POWERS = (1, 2, 4, 8, 16, 32, 64)
-#: Microseconds, fitted to times of an H200, whole and 16 multiprocessors of it: of a block's begin and end, and more
-#: for each warp; of each turn of its warps at its queries and new keys; of a new token's 64 elements.
-_BLOCK, _WARP, _HEADS, _NEW = 0.75, 0.06, 1.55, 0.07
-#: Microseconds of the states of a row that a warp merges, each 64 elements of a span, and what each block of a cluster,
-#: or global memory, adds to that.
-_MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
-#: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
-#: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
-_TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
-#: Microseconds that warps which share a tile take to tell each other its scores, and wait for values that come in turn
-#: with keys: from no measurement.
-_TELL, _IN_TURN = 0.3, 1.0
-#: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
-#: first; what a cluster's block without spans takes of a block's room, and microseconds that its warps add where such
-#: blocks are as many as multiprocessors.
-_IN_REACH, _NO_ROOM, _IDLE, _IDLE_WARP = 16, 0.39, 0.5, 0.3
+#: Multiprocessors that reach each other's memory.
+_IN_REACH = 16
+#: What `fitted.json` says of each.
+_FITTED = "attention of few rows"
+_BLOCK, _WARP, _HEADS, _NEW = fitted(_FITTED, "block", "warp", "heads", "new")
+_MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = fitted(_FITTED, "merge", "merge_cluster", "merge_memory")
+_TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = fitted(_FITTED, "tile", "tile_64", "tile_work", "wait", "wait_ahead")
+_TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn", "no_room", "idle", "idle_warp")
 
 
 class _Attention(ctypes.Structure):

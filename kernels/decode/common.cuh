@@ -11,7 +11,7 @@ namespace decode {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 // A linear layer's sums over K: of slices of K, each from zero; then of groups of them, in order.
-constexpr int SLICES = 16, SLICES_OF_A_GROUP = 4;
+constexpr int SLICES = 16, SLICES_OF_A_GROUP = 4, GROUPS = SLICES / SLICES_OF_A_GROUP;
 static_assert(SLICES == HOST_SLICES, "the host pads rows to whole slices");
 constexpr float LOWEST = -1e38f;  // below every score; its difference to itself is 0, unlike infinity's
 

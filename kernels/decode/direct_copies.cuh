@@ -15,6 +15,7 @@ static_assert(FRAGMENT_BYTES == HOST_FRAGMENT_BYTES, "as the host counts them");
 template <int TOKEN_TILES_, int WEIGHT_TILES_, int WARPS_, int DEPTH_, int CHUNK_STEPS_, int EVERY_, bool PAIRED_>
 struct Geometry {
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, WARPS = WARPS_, THREADS = 32 * WARPS;
+    static constexpr int ROW_TILES = TOKEN_TILES, COLUMN_TILES = WEIGHT_TILES;  // of sums
     static constexpr int DEPTH = DEPTH_, CHUNK_STEPS = CHUNK_STEPS_, EVERY = EVERY_;
     static constexpr bool PAIRED = PAIRED_;
     static constexpr int SUMS = PAIRED ? 2 : 1;                      // that an output is made of

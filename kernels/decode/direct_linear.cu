@@ -23,12 +23,12 @@ template <typename G> struct Total {
     // Adds a group, which then begins anew.
     __device__ void add(Sums<G>& group) {
         ++groups;
-        for_each_sum<G>([&](int t, int c, int i) { sum[t][c][i] += group[t][c][i], group[t][c][i] = 0.f; });
+        add_to<G>(sum, group);
     }
     // Adds the groups to the last one of the tile.
     __device__ void finish(Sums<G>& group) {
         groups = 0;
-        for_each_sum<G>([&](int t, int c, int i) { group[t][c][i] += sum[t][c][i], sum[t][c][i] = 0.f; });
+        add_to<G>(group, sum);
     }
 };
 
@@ -39,7 +39,7 @@ template <typename G> struct SharedTotal {
     __device__ explicit SharedTotal(char* shared) : sum(reinterpret_cast<float4*>(shared) + threadIdx.x) {}
     __device__ float4& place(int t, int c) const { return sum[(t * G::WEIGHT_TILES + c) * G::THREADS]; }
     __device__ void add(Sums<G>& group) {
-        if (groups++ > 0) add_to(group);
+        if (groups++ > 0) take(group);
 #pragma unroll
         for (int t = 0; t < G::TOKEN_TILES; ++t)
 #pragma unroll
@@ -50,10 +50,10 @@ template <typename G> struct SharedTotal {
             }
     }
     __device__ void finish(Sums<G>& group) {
-        if (groups > 0) add_to(group);
+        if (groups > 0) take(group);
         groups = 0;
     }
-    __device__ void add_to(Sums<G>& group) const {
+    __device__ void take(Sums<G>& group) const {
 #pragma unroll
         for (int t = 0; t < G::TOKEN_TILES; ++t)
 #pragma unroll
@@ -64,9 +64,6 @@ template <typename G> struct SharedTotal {
             }
     }
 };
-
-template <bool, typename First, typename> struct Choose { using type = First; };
-template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
 
 // What becomes of a thread's sums.
 template <typename T, typename G, typename Output>

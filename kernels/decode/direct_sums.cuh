@@ -2,26 +2,15 @@
 // activations times eight weight rows.
 #pragma once
 #include "decode/many_rows.cuh"
+#include "shared/tile_sums.cuh"
 
 namespace decode {
 namespace direct {
 
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int BLOCK_STEPS = 4;  // of 32 columns, unrolled
 
 __device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
-
-template <typename G> using Sums = float[G::TOKEN_TILES][G::WEIGHT_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-        for (int c = 0; c < G::WEIGHT_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(t, c, i);
-}
 
 // What a thread has of the weights of a step: 8 columns of a row of each of the warp's tiles.
 template <typename G> struct Held {

@@ -14,6 +14,7 @@ namespace direct {
 // ring of DEPTH of them. The others as `Geometry` has them.
 template <int TOKEN_TILES_, int WEIGHT_TILES_, int DEPTH_, int EVERY_, bool PAIRED> struct GroupGeometry {
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, DEPTH = DEPTH_, EVERY = EVERY_;
+    static constexpr int ROW_TILES = TOKEN_TILES, COLUMN_TILES = WEIGHT_TILES;  // of sums
     static constexpr int THREADS = 32 * GROUPS, SUMS = PAIRED ? 2 : 1, UNIT = 8 * WEIGHT_TILES / SUMS;
     static constexpr int SLOT_BYTES = (WEIGHT_TILES + 2 * TOKEN_TILES) * THREADS * 16, RING_BYTES = DEPTH * SLOT_BYTES;
     static constexpr int OUTPUTS = TOKEN_TILES * WEIGHT_TILES / SUMS;   // of a lane, four each

@@ -10,66 +10,6 @@
 namespace decode {
 namespace packed {
 
-// The outputs of a tile that a thread writes, as pairs of columns, and what they need beside sums.
-template <typename T, typename G, bool ADAPTED, typename Output> struct OwnOutputs {
-    static constexpr int PAIRS = G::UNIT / 2, EACH = (8 * G::TOKEN_TILES * PAIRS + G::THREADS - 1) / G::THREADS;
-    static constexpr bool EARLY = EACH <= 2;  // registers hold what is read before the products
-    const Linear& linear;
-    const Output& output;
-    float2 before[EACH], biases[EACH][G::SUMS];
-
-    __device__ OwnOutputs(const Linear& linear, const Output& output) : linear(linear), output(output) {}
-    template <typename Action> __device__ __forceinline__ void for_each(int first, const Action& action) const {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int at = i * G::THREADS + threadIdx.x, b = at / PAIRS, column = at % PAIRS * 2;
-            if (b < linear.batch && first + column < linear.rows) action(i, b, column);
-        }
-    }
-    __device__ __forceinline__ void read(int first) {
-        const T* bias = static_cast<const T*>(linear.bias);
-        for_each(first, [&](int i, int b, int column) {
-            const int n = first + column;
-            before[i] = output.before_two(b, n, linear.rows);
-#pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
-                if (bias != nullptr) biases[i][s] = read_two(bias + s * linear.rows + n, n, linear.rows);
-        });
-    }
-    // Adds the warps' sums at `area` [WARPS, rows of activations, STRIDE]: of slices to those of groups, of groups in order;
-    // then what adapters add, at `added`.
-    __device__ __forceinline__ void write(const float* area, const float* added, int first) const {
-        constexpr int PARTS = G::WARPS / GROUPS;
-        for_each(first, [&](int i, int b, int column) {
-            float2 sums[G::SUMS];
-#pragma unroll
-            for (int s = 0; s < G::SUMS; ++s) {
-                const int place = G::SUMS == 1 ? column : column / 8 * 16 + column % 8 + s * 8;
-                const float* own = area + b * G::STRIDE + place;
-                sums[s] = make_float2(0.f, 0.f);
-#pragma unroll
-                for (int g = 0; g < GROUPS; ++g) {
-                    float2 group = make_float2(0.f, 0.f);
-#pragma unroll
-                    for (int p = 0; p < PARTS; ++p, own += G::PLACES) {
-                        const float2 one = *reinterpret_cast<const float2*>(own);
-                        group.x += one.x, group.y += one.y;
-                    }
-                    sums[s].x += group.x, sums[s].y += group.y;
-                }
-                if constexpr (ADAPTED) {
-                    const float2 one = *reinterpret_cast<const float2*>(added + b * G::STRIDE + place);
-                    sums[s].x += one.x, sums[s].y += one.y;
-                }
-                if (linear.bias != nullptr) sums[s].x += biases[i][s].x, sums[s].y += biases[i][s].y;
-            }
-            output.two(b, first + column, linear.rows, sums, before[i]);
-        });
-    }
-};
-
-template <typename G> using Sums = float[G::WEIGHT_TILES][G::TOKEN_TILES][4];
-
 template <typename G> __device__ __forceinline__ void leave_sums(float* area, const Sums<G>& sums, int batch) {
     float* own = area + threadIdx.x / 32 * G::PLACES + own_row();
 #pragma unroll
@@ -147,15 +87,6 @@ template <typename T, typename G> struct Operands {
     }
 };
 
-template <typename G> __device__ __forceinline__ void add_slice(Sums<G>& group, Sums<G>& sum) {
-#pragma unroll
-    for (int m = 0; m < G::WEIGHT_TILES; ++m)
-#pragma unroll
-        for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) group[m][t][i] += sum[m][t][i], sum[m][t][i] = 0.f;
-}
-
 // Grid (blocks), which walk over the tiles. ADAPTED: with LoRA adapters, whose products of A another kernel made before.
 template <typename T, typename G, bool ADAPTED, typename Output>
 __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, const Output& output) {
@@ -167,7 +98,8 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
     const int blocks = G::WARPS == GROUPS ? linear.steps : linear.steps / BLOCK_STEPS, steps = blocks * BLOCK_STEPS;
 
     launch_next_kernel();
-    Weights<G> weights(linear, tiles, blocks, shared_address(shared));
+    Weights<G, const char*> weights(
+        linear, tiles, blocks, shared_address(shared), [](int own) { return threadIdx.x / 32 * own; });
 #pragma unroll
     for (int i = 0; i < G::DEPTH - 1; ++i) {
         weights.copy();
@@ -186,7 +118,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
     }
     AdaptedRows<T> adapters(linear.adapters, linear.batch, linear.width * G::SUMS);
     if constexpr (ADAPTED) adapters.read_scales();
-    OwnOutputs<T, G, ADAPTED, Output> outputs(linear, output);
+    JoinedOutputs<T, G, ADAPTED, Output> outputs(linear, output);
     if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
     wait_for_copies<G::STAYS ? 0 : G::AHEAD - 2>();
     __syncwarp();
@@ -233,7 +165,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
                 place = following;
                 if (G::WARPS != GROUPS || (d + 1) % G::EVERY != 0) continue;
                 steps_left -= G::EVERY;
-                if (steps_left == 0) steps_left = linear.steps, add_slice<G>(group, sum);
+                if (steps_left == 0) steps_left = linear.steps, add_to<G>(group, sum);
             }
         }
         __syncthreads();  // the area has been read

@@ -8,20 +8,14 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, padded_columns
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-#: By tiles of activations: warps, tiles of weights, depth, blocks on a multiprocessor.
-_FORMS = {
-    1: ((16, 1, 4, 2), (4, 1, 4, 4), (4, 2, 4, 3), (16, 2, 2, 1), (4, 1, 8, 2)),
-    2: ((4, 1, 4, 3), (4, 2, 4, 2), (16, 1, 3, 1), (4, 2, 3, 2)),
-    4: ((4, 1, 3, 2), (4, 2, 3, 2), (4, 2, 3, 1)),
-    8: ((4, 2, 3, 1), (4, 1, 3, 1), (4, 1, 2, 1)),
-}
-#: Bytes of activations of a block that are copied once, for all its tiles.
-_STAYING = 40 << 10
-#: Of them, those of a row in a block of weights.
+#: What `fitted.json` says of each.
+_FORMS, _STAYING = fitted("packed layers whose warps share K", "forms", "staying")
+#: Bytes of activations of a row in a block of weights.
 _ROW_BYTES = 2 * BLOCK_COLUMNS + 64
 
 

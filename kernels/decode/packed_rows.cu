@@ -10,7 +10,6 @@
 namespace decode {
 namespace packed {
 
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 
 // Of the sixteen warps, teams of SHARING share K of a tile of WEIGHT_TILES times 16 weight rows: each has a slice, or two, or a
 // group of slices. ONE: there is one row of activations. WHOLE: all tiles and slices are. BRIEF: a warp's share of K is one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
@@ -19,9 +18,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
-_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _EDGES, _WORD, _STREAMED = fitted(
-    "packed layers of few rows",
-    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "edges", "word", "streamed"),
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES = fitted(
+    "packed layers of few rows", "overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes"
 )
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
@@ -90,17 +88,6 @@ def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str |
     return None
 
 
-def packed_clocks(batch: int, layout: DeviceLayout, gpu: Capacity) -> float:
-    """An estimate of a GPU's clocks for a packed layer of so many rows; infinite if no kernel computes it."""
-    if packed_refusal(batch, layout, gpu.shared_limit) is not None:
-        return math.inf
-    if batch >= LEAST_ROWS:
-        return packed_tiles(batch, layout, gpu)[0].clocks(batch, layout.rows, layout.columns, gpu)
-    streamed = math.prod(layout.shape) / min(gpu.speeds[0], _STREAMED * gpu.multiprocessors)
-    issued = layout.rows * layout.columns / (8 * 32) * _WORD / (4 * gpu.multiprocessors)
-    return _EDGES + 0.8 * max(streamed, issued) + 0.2 * (streamed + issued)
-
-
 def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
     """How a layer is computed fastest; None where blocks have not the memory, and for too many rows."""
     ways = packed_rows_ways(batch, layout, gpu, normed)
@@ -133,6 +120,9 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, .
         return _OVERLAPPING
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
-    if slice_steps(layout.columns) * STEP != BLOCK_COLUMNS or tiles == 2:
+    is_fine, is_brief = layout.scales > 1, slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    if not is_brief and is_fine and layout.format.bits == 8:
+        return _FINE_BYTES, *_OVERLAPPING
+    if not is_brief or tiles == 2 or (is_fine and tiles not in _BY_TILES):
         return _OVERLAPPING
     return _BY_TILES.get(tiles, _EIGHT_TILES), *_OVERLAPPING

@@ -9,32 +9,21 @@
 namespace decode {
 namespace packed {
 
-template <typename G> using TileSums = float[G::WEIGHT_TILES][G::TOKEN_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int m = 0; m < G::WEIGHT_TILES; ++m)
-#pragma unroll
-        for (int t = 0; t < G::TOKEN_TILES; ++t)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(m, t, i);
-}
-
 // What of a warp's sums has ended: groups where it has all of K, in order.
 template <typename G> struct TileTotal {
-    TileSums<G> sum = {};
+    Sums<G> sum = {};
     __device__ explicit TileTotal(char*) {}
-    __device__ void add(TileSums<G>& group, int) {
-        for_each_sum<G>([&](int m, int t, int i) { sum[m][t][i] += group[m][t][i], group[m][t][i] = 0.f; });
+    __device__ void add(Sums<G>& group, int) {
+        add_to<G>(sum, group);
     }
-    __device__ void take(TileSums<G>& target) {
+    __device__ void take(Sums<G>& target) {
         for_each_sum<G>([&](int m, int t, int i) { target[m][t][i] = sum[m][t][i], sum[m][t][i] = 0.f; });
     }
 };
 template <typename G> struct SharedTileTotal {
     float4* own;  // [WEIGHT_TILES, TOKEN_TILES, THREADS], of the thread
     __device__ explicit SharedTileTotal(char* area) : own(reinterpret_cast<float4*>(area) + threadIdx.x) {}
-    __device__ void add(TileSums<G>& group, int groups) {
+    __device__ void add(Sums<G>& group, int groups) {
 #pragma unroll
         for (int m = 0; m < G::WEIGHT_TILES; ++m)
 #pragma unroll
@@ -47,7 +36,7 @@ template <typename G> struct SharedTileTotal {
                 one[0] = one[1] = one[2] = one[3] = 0.f;
             }
     }
-    __device__ void take(TileSums<G>& target) {
+    __device__ void take(Sums<G>& target) {
 #pragma unroll
         for (int m = 0; m < G::WEIGHT_TILES; ++m)
 #pragma unroll
@@ -57,13 +46,10 @@ template <typename G> struct SharedTileTotal {
             }
     }
 };
-template <bool, typename First, typename> struct Choose { using type = First; };
-template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
-
 // Writes a warp's sums, of a tile whose outputs begin at column `first`: lanes of two neighbouring weight rows exchange
 // sums, so that each has two columns of one row of activations.
 template <typename T, typename G, typename Output>
-__device__ __forceinline__ void write_own(const TileSums<G>& total, const Linear& linear, const Output& output, int first) {
+__device__ __forceinline__ void write_own(const Sums<G>& total, const Linear& linear, const Output& output, int first) {
     constexpr int HALVES = 2 / G::SUMS, AT_ONCE = G::WEIGHT_TILES == 1 ? 4 : 2;
     const T* bias = static_cast<const T*>(linear.bias);
     const bool odd = own_row() % 2;
@@ -107,61 +93,7 @@ __device__ __forceinline__ void write_own(const TileSums<G>& total, const Linear
     }
 }
 
-// The outputs of a tile that a thread writes where others have parts of their sums, as pairs of columns.
-template <typename T, typename G, typename Output> struct JoinedOutputs {
-    static constexpr int PAIRS = G::UNIT / 2;
-    static constexpr int EACH = G::ALL ? 1 : (8 * G::TOKEN_TILES * PAIRS + G::THREADS - 1) / G::THREADS;
-    static constexpr bool EARLY = !G::ALL && EACH <= 2;  // registers hold what is read before the products
-    const Linear& linear;
-    const Output& output;
-    float2 before[EACH], biases[EACH][G::SUMS];
-
-    __device__ JoinedOutputs(const Linear& linear, const Output& output) : linear(linear), output(output) {}
-    template <typename Action> __device__ __forceinline__ void for_each(int first, const Action& action) const {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int at = i * G::THREADS + threadIdx.x, b = at / PAIRS, column = at % PAIRS * 2;
-            if (b < 8 * G::TOKEN_TILES && first_token<G>() + b < linear.batch && first + column < linear.rows)
-                action(i, b, column);
-        }
-    }
-    __device__ __forceinline__ void read(int first) {
-        const T* bias = static_cast<const T*>(linear.bias);
-        for_each(first, [&](int i, int b, int column) {
-            const int n = first + column;
-            before[i] = output.before_two(first_token<G>() + b, n, linear.rows);
-#pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
-                if (bias != nullptr) biases[i][s] = read_two(bias + s * linear.rows + n, n, linear.rows);
-        });
-    }
-    // Adds the teams' sums at `area`: of slices to those of groups, of groups in order.
-    __device__ __forceinline__ void write(const float* area, int first) const {
-        for_each(first, [&](int i, int b, int column) {
-            float2 sums[G::SUMS];
-#pragma unroll
-            for (int s = 0; s < G::SUMS; ++s) {
-                const int place = G::SUMS == 1 ? column : column / 8 * 16 + column % 8 + s * 8;
-                const float* own = area + b * G::STRIDE + place;
-                sums[s] = make_float2(0.f, 0.f);
-#pragma unroll
-                for (int g = 0; g < GROUPS; ++g) {
-                    float2 group = make_float2(0.f, 0.f);
-#pragma unroll
-                    for (int p = 0; p < G::K_WARPS / GROUPS; ++p, own += G::PLACES) {
-                        const float2 one = *reinterpret_cast<const float2*>(own);
-                        group.x += one.x, group.y += one.y;
-                    }
-                    sums[s].x += group.x, sums[s].y += group.y;
-                }
-                if (linear.bias != nullptr) sums[s].x += biases[i][s].x, sums[s].y += biases[i][s].y;
-            }
-            output.two(first_token<G>() + b, first + column, linear.rows, sums, before[i]);
-        });
-    }
-};
-
-template <typename G> __device__ __forceinline__ void leave_sums(float* area, const TileSums<G>& sums) {
+template <typename G> __device__ __forceinline__ void leave_sums(float* area, const Sums<G>& sums) {
     const int team = own_warp() / G::ROW_WARPS, rows = own_warp() % G::ROW_WARPS * 16 * G::WEIGHT_TILES;
     float* own = area + team * G::PLACES + rows + own_row();
 #pragma unroll
@@ -182,10 +114,12 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     float* area = reinterpret_cast<float*>(shared + G::AREA_BEGIN);
     const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT;
     const int own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
+
     const int first = own_warp() / G::ROW_WARPS * G::OWN_BLOCKS;
 
     launch_next_kernel();
-    TileWeights<G> weights(linear, tiles, first, shared_address(shared + G::RINGS_BEGIN));
+    Weights<G, unsigned> weights(
+        linear, tiles, G::OWN_BLOCKS, shared_address(shared + G::RINGS_BEGIN), [=](int) { return first; });
 #pragma unroll
     for (int i = 0; i < G::DEPTH; ++i) {
         weights.copy();
@@ -211,19 +145,19 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
             commit_copies();
         }
     }
-    JoinedOutputs<T, G, Output> outputs(linear, output);
+    JoinedOutputs<T, G, false, Output> outputs(linear, output);
     if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
     wait_for_copies<G::STAYS ? 0 : G::STAGES - 2>();
     wait_for_warps<G>();
     const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
     unsigned slot = weights.ring, place = activations.memory;
-    HeldTiles<G> held;
+    Held<G> held;
     uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
     held.read(slot);
     read_rows<G>(rows[0], place, 0);
     typename Choose<G::LEAVES_TOTAL, SharedTileTotal<G>, TileTotal<G>>::type total(shared + G::AREA_BEGIN);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        TileSums<G> sum = {}, group = {};
+        Sums<G> sum = {}, group = {};
         if (outputs.EARLY && tile != blockIdx.x) outputs.read(tile * G::UNIT);
         int steps_left = G::STEPS, slices = 0;
 #pragma unroll 1
@@ -296,7 +230,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
         leave_sums<G>(area, G::K_WARPS == SLICES ? sum : group);
         if (!outputs.EARLY) outputs.read(tile * G::UNIT);
         __syncthreads();
-        outputs.write(area, tile * G::UNIT);
+        outputs.write(area, nullptr, tile * G::UNIT);
     }
 }
 

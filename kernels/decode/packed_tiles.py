@@ -18,11 +18,11 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 _BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP
 #: Tiles of activations that kernels are made for.
 _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
-#: The most multiprocessors that are few; the fewest rows of activations.
-_FEW, LEAST_ROWS = 64, 9
+#: The fewest rows of activations.
+LEAST_ROWS = 9
 #: What `fitted.json` says of each.
 _FITTED = "packed layers of 9 to 64 rows"
-_MANY_MULTIPROCESSORS, _FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few")
+_OF_MANY, _OF_FEW, _FEW_MULTIPROCESSORS = fitted(_FITTED, "many", "few", "few_multiprocessors")
 _STARTS, _COPIED, _JOINS, _UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = fitted(
     _FITTED, "starts", "copied", "joins", "unhidden", "dequantizes", "barriers", "few_warps"
 )
@@ -97,7 +97,7 @@ class PackedTiles:
 
 def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the fastest first."""
-    forms = _FEW_MULTIPROCESSORS if gpu.multiprocessors <= _FEW else _MANY_MULTIPROCESSORS
+    forms = _OF_FEW if gpu.multiprocessors <= _FEW_MULTIPROCESSORS else _OF_MANY
     chosen = forms[next(most for most in forms if most >= batch)]
     fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
     found = [tiling for tiling in fitting if tiling is not None]

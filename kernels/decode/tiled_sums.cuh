@@ -9,26 +9,16 @@
 namespace decode {
 namespace tiled {
 
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
-
-// Adds to a sum what another one holds, which then begins anew.
-template <typename G> __device__ __forceinline__ void add_to(Sums<G>& sum, Sums<G>& other) {
-    for_each_sum<G>([&](int r, int c, int i) { sum[r][c][i] += other[r][c][i], other[r][c][i] = 0.f; });
-}
-
 // Where a thread's sums stand in the tile.
-template <typename G> struct Lane {
-    int row, column_warp;
-
+template <typename G> struct Lane : WarpTiles<G> {
     __device__ Lane()
-        : row(threadIdx.x / 32 % G::ROW_WARPS * G::ROW_TILES * 16), column_warp(threadIdx.x / 32 / G::ROW_WARPS) {}
-    // The first weight row of the warp's tile `c`.
-    __device__ int tile_row(int c) const {
-        const int tile = column_warp * G::COLUMN_TILES + c;
-        return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
+        : WarpTiles<G>{int(threadIdx.x / 32 % G::ROW_WARPS * G::ROW_TILES * 16), int(threadIdx.x / 32 / G::ROW_WARPS)} {}
+    __device__ int row_of(int r, int i) const {
+        return this->row + r * 16 + i / 2 * 8 + row_of_eight(threadIdx.x % 32 / 4);
     }
-    __device__ int row_of(int r, int i) const { return row + r * 16 + i / 2 * 8 + row_of_eight(threadIdx.x % 32 / 4); }
-    __device__ int weight_row_of(int c, int i) const { return tile_row(c) + row_of_eight(threadIdx.x % 4 * 2 + i % 2); }
+    __device__ int weight_row_of(int c, int i) const {
+        return this->tile_row(c) + row_of_eight(threadIdx.x % 4 * 2 + i % 2);
+    }
 };
 
 // Leaves the products of a tile of A. Eight rows of it are of one place.

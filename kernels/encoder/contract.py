@@ -1,8 +1,9 @@
 """The contract of the kernels of vision encoders: `NumpyEncoder` defines what they compute, `CudaEncoder` computes it.
 
-They are what stands between the linear layers of an encoder. R rows come out, made of S or R rows of K columns; P are
-the columns of a result, at least K, with zeros behind: linear layers take rows in eights, whatever a model's width is.
-Heads are G of D elements each. "mixed" is float32 or the model's dtype.
+They are what stands between the linear layers of an encoder; decoders take layer norms and activations without a gate
+from here, too. R rows come out, made of S or R rows of K columns; P are the columns of a result, at least K, with zeros
+behind: linear layers take rows in eights, whatever a model's width is. Heads are G of D elements each. "mixed" is
+float32 or the model's dtype.
 
 **Elements.** The residual stream, and all that sums are taken of, is float32, as are the sums; what a linear layer or
 attention multiplies is in the model's dtype, rounded once.
@@ -127,9 +128,13 @@ class EncoderKernels(Protocol):
         epsilon: float,
         offset: float,
         output: Annotated[OwnArray, "RP mixed"],
+        next_early: bool,
     ) -> Launchable:
         """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
-        bias; without, an RMS norm (Zhang and Sennrich 2019), x / sqrt(mean of squares + epsilon) (weight + offset)."""
+        bias; without, an RMS norm (Zhang and Sennrich 2019), x / sqrt(mean of squares + epsilon) (weight + offset).
+
+        The output may be the values. `next_early` False: a kernel that overlaps this one starts only when the one
+        before this one has finished."""
 
     @limited(_check_activation)
     def activate(

@@ -89,9 +89,10 @@ class CudaEncoder:
         epsilon: float,
         offset: float,
         output: DeviceArray,
+        next_early: bool = True,
     ) -> Launch:
         """Layer norm or RMS norm; see the contract."""
-        arguments = (values, weight, bias, epsilon, offset, output)
+        arguments = (values, weight, bias, epsilon, offset, output, next_early)
         sizes, packed = self._packed("norm", *arguments)
         width = _columns_at_once(sizes["K"], sizes["P"])
         _check_aligned("norm", width, values, weight, bias, output)

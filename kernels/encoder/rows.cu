@@ -16,7 +16,9 @@ __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ NormArgu
     const size_t first = size_t(blockIdx.x) * a.K;
     const bool is_layer_norm = biases != nullptr;
     float mean = 0.f, sum = 0.f;
-    begin();
+    if (a.next_early) launch_next_kernel();
+    wait_for_previous_kernel();
+    if (!a.next_early) launch_next_kernel();
     for (unsigned column = threadIdx.x * WIDTH; column < a.K; column += THREADS * WIDTH) {
         float values[WIDTH];
         load<In, WIDTH>(a.values, first + column, values);

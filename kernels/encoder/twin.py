@@ -29,9 +29,10 @@ class NumpyEncoder:
         epsilon: float,
         offset: float,
         output: np.ndarray,
+        next_early: bool = True,
     ) -> NumpyLaunch:
         """Layer norm or RMS norm; see the contract."""
-        _check("norm", values, weight, bias, epsilon, offset, output)
+        _check("norm", values, weight, bias, epsilon, offset, output, next_early)
 
         def compute() -> None:
             x = values if bias is None else values - values.mean(axis=-1, keepdims=True)

@@ -16,6 +16,7 @@ from edgellm.kernels.decode.contract import STEP, LinearWeights
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TiledLinear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
+from edgellm.kernels.fitted import fitted
 from edgellm.kernels.launch import Kernel, Launch
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
@@ -24,11 +25,10 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatri
 MAX_PROMPT_ROWS, _MOST_STAGES, _DENSE_COLUMNS, _ROW_BYTES = 65_536, 4, 64, 2 * STEP
 #: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
 _KEPT_BYTES, _SHARED = 1024, 128
-#: Clocks of a tile beside its steps, and of each of its outputs; clocks that a step takes at least, and by how much
-#: longer it takes where four warps on a multiprocessor hide less of each other's reads.
-_TILE_CLOCKS, _OUTPUT_CLOCKS, _LATENCY, _FEW_WARPS = 1500, 0.2, 250, 1.4
-#: Instructions of a warp: for a step of eight packed weight rows, to add a tile's sums of a slice, and beside these.
-_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = 12, 2, 25
+#: What `fitted.json` says of each.
+_FITTED = "linear layers of prompts"
+_TILE, _OUTPUT, _LATENCY, _UNHIDDEN, _FEW_WARPS = fitted(_FITTED, "tile", "output", "latency", "unhidden", "few_warps")
+_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = fitted(_FITTED, "dequantizes", "additions", "step_instructions")
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
@@ -120,11 +120,11 @@ class PromptTiling(NamedTuple):
         copied = self.teams * (self.rows * _ROW_BYTES + self._step_bytes(self.weight_rows))
         products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
         spans = sorted(((fragments + copied) / _SHARED, products, self._issued() / 4))
-        step = spans[-1] + 0.3 * spans[-2]
+        step = spans[-1] + _UNHIDDEN * spans[-2]
         beside = min(own, self.resident(self.stages(gpu), gpu))
         steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
         step *= _FEW_WARPS if warps * beside <= 4 else 1
-        ends = _TILE_CLOCKS + _OUTPUT_CLOCKS * self.rows * self.weight_rows
+        ends = _TILE + _OUTPUT * self.rows * self.weight_rows
         return rounds * (steps * max(step * beside, _LATENCY) + ends)
 
 

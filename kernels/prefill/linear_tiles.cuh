@@ -13,7 +13,6 @@ namespace prefill {
 using namespace decode;
 
 constexpr int ROW_BYTES = 64, STAGES = HOST_STAGES;
-constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int BAND = 1024;  // rows of activations whose tiles are neighbours in time
 
 // Where the sums of groups of slices are added: in registers, in shared memory, or each group by a team of warps of its
@@ -49,19 +48,12 @@ struct Geometry {
 };
 
 // Where a thread's sums stand in the tile.
-template <typename G> struct Lane {
-    int row, column_warp;
-
+template <typename G> struct Lane : WarpTiles<G> {
     __device__ Lane() : Lane(threadIdx.x / 32 % G::ROW_WARPS, threadIdx.x % G::TEAM / 32 / G::ROW_WARPS) {}
-    __device__ Lane(int row_warp, int column) : row(row_warp * G::ROW_TILES * 16), column_warp(column) {}
-    // The first weight row of the warp's tile `c`.
-    __device__ int tile_row(int c) const {
-        const int tile = column_warp * G::COLUMN_TILES + c;
-        return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
-    }
-    __device__ int row_of(int r, int half) const { return row + r * 16 + half * 8 + threadIdx.x % 32 / 4; }
+    __device__ Lane(int row_warp, int column) : WarpTiles<G>{row_warp * G::ROW_TILES * 16, column} {}
+    __device__ int row_of(int r, int half) const { return this->row + r * 16 + half * 8 + threadIdx.x % 32 / 4; }
     // The first of two.
-    __device__ int weight_row_of(int c) const { return tile_row(c) + threadIdx.x % 4 * 2; }
+    __device__ int weight_row_of(int c) const { return this->tile_row(c) + threadIdx.x % 4 * 2; }
 };
 
 // sum [16, 8] += a [16, 16] times the transpose of b [8, 16]. Nothing but its operands decides where it stands.

@@ -27,7 +27,7 @@ SMALL_FACTOR = 2.0**18
 SMALL_SCALE = 65504 / SMALL_FACTOR
 #: By codes and the dtype of products: what is added to a zero point, which is what its codes stand behind.
 _ZERO_OFFSETS = {
-    **{("int4", product): 16 for product in ("float16", "float32")},
+    **{(codes, product): 16 for codes in ("int4", "int5", "int6") for product in ("float16", "float32")},
     **{("int8", product): 1024 for product in ("float16", "float32")},
     ("int4", "bfloat16"): 32,
 }
@@ -308,7 +308,8 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     codes = np.ascontiguousarray(codes)
     if layout.kind == "levels":
         levels = _levels_of(layout, tails)
-        products = levels.products()
+        assert format.group is not None
+        products = levels.products(format.group)
         minima = products[..., 1] if format.minima else None
         return PackedWeight(format, codes, products[..., 0], minima=minima, levels=levels)
     if layout.has_factors:

@@ -84,10 +84,10 @@ class Levels(NamedTuple):
     factors: np.ndarray
     numbers: np.ndarray
 
-    def products(self) -> np.ndarray:
-        """float32 [N, groups, P]."""
-        groups, of_factor = self.numbers.shape[1], -(-self.numbers.shape[1] // self.factors.shape[1])
-        return self.numbers * np.repeat(self.factors.astype(np.float32), of_factor, axis=1)[:, :groups]
+    def products(self, group: int) -> np.ndarray:
+        """float32 [N, groups, P], of groups of so many columns."""
+        factors = np.repeat(self.factors.astype(np.float32), LEVEL_COLUMNS // group, axis=1)
+        return self.numbers * factors[:, : self.numbers.shape[1]]
 
 
 class ScaledWeight(Protocol):

@@ -12,3 +12,24 @@ template <typename G, typename Action> __device__ __forceinline__ void for_each_
 #pragma unroll
             for (int i = 0; i < 4; ++i) action(r, c, i);
 }
+
+// Adds to a sum what another one holds, which then begins anew.
+template <typename G> __device__ __forceinline__ void add_to(Sums<G>& sum, Sums<G>& other) {
+    for_each_sum<G>([&](int r, int c, int i) { sum[r][c][i] += other[r][c][i], other[r][c][i] = 0.f; });
+}
+
+// Which of a tile a warp has: its first row of activations, and its place among the warps that have weight rows beside
+// each other. PAIRED: the second half of the tile's weight rows, UNIT of them, is every second of the warp's tiles.
+template <typename G> struct WarpTiles {
+    int row, column_warp;
+
+    // The first weight row of the warp's tile `c`.
+    __device__ int tile_row(int c) const {
+        const int tile = column_warp * G::COLUMN_TILES + c;
+        return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
+    }
+};
+
+// One of two types, such as where sums lie.
+template <bool, typename First, typename> struct Choose { using type = First; };
+template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };

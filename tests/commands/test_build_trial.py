@@ -10,7 +10,7 @@ import pytest
 from command_line import Edgellm
 from safetensors.numpy import load_file, save_file
 
-from edgellm import LLM, trial
+from edgellm import LLM
 from edgellm.engines.checkpoints import weights
 
 SMALL = ("--prefill-chunk", 16, "--kv-capacity", 16)
@@ -56,7 +56,7 @@ def test_a_token_is_computed_where_memory_is_plenty_or_it_is_asked_for(
     with LLM(tmp_path / "robot", backend="numpy"):
         assert not found  # what the token's start looked at is known to the next start
     assert "first token" not in (out := built("--no-try")) and "No token" not in out
-    monkeypatch.setattr(trial, "available_memory", lambda: 4 * 32_000)
+    monkeypatch.setattr("edgellm.commands.build.available_memory", lambda: 4 * 32_000)
     assert "No token of it was computed: its weights take more than a quarter" in built()
     assert "  first token " in built("--try")
 

@@ -21,7 +21,7 @@ from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.errors import CheckpointError, EngineDirectoryError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.sampling_params import SamplingParams
@@ -194,7 +194,8 @@ def test_a_model_in_several_files(edgellm: Edgellm, file: Path, tmp_path: Path) 
     for number in range(3):
         own = {info.name: Tensor(info.dtype, info.shape, whole.bytes_of(info).tobytes()) for info in infos[number::3]}
         split = {"split.no": number, "split.count": 3, "split.tensors.count": len(infos)}
-        metadata = (whole.metadata if number == 0 else {}) | split
+        own_metadata = {key: each.read() if isinstance(each, Texts) else each for key, each in whole.metadata.items()}
+        metadata = (own_metadata if number == 0 else {}) | split
         write_gguf(tmp_path / f"part-{number + 1:05}-of-00003.gguf", metadata, own)
     code, _, err = edgellm("build", tmp_path / "part-00002-of-00003.gguf", tmp_path / "robot", "--no-try")
     assert code == 0, err

@@ -18,7 +18,7 @@ from hostile_runs import Ended, HostileRuns
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError, EngineDirectoryError
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 #: Files of a checkpoint that `build` reads or copies, and what its message names.
 COPIED = (

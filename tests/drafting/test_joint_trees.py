@@ -29,7 +29,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan, chain, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
 from edgellm.text.tokenizer import Tokenizer

@@ -18,6 +18,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -46,12 +47,11 @@ def prepare(
     packed: Mapping[str, DeviceLayout] = MappingProxyType({}),
 ) -> str:
     """Let the engine of a shape prepare its launches, on weights that are `packed` or dense; its name."""
-    limit, recurrent = module.shared_limit, CudaRecurrent(module)
-    choice, _ = kernel_choice(config, shape, dtype, limit, packed=packed)
+    few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
+    prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+    kernels = StepKernels(few, many, recurrent=CudaRecurrent(module), encoder=CudaEncoder(module), **prompts)
+    choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed)
     if choice is not None:
-        few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
-        prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
-        kernels = StepKernels(few, many, recurrent=recurrent, **prompts)
         engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed)
     else:
         program = model_program(config, shape)
@@ -59,7 +59,7 @@ def prepare(
             part.segment: SimpleNamespace(takes_packed=False, scratch_bytes=0, attach=lambda *arguments: None)
             for part in segment_shapes(program)
         }
-        engine = SplitEngine(CudaPrefill(module), program, engines, dtype, packed, recurrent)
+        engine = SplitEngine(kernels, program, engines, dtype, packed)
     engine.attach(DEVICE, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
     engine.load_kernels(dict.fromkeys(engine.tensor_names) | packed)
     return "kernels" if choice is not None else "split"

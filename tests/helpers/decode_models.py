@@ -23,6 +23,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -51,6 +52,10 @@ SCALED = {
     ),
     "smollm3": replace(LLAMA, nope_layers=(1,)),
     "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
+    "starcoder2": replace(
+        FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
+    ),
+    "layer_norms_and_a_gate": replace(LLAMA, layer_norms=True, post_norms=True),
 }
 
 
@@ -277,6 +282,7 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         CudaRecurrent(module),
         CudaPromptLinear(module, dtype),
         CudaPrefill(module),
+        CudaEncoder(module),
     )
 
 

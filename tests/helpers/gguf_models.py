@@ -24,6 +24,7 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
+    "starcoder2": "starcoder2",
 }
 _PAIRED = ("llama", "mistral3", "granite", "smollm3")
 _SHIFTED = ("gemma", "gemma3", "qwen35")
@@ -36,7 +37,7 @@ _NAMES = {
     **{f"self_attn.{each}": "attn_output" for each in ("o_proj", "out_proj")},
     **{f"self_attn.{each}_{norm}": f"attn_{each}_norm" for each in "qk" for norm in ("norm", "layernorm")},
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
-    "mlp.gate_up_proj": "ffn_up",
+    **{"mlp.gate_up_proj": "ffn_up", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
     **{"operator_norm": "attn_norm", "input_layernorm": "attn_norm", "ffn_norm": "ffn_norm"},
     **{f"conv.{each}": f"shortconv.{each}" for each in ("conv", "in_proj", "out_proj")},
@@ -89,13 +90,15 @@ def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = 
     return folder
 
 
-def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None) -> Path:
+def write_model(
+    checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None, kind: str | None = None
+) -> Path:
     """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata; `kinds` gives, for a name of
-    the file and its values, what is written in the place of a dense tensor."""
+    the file and its values, what is written in the place of a dense tensor. Of another architecture it is of `kind`."""
     config = json.loads((checkpoint / "config.json").read_text())
     stored = {name: each for file in checkpoint.glob("model*.safetensors") for name, each in read_tensors(file).items()}
     tensors = {name: _values(*each) for name, each in stored.items()}
-    kind = ARCHITECTURES[config["model_type"]]
+    kind = kind or ARCHITECTURES[config["model_type"]]
     metadata = _metadata(config, kind) | (more or {})
     written: dict[str, Tensor] = {}
     if tensors.keys() >= {"lm_head.weight"} and config.get("tie_word_embeddings", False):
@@ -231,6 +234,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     }
     if kind in ("llama", "olmo2"):
         del found["attention.sliding_window"]
+    if kind == "starcoder2":
+        found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
+        del found["attention.layer_norm_rms_epsilon"]
     scaling = own.get("rope_type") or own.get("type")
     if scaling in ("linear", "yarn"):
         found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
@@ -257,9 +263,8 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
             "rope.dimension_sections": [*own["mrope_section"], 0],
         }
     metadata: dict[str, Any] = {"general.architecture": kind}
-    if config.get("bos_token_id") is not None:
-        metadata["tokenizer.ggml.bos_token_id"] = config["bos_token_id"]
-    metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    ends = (key for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None)
+    metadata |= {f"tokenizer.ggml.{key}": config[key] for key in ends}
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
 

@@ -25,6 +25,7 @@ NUMBERS = {
     "q6_k": (14, 256, 210),
     "iq4_nl": (20, 32, 18),
     "iq4_xs": (23, 256, 136),
+    "int64": (27, 1, 8),
     "mxfp4": (39, 32, 17),
 }
 
@@ -45,7 +46,7 @@ class Typed(NamedTuple):
 
 
 def dense(values: np.ndarray) -> Tensor:
-    """A tensor of float32 or float16."""
+    """A tensor of float32, float16 or int64."""
     return Tensor(values.dtype.name, values.shape, np.ascontiguousarray(values).tobytes())
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from golden_files import golden_folder
+from golden_vision import GoldenImage
 from safetensors import safe_open
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -79,3 +80,21 @@ class GoldenModel:
             runner.force_token(slot, int(token))
             runner.decode(slot + 1).wait()
             assert_close(runner.logits(slot), expected)
+
+
+def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
+    """The patches of each image, as a processor would have made them."""
+    pixels, images, first = golden.expected["pixel_values"].astype(np.float32), [], 0
+    for index, grid in enumerate(golden.expected["grids"].tolist()):
+        if pixels.ndim == 4:  # whole pictures: rows and columns of patches, each channel by channel
+            _, channels, height, width = pixels.shape
+            rows, columns = grid[1:]
+            cut = pixels[index].reshape(channels, rows, height // rows, columns, width // columns)
+            patches = cut.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+        else:
+            count = int(np.prod(grid))
+            patches = pixels[first : first + count]
+            first += count
+        tokens = golden.expected[f"image{index}.rows"].shape[0]
+        images.append(GoldenImage(np.ascontiguousarray(patches), tuple(grid), tokens, f"image {index}", patches, ()))
+    return images

@@ -58,7 +58,7 @@ class HubServer(ThreadingHTTPServer):
     """The hub; `requests` are (method, path, range or "") of all that came.
 
     `cuts` are bytes after which the connection ends on GETs of a file, one a time; `wrong` is what is served in place
-    of a file's content, `said_sizes` the size that its headers name.
+    of a file's content, `said_sizes` the size that its headers name; `moved` are new names of repositories by old ones.
     """
 
     daemon_threads = True
@@ -70,6 +70,7 @@ class HubServer(ThreadingHTTPServer):
         self.cuts: dict[str, list[int]] = {}
         self.wrong: dict[str, bytes] = {}
         self.said_sizes: dict[str, int] = {}
+        self.moved: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -104,6 +105,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, path, self.headers.get("Range", "")))
         info, tree, file = (pattern.fullmatch(path) for pattern in (_INFO, _TREE, _FILE))
         match = info or tree or file
+        if match and match[1] in self.server.moved:
+            place = self.path.replace(match[1], self.server.moved[match[1]], 1)
+            return self._send(307, b"Temporary Redirect", {"Location": place})
         repository = self.server.repositories.get(match[1]) if match else None
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and token != TOKEN:

@@ -13,6 +13,7 @@ from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+from edgellm.kernels.encoder.twin import NumpyEncoder
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
@@ -47,7 +48,8 @@ def numpy_kernel_engine(
     """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
     by name."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
-    kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), any_rows=many, prefill=NumpyPrefill())
+    more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
+    kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
     choice, reason = kernel_choice(config, shape, "float16", _SHARED_LIMIT, packed=packed, only=(way,) if way else ())
     assert choice is not None, reason
     return _Float32Engine(kernels, choice, config, shape, "float16", packed)

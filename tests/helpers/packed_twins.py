@@ -10,7 +10,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 
 QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")

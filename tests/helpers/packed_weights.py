@@ -77,7 +77,8 @@ def random_of(format: WeightFormat, rows: int, columns: int, size: float = 0.01,
     if format.scaling == "levels":
         factors = random.uniform(-size / 64, size / 64, (rows, -(-columns // LEVEL_COLUMNS), parts)).astype(np.float16)
         levels = Levels(factors, random.integers(-128, 128, shape).astype(np.int8))
-        scales = levels.products()
+        assert format.group is not None
+        scales = levels.products(format.group)
     elif format.scaling == "powers":
         stored[stored == 8] = 0  # there is no negative zero
         scales = np.ldexp(np.float32(1), random.integers(-3, 3, shape) + int(np.log2(size)))

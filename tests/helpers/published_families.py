@@ -322,6 +322,38 @@ OLMO_2_1B = OLMO_2_7B | {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
+STARCODER2_3B = {
+    "architectures": ["Starcoder2ForCausalLM"],
+    "model_type": "starcoder2",
+    "attention_dropout": 0.1,
+    "bos_token_id": 0,
+    "embedding_dropout": 0.1,
+    "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "vocab_size": 49152,
+    "hidden_size": 3072,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "mlp_type": "default",
+    "residual_dropout": 0.1,
+    "rope_theta": 999999.4420358813,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "use_bias": True,
+}
+STARCODER2_7B = STARCODER2_3B | {
+    "hidden_size": 4608,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 36,
+    "num_key_value_heads": 4,
+    "rope_theta": 1000000,
+}
 #: One or two models of each family, and their parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
@@ -340,4 +372,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
+    "starcoder2-3b": (STARCODER2_3B, 3_030_371_328),
+    "starcoder2-7b": (STARCODER2_7B, 7_173_923_840),
 }

@@ -58,6 +58,12 @@ FAMILIES = {
         "num_key_value_heads": 1,
     },
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "starcoder2": {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+    },
 }
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {

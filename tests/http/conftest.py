@@ -9,7 +9,7 @@ import pytest
 from http_server import ServerProcess, running
 
 from edgellm import LLM
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 
 @pytest.fixture(scope="session")

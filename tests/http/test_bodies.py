@@ -22,7 +22,7 @@ from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard, host_name
 from edgellm.http.responses import response_request
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 MODEL = ServedModel("m", ("a",), template_variables=frozenset({"enable_thinking"}))
 READERS: dict[str, Callable[[bytes, ServedModel], ParsedRequest]] = {

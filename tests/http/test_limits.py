@@ -28,7 +28,7 @@ from edgellm.http.errors import HTTPError, http_error, without_folders
 from edgellm.http.fields import ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.readers import ImageMemory, Readers
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 MODEL = ServedModel("m")
 DATA = "data:image/png;base64," + "A" * TEXT_BYTES

@@ -15,7 +15,7 @@ from http_server import MODEL, ServerProcess, chat_body
 
 import edgellm
 from edgellm import LLM, SamplingParams
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 QUESTION = "Where is the red cup?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]

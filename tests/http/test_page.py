@@ -15,7 +15,7 @@ from http_server import MODEL, ServerProcess, running, wait_for
 from served_page import TURN, answer, ask, facts, opened, streamed
 
 from edgellm.http.page import PATHS, POLICY
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from tools.docs.browser import Page
 
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"

@@ -23,7 +23,7 @@ import pytest
 from http_server import MODEL, ServerProcess, chat_body, raw_request, wait_for
 from proxy_process import NAME, PROGRAMS, ProxyProcess
 
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 KEY = "open sesame".replace(" ", "-")
 OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60)

@@ -17,7 +17,7 @@ import pytest
 from http_server import MODEL, ServerProcess, chat_body, raw_request, read_to_end, running, wait_for
 from PIL import Image
 
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 KEY, OTHER_KEY = "key-of-the-robot", "key-of-the-tablet"
 

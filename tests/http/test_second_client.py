@@ -16,7 +16,7 @@ from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
 from edgellm import LLM, SamplingParams
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 MESSAGES = [{"role": "user", "content": "Please put the green apple to the right."}]
 SCHEMA = {

@@ -17,7 +17,7 @@ from edgellm import LLM, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.http.errors import http_error
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("private_files")

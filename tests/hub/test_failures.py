@@ -200,7 +200,7 @@ def test_gguf_files_are_listed_with_what_fits(
     monkeypatch.setattr("edgellm.hub.names.find_gpu", lambda: None)
     assert "the memory of this machine" in refusal()
     assert "has no model tiny-Q4_0.gguf" in refusal(f"{NAME}:tiny-Q4_0.gguf")
-    assert "has no model Q4_K_M" in refusal(f"{NAME}:Q4_K_M")
+    assert "has no model Q5_K_M" in refusal(f"{NAME}:Q5_K_M")
 
 
 def test_a_gguf_file_is_downloaded_and_handed_on(edgellm: Edgellm, hub: HubServer) -> None:

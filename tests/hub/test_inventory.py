@@ -136,6 +136,23 @@ def test_one_file_of_several_is_removed(edgellm: Edgellm, hub: HubServer) -> Non
     assert not hub.requests
 
 
+def test_one_commit_of_several_is_removed(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    repository = hub.repository(NAME)
+    first = repository.commit_folder(tiny_checkpoint)
+    local_directory(NAME)
+    second = repository.commit_folder(tiny_checkpoint, **{"system_prompt.txt": b"You are Pip."})
+    directory = local_directory(NAME, update=True)
+    code, _, err = edgellm("remove", NAME, "--revision", "fedcba")
+    assert code == 1 and f"there is nothing of {NAME} at fedcba" in err and first in err and second in err
+    before = files_of(directory)
+    assert edgellm("remove", NAME, "--revision", first[:12])[0] == 0
+    assert {(each["kind"], each["commit"]) for each in listed(edgellm)} == {("cached", second), ("downloaded", second)}
+    hub.requests.clear()
+    assert local_directory(NAME) == directory and files_of(directory) == before and not hub.requests
+    assert edgellm("remove", NAME, "--revision", "main")[0] == 0  # the commit that it is
+    assert not listed(edgellm) and not list(Path("hf").rglob("*tiny*"))
+
+
 @pytest.mark.parametrize("name", ["own", "./robots/tiny", "robots", "a/b/c", "../robots/tiny", "robots/.."])
 def test_remove_takes_names_alone(edgellm: Edgellm, hub: HubServer, tiny_engines: Path, name: str) -> None:
     shutil.copytree(tiny_engines, "own")

@@ -18,7 +18,8 @@ from PIL import Image
 from synthetic_images import synthetic_image
 
 from edgellm.engines.errors import EdgeLLMError, ImageError
-from edgellm.multimodal.image_input import ImageLimits, read_image
+from edgellm.multimodal import image_input
+from edgellm.multimodal.image_input import read_image
 
 PIXELS = synthetic_image(24, 40)
 
@@ -149,7 +150,7 @@ def test_floats_from_0_to_1_are_scaled(dtype: type) -> None:
     np.testing.assert_array_equal(read_image(grey)[..., 1], PIXELS[..., 0])
 
 
-def test_the_first_frame_of_an_animation_is_taken() -> None:
+def test_the_first_frame_of_an_animation_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     colours = ((200, 30, 40), (0, 255, 0), (0, 0, 255), (9, 9, 9))
     frames = [Image.new("RGB", (32, 16), colour) for colour in colours]
     kinds = ["PNG", "WEBP", "TIFF", "GIF"]
@@ -158,8 +159,10 @@ def test_the_first_frame_of_an_animation_is_taken() -> None:
     for kind in kinds:
         data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
         assert np.abs(read_image(data).astype(int) - colours[0]).max() <= 9, kind
+        monkeypatch.setattr(image_input, "SOURCE_FRAMES", 3)
         with pytest.raises(ImageError, match=r"has 4 frames: the most is 3. Save the frame"):
-            read_image(data, limits=ImageLimits(max_frames=3))
+            read_image(data)
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 20000), (20000, 3)])
@@ -168,7 +171,7 @@ def test_extreme_shapes_are_read(height: int, width: int) -> None:
     np.testing.assert_array_equal(read_image(encoded(Image.fromarray(pixels))), pixels)
 
 
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = png_of(30_000, 30_000, bytes(1 << 20))
     assert len(bomb) < 4096
     with pytest.raises(ImageError, match=r"too large|900000000 pixels"):
@@ -176,20 +179,22 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(tmp_path: Path) ->
     smaller = png_of(9_000, 9_000, bytes(1 << 10))  # within Pillow's own limit
     with pytest.raises(ImageError, match=r"9000 x 9000 = 81000000 pixels: the most is 64000000"):
         read_image(smaller)
+    monkeypatch.setattr(image_input, "SOURCE_PIXELS", 959)
     with pytest.raises(ImageError, match=r"960 pixels: the most is 959"):
-        read_image(PIXELS, limits=ImageLimits(max_pixels=959))
+        read_image(PIXELS)
     with pytest.raises(ImageError, match=r"40 x 24 = 960 pixels"):
-        read_image(Image.fromarray(PIXELS), limits=ImageLimits(max_pixels=959))
+        read_image(Image.fromarray(PIXELS))
 
 
-def test_a_file_that_is_too_long_is_not_even_read(tmp_path: Path) -> None:
+def test_a_file_that_is_too_long_is_not_even_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "long.png"
     with path.open("wb") as file:
         file.truncate(10**12)  # sparse: reading it would fill the memory
     with pytest.raises(ImageError, match=r"long.png has 1000000000000 bytes: the most is 67108864"):
         read_image(path)
+    monkeypatch.setattr(image_input, "SOURCE_BYTES", 99)
     with pytest.raises(ImageError, match="the image has 100 bytes: the most is 99"):
-        read_image(bytes(100), limits=ImageLimits(max_bytes=99))
+        read_image(bytes(100))
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
@@ -277,7 +282,9 @@ def test_damaged_bytes_give_an_image_or_an_error_and_nothing_else(kind: str, dat
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = read_image(bytes(damaged), limits=ImageLimits(max_pixels=10_000))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(image_input, "SOURCE_PIXELS", 10_000)
+            found = read_image(bytes(damaged))
     except EdgeLLMError:
         return
     assert found.dtype == np.uint8 and found.shape[2] == 3

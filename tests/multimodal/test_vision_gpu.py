@@ -20,11 +20,11 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.llm import SHIPPED_MODEL
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.vision.encoder import VisionEncoder
 
 pytestmark = pytest.mark.gpu

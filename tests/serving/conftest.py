@@ -82,7 +82,7 @@ def captured(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         made: list[FixedShapeBackend] = []
         with monkeypatch.context() as patch:
             patch.setattr(
-                "edgellm.runtime.open_backend",
+                "edgellm.opened_model.open_backend",
                 lambda _, directory, executor: made.append(FixedShapeBackend(directory)) or made[-1],
             )
             return SpecDecodeRuntime(serving_engines, drafting=drafting), made.pop()

@@ -40,7 +40,7 @@ def test_nothing_is_made_once_all_is_captured(name: str, monkeypatch: pytest.Mon
 
 def test_answers_are_those_of_steps_that_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for its capture runs as it is, and gives the same tokens."""
-    monkeypatch.setattr("edgellm.runtime.CAPTURED_AT_ONCE", 0)
+    monkeypatch.setattr("edgellm.opened_model.CAPTURED_AT_ONCE", 0)
     with SpecDecodeRuntime() as runtime:
         requests = [Request([5, 6, 7], None, params) for params in (PARAMS, SAMPLED, RULED)]
         expected = [runtime.handle_request(request).token_ids for request in requests]

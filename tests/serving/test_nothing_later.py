@@ -27,7 +27,7 @@ def on_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ServingO
             return made[-1]
 
         for_sequences(batch, monkeypatch)
-        monkeypatch.setattr("edgellm.runtime.open_backend", open_backend)
+        monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
         monkeypatch.setattr(ImageRows, "check", lambda *arguments: None)  # no image reaches its tokens
         return made
 
@@ -54,7 +54,7 @@ def test_what_is_left_is_captured_while_nobody_waits(
     on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it runs as it is; requests come first."""
-    monkeypatch.setattr("edgellm.runtime.CAPTURED_AT_ONCE", 3)
+    monkeypatch.setattr("edgellm.opened_model.CAPTURED_AT_ONCE", 3)
     made = on_nothing(1)
     with LLM(drafting=TREE) as llm:
         (backend,) = made

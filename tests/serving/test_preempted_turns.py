@@ -9,7 +9,7 @@ import pytest
 from call_templates import WRITTEN
 
 from edgellm import LLM, Chunk, DraftingConfig, Response, SamplingParams
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate
 from edgellm.tool_calls.calls import joined_deltas
 

@@ -204,7 +204,9 @@ def test_an_answer_that_gives_way(engines: Path, cold: Cold, mode: str, budget: 
 @pytest.mark.parametrize("mode", ["plain", "tree"])
 def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, other pictures, eviction."""
-    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory, executor: FixedShapeBackend(directory))
+    monkeypatch.setattr(
+        "edgellm.opened_model.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
+    )
     with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
         monkeypatch.undo()
         states = keeping_near(runtime)._states

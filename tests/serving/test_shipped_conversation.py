@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.requests import Response
 from edgellm.sampling_params import SamplingParams
 from edgellm.sessions import Session

@@ -13,7 +13,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import AdapterError, RequestError, SnapshotError
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.file import read_snapshot
 
 SYSTEM = "You are a robot. Be brief."

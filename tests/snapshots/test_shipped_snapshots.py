@@ -11,7 +11,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore

@@ -13,7 +13,7 @@ from tokenizers import models
 from edgellm import Request, RequestError, Response, SamplingParams, Session, Structure, Timings, Usage
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.constraints import allows, mask_words
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.answers import RuleMaker
 from edgellm.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgellm import LLM, Response, SamplingParams
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.tool_calls.calls import joined_deltas
 
 OBJECTS = ["red cup", "blue cup", "white bowl", "yellow banana", "green apple", "wooden spoon"]

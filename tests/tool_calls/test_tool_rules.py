@@ -12,7 +12,7 @@ from processor_time import within_seconds
 
 from edgellm import RequestError
 from edgellm.engines.speculation.constraints import TokenConstraint, allows, fill_tree_masks, mask_words
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.grammar import GrammarVocabulary, byte_vocabulary
 from edgellm.structure.reasoning import AfterReasoning
 from edgellm.text.messages import checked_tools

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgellm import SamplingParams, SpecDecodeRuntime
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.skipif(not (SHIPPED_MODEL / "draft").exists(), reason="the shipped model has no draft head")
 

@@ -64,7 +64,7 @@ def small_hybrid(published: dict[str, Any]) -> DecoderConfig:
     return replace(config, layer_kinds=kinds, sliding_window=config.sliding_window and 12, head_dim=64, rotary_dim=64)
 
 
-@pytest.mark.parametrize("shape", ["qwen3.5-2b", "lfm2-1.2b", "gemma3-1b", "olmo2-1b"])
+@pytest.mark.parametrize("shape", ["qwen3.5-2b", "lfm2-1.2b", "gemma3-1b", "olmo2-1b", "starcoder2-3b"])
 def test_rounds_of_hybrid_models_get_the_lengths_that_are_simulated(tmp_path: Path, shape: str) -> None:
     """Through the head for multi-token prediction of a model that ships with one, with fewer tokens than the model."""
     from random_checkpoint import SHAPES

@@ -13,7 +13,7 @@ import pytest
 from synthetic_images import synthetic_image
 
 from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError, RequestError
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams

@@ -29,7 +29,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.compilations import compile_all
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 BASE = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 HEAD = DraftConfig(

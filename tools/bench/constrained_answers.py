@@ -37,7 +37,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.speculation.constraints import allows, mask_words
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.answers import RuleMaker
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.as_device import parse

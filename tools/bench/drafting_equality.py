@@ -31,7 +31,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference, difference, parameters

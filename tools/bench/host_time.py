@@ -42,7 +42,7 @@ from edgellm.engines.speculation.constraints import mask_words
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree, padded_trees
 from edgellm.engines.speculation.suffix_index import SuffixIndex
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.snapshots.contents import KVContents
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure

@@ -1,12 +1,14 @@
 """From the start of a process to its first token, and the memory it takes: packed models beside dense ones.
 
-    python tools/bench/opening_speed.py [llama-1b:float16 llama-8b:int4 ...] [--draft float16] [--kv-cache int8]
+    python tools/bench/opening_speed.py [llama-1b:float16 llama-8b:int4 llama-8b:q4_k_m ...] [--draft float16]
 
 Each model has random weights; it is written and built once. Kernels are compiled and files are in the page cache before
-the starts that count. `host_mib`: the largest sum of a process's own pages, without those of mapped files.
-`device_mib`: by how much less memory of the GPU is free at the peak than before, without a context (`context_mib`).
-`plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of call, one inside
-another counting for the outer one, then after opening and after an answer, without a context.
+the starts that count. One of q4_k_m is a GGUF file, opened as it is: `first_start_seconds` is from the start of a
+process that knows nothing of it, digest and engine directory included, to its first token; with compilation of the
+kernels it is `compiling_start_seconds`. `host_mib`: the largest sum of a process's own pages, without those of mapped
+files. `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context
+(`context_mib`). `plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of
+call, one inside another counting for the outer one, then after opening and after an answer, without a context.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,8 +30,11 @@ from as_device import parse, python
 from neighbour import resting
 from provenance import provenance, report
 from random_checkpoint import write_in_a_process
+from random_gguf import write_random_gguf
 
 from edgellm.engines.model.limits import KV_CACHES
+from edgellm.hub.directories import local_directory
+from edgellm.kernels.cache_directory import user_cache_directory
 
 _CONTEXT_ALONE = (
     "import pycuda.driver as d; d.init(); c = d.Device(0).make_context(); print(flush=True); input(); c.pop()"
@@ -77,6 +83,23 @@ def prepared(work: Path, shape: str, weights: str, draft: str | None, kv_cache: 
     command += ["--draft", str(drafts[draft])] if draft else []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return engines
+
+
+def opened_gguf(work: Path, shape: str) -> tuple[Path, Path]:
+    """A GGUF file, and the engine directory that is made of it in the user's cache."""
+    file = work / f"{shape}-q4_k_m.gguf"
+    if not file.exists():
+        began, unfinished = time.perf_counter(), file.with_suffix(".part")
+        write_random_gguf(unfinished, shape).rename(file)
+        print(f"{file}: {file.stat().st_size:,} bytes written in {time.perf_counter() - began:.1f} s", flush=True)
+    return file, local_directory(file)
+
+
+def start_anew(opened: Path, engines: Path, device: DeviceMemory, *more: str) -> float:
+    """Seconds to the first token after a directory in the cache was removed, all digests, and folders `more`."""
+    for folder in (engines, *(user_cache_directory() / name for name in ("digests", *more))):
+        rmtree(folder, ignore_errors=True)
+    return start(opened, device)["first_token_seconds"]
 
 
 def start(engines: Path, device: DeviceMemory) -> dict[str, float]:
@@ -176,16 +199,24 @@ def main() -> None:
         print(json.dumps(account(arguments.account)))
         return
     arguments.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("EDGELLM_CACHE_DIR", str(arguments.work / "cache"))  # what is forgotten is nobody's
     device = DeviceMemory()
     results: dict[str, Any] = {**provenance(), "context_mib": device.context_mib()}
     with resting():  # each process that is measured has its own neighbour
         for model in arguments.models:
             shape, weights = model.split(":")
             head = arguments.head if weights == "int4" else "as-published"
-            engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
+            if weights == "q4_k_m":
+                opened, engines = opened_gguf(arguments.work, shape)
+            else:
+                engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
+                opened = engines
             context = results["context_mib"]
-            accounts = accounted(engines, device, context)  # which compiles the kernels, too
-            starts = [start(engines, device) for _ in range(arguments.starts)]
+            accounts: dict[str, Any] = accounted(engines, device, context)  # which compiles the kernels, too
+            if opened != engines:
+                accounts["first_start_seconds"] = start_anew(opened, engines, device)
+                accounts["compiling_start_seconds"] = start_anew(opened, engines, device, "kernels")
+            starts = [start(opened, device) for _ in range(arguments.starts)]
             results[model] = accounts | {
                 "first_token_seconds": min(each["first_token_seconds"] for each in starts),
                 "host_mib": max(each["host_mib"] for each in starts),

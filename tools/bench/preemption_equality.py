@@ -27,7 +27,7 @@ from edgellm import SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from tools.bench.as_device import parse
 from tools.bench.preemption_schedules import alone, is_right, random_schedule, request_pool, serve
 from tools.bench.provenance import provenance

@@ -227,7 +227,8 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
             part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
             for part in segment_shapes(program)
         }
-        engines = [SplitEngine(bench.prefill, program, parts, "float16", names) for names in ((), layers)]
+        kernels = StepKernels(None, None, prefill=bench.prefill)
+        engines = [SplitEngine(kernels, program, parts, "float16", names) for names in ((), layers)]
         for start in (0, chunk):
             time_steps(bench, f"{name} {chunk} tokens behind {start}", engines, (weights, packed), start)
         by_kernels = kernel_engine(bench, config, EngineShape("prefill", 1, KERNEL_ROWS[-1], KV_ROWS, KV_ROWS))
@@ -249,7 +250,8 @@ def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[in
                 part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
                 for part in segment_shapes(program)
             }
-            ways["tensorrt_ms"] = SplitEngine(bench.prefill, program, parts, "float16"), weights
+            kernels = StepKernels(None, None, prefill=bench.prefill)
+            ways["tensorrt_ms"] = SplitEngine(kernels, program, parts, "float16"), weights
         for start in (0, 2000):
             numbers = {}
             for way, (engine, own) in ways.items():

@@ -155,6 +155,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    #: Layer norms, an MLP without a gate, biases everywhere; a window in every layer.
+    "starcoder2-3b": {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "rope_theta": 999999.4420358813,
+        "sliding_window": 4096,
+        "torch_dtype": "float16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     #: Norms behind attention and MLP alone, and of query and key over all heads.
     "olmo2-1b": {
         "architectures": ["Olmo2ForCausalLM"],

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
+from random_gguf import finer_layer
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
@@ -166,22 +167,20 @@ def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
         return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
     factors = np.broadcast_to(found / np.float16(32), (rows, -(-columns // LEVEL_COLUMNS), len(found)))
     levels = Levels(factors, np.full((*shape, len(found)), 32, np.int8))
-    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(), -1, 0)]
+    own = [np.ascontiguousarray(each) for each in np.moveaxis(levels.products(format.group), -1, 0)]
     return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None, levels=levels)
 
 
 def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
-    """How the weights of a GGUF file are packed that llama.cpp calls so: Q4_K_M has v and what goes down in Q6_K in the
-    first and last eighths of layers, and in every third one between; all but Q8_0 the embedding."""
+    """How the weights of a GGUF file are packed that llama.cpp calls so: Q4_K_M has v and what goes down in Q6_K in
+    some layers; all but Q8_0 the embedding."""
     found, layers = dict[str, PackedLayout](), config.num_layers
     for spec in decoder_weights(config):
         if len(spec.shape) != 2 or spec.dtype != "compute" or len(spec.parts[0][1]) != 2:
             continue
         layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else None, list[DeviceLayout]()
         for part, shape in spec.parts:
-            more = layer is not None and (
-                layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-            )
+            more = layer is not None and finer_layer(layer, layers)
             finer = layer is None or (mixture == "q4_k_m" and more and (".v_proj." in part or ".down_proj." in part))
             kind = {"q4_k_m": "q4_k"}.get(mixture, mixture)
             format = BlockLayout("q6_k" if finer and mixture != "q8_0" else kind).format(dtype)

@@ -46,7 +46,7 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from tools.bench.as_device import measured_as, parse
 from tools.bench.differences import SAMPLINGS, parameters
 from tools.bench.drafting_equality import held_out_prompts

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.limits import KV_CACHES
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference
 from tools.bench.held_out_prompts import Messages, held_out_conversations

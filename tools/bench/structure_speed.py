@@ -333,7 +333,7 @@ def measure(work: Path, config: DecoderConfig, backend: str, rounds: int, capaci
 def measure_shipped(backend: str, rounds: int) -> dict[str, Any]:
     """Plain steps of the model that ships, with its own vocabulary, alone and in a batch of two."""
     from edgellm.engines.building.builder import build_engine_directory
-    from edgellm.llm import SHIPPED_MODEL
+    from edgellm.opened_model import SHIPPED_MODEL
     from edgellm.runtime import SpecDecodeRuntime
 
     with tempfile.TemporaryDirectory() as folder:

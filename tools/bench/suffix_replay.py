@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.held_out_prompts import Messages, as_they_are
 from tools.bench.provenance import provenance, report

@@ -78,7 +78,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     kernels.append(encoder_attention(dtype, 128, 1))
     kernels += [row_kernel("heads.cu", "prepare_heads", given, dtype) for given in ("float32", dtype)]
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
-    of_rows = [("norm", "float32", dtype, output) for output in (dtype, "float32")]
+    of_rows = [("norm", *pair) for pair in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
     of_rows += [("add_rows", "float32", other) for other in (dtype, "float32")]
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from edgellm.runtime import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from tools.docs.browser import Page
 
 COLOURS = 160

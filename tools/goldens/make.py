@@ -36,6 +36,7 @@ _CLASSES = {
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
+    "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),

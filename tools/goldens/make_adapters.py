@@ -173,6 +173,7 @@ VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "olmo2.all": ({"r": 3, "lora_alpha": 6, "target_modules": _ALL}, "float16"),
     "lfm2.all_linear": ({"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
     "qwen3_5_text_narrow.all_linear": ({"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}, "float16"),
+    "starcoder2.mlp": ({"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "c_fc", "c_proj"]}, "float16"),
 }
 
 

@@ -2,11 +2,13 @@
 
 Run with gguf (0.19.0 here), safetensors and NumPy:
 python tools/goldens/make_gguf_blocks.py tests/goldens/gguf/blocks.safetensors
-Scales are small numbers, some of them zero, negative or subnormal.
+Scales are small numbers, some of them zero, negative or subnormal. Of the values [rows, columns] float32 the SHA-256 is
+kept, in the file's metadata.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from importlib import metadata
 
@@ -25,8 +27,9 @@ COLUMNS, ROWS = 512, 3
 
 
 def main(target: str) -> None:
-    """Write the blocks [rows, bytes] and the values [rows, columns] of each type."""
+    """Write the blocks [rows, bytes] of each type, and the digest of what they stand for."""
     random, arrays = np.random.default_rng(20), {}
+    notes = {name: metadata.version(name) for name in ("gguf", "numpy")}
     for name, places in TYPES.items():
         kind = GGMLQuantizationType[name]
         elements, size = GGML_QUANT_SIZES[kind]
@@ -38,9 +41,9 @@ def main(target: str) -> None:
             scales = random.normal(0, 0.02, len(blocks)).astype("<f2")
             scales[:3] = 0, -6e-8, -1.5
             blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
-        arrays[f"{name.lower()}.blocks"] = blocks.reshape(ROWS, -1)
-        arrays[f"{name.lower()}.values"] = dequantize(blocks.reshape(ROWS, -1), kind)
-    save_file(arrays, target, {name: metadata.version(name) for name in ("gguf", "numpy")})
+        arrays[name.lower()] = blocks.reshape(ROWS, -1)
+        notes[name.lower()] = hashlib.sha256(dequantize(arrays[name.lower()], kind).tobytes()).hexdigest()
+    save_file(arrays, target, notes)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,20 @@ described, `tests/helpers/golden_files.py`), what it gives for image i (`image{i
 `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T] (with M-RoPE), the float32 `logits`
 [T, V] that transformers computes in float32, and after the prompt the tokens `continued` [n] with their
 `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also the tokens `greedy` [n] that follow.
-`positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as int16.
+`positions.npz` holds, for random prompts one behind the other, what `get_rope_index` gives, as int16.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
@@ -324,10 +326,10 @@ def make_positions(directory: Path) -> None:
     """Positions of random prompts: grids of any shape in merged blocks, several images, text between or hardly any."""
     torch.manual_seed(5)
     draw = random.Random(5)
-    tensors: dict[str, torch.Tensor] = {}
+    found = {"versions": np.array(json.dumps(VERSIONS))}
     for name, cases in (("qwen2_5_vl", 24), ("qwen3_vl", 24), ("qwen3_5", 6)):
-        golden = MODELS[name]
-        for case in range(cases):
+        golden, parts = MODELS[name], defaultdict[str, list[torch.Tensor]](list)
+        for _ in range(cases):
             merge = draw.choice((1, 2, 3))
             config = json.loads(json.dumps(golden.config))
             config["vision_config"]["spatial_merge_size"] = merge
@@ -338,15 +340,16 @@ def make_positions(directory: Path) -> None:
             token_ids, kinds = prompt_of(counts, bare=False, lengths=lengths)
             grid_tensor = torch.tensor(grids).reshape(-1, 3)
             positions, delta = model.get_rope_index(token_ids[None], kinds[None], grid_tensor)
-            tensors |= {
-                f"{name}.{case}.token_ids": token_ids,
-                f"{name}.{case}.grids": grid_tensor,
-                f"{name}.{case}.merge_size": torch.tensor([merge]),
-                f"{name}.{case}.positions": positions[:, 0].contiguous(),
-                f"{name}.{case}.delta": delta[0].contiguous(),
-            }
-    tensors = {name: tensor.to(torch.int16) for name, tensor in tensors.items()}
-    save_file(tensors, directory / "positions.safetensors", metadata=VERSIONS)
+            parts["token_ids"].append(token_ids)
+            parts["grids"].append(grid_tensor)
+            parts["merge_size"].append(torch.tensor([merge]))
+            parts["positions"].append(positions[:, 0])
+            parts["delta"].append(delta[0])
+            parts["tokens"].append(torch.tensor([len(token_ids)]))
+            parts["images"].append(torch.tensor([len(grids)]))
+        for key, each in parts.items():
+            found[f"{name}.{key}"] = torch.cat(each, dim=-1 if key == "positions" else 0).to(torch.int16).numpy()
+    np.savez_compressed(directory / "positions.npz", **found)
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def main() -> None:
     for name, (processor_class, settings, patch_size, sizes) in CASES.items():
         processor = processor_class(**settings)
         fields = {"image_processor_type": processor_class.__name__.removesuffix("Pil"), **settings}
-        (directory / f"{name}.json").write_text(json.dumps(fields, indent=2) + "\n")
+        (directory / f"{name}.json").write_text(json.dumps(fields, separators=(",", ":")) + "\n")
         images = []
         for height, width in sizes:
             rows, grid = rows_of(processor, synthetic_image(height, width), patch_size)
@@ -127,7 +127,9 @@ def main() -> None:
             tensors[f"{name}.{height}x{width}"] = rows[len(rows) // 2, ::5].copy()
         expected[name] = {"patch_size": patch_size, "images": images}
     versions = {"transformers": transformers.__version__, "pillow": PIL.__version__, "numpy": np.__version__}
-    (directory / "expected.json").write_text(json.dumps({"versions": versions, "cases": expected}, indent=1) + "\n")
+    (directory / "expected.json").write_text(
+        json.dumps({"versions": versions, "cases": expected}, separators=(",", ":")) + "\n"
+    )
     save_file(tensors, directory / "expected.safetensors", metadata=versions)
 
 

@@ -115,8 +115,8 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     if case.beside_config is None:
         config["quantization_config"] = case.quantization
     else:
-        (directory / case.beside_config).write_text(json.dumps(case.quantization, indent=1) + "\n")
-    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (directory / case.beside_config).write_text(json.dumps(case.quantization, separators=(",", ":")) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, separators=(",", ":")) + "\n")
     expected = {"token_ids": token_ids, **stored_logits(logits)}
     save_file(expected, directory / "expected.safetensors", metadata=versions | {"weights": json.dumps(digests)})
     print(f"{name}: {len(digests)} packed, largest logit {logits.abs().max():.2f}, deviation {logits.std():.2f}")

@@ -37,7 +37,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))

@@ -338,6 +338,21 @@ VARIATIONS = {
         layout="old",
         seed=1941,
     ),
+    "starcoder2": Variation(
+        "starcoder2",
+        {
+            **_SMALL,
+            "intermediate_size": 40,
+            "num_attention_heads": 3,
+            "sliding_window": 5,
+            "norm_epsilon": 1e-3,
+            "tie_word_embeddings": True,
+        },
+        dtype="bfloat16",
+        seed=1950,
+        generated=64,
+        length=19,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

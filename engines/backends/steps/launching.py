@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.steps import Input, Keep, Linear, NormLinear
+from edgellm.engines.model.steps import Input, Keep, Linear, Norm, NormLinear
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.tilings import Capacity
@@ -20,7 +20,8 @@ JOINED_INPUTS = "joined_inputs"
 
 class StepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
-    need beside them: kernels of recurrent layers, of linear layers of any number of rows, and of prompts' attention."""
+    need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, and of
+    encoders, which have layer norms and activations of rows."""
 
     few: Any
     many: Any
@@ -28,6 +29,7 @@ class StepKernels(NamedTuple):
     recurrent: Any = None
     any_rows: Any = None
     prefill: Any = None
+    encoder: Any = None
 
 
 class Launching:
@@ -93,6 +95,8 @@ class Launching:
         columns, values = step.linear.weight.shape[1], self.array(step.inputs[-1].value)
         width = padded_columns(columns) if padded else columns
         packed = self.shared(JOINED_INPUTS, values.size // values.shape[-1], width)
+        if given.norms and given.norms[0].bias is not None:  # of the whole input, as `linear_refusal` has it
+            return packed, self._layer_normed(step, packed, next_early, arranged)
         parts: list[tuple[NormedInput, Keep | None]] = []
         for given in step.inputs:
             parts += [(part, None) for part in self.parts(given)]
@@ -107,6 +111,27 @@ class Launching:
         if arranged is not None and at_once is None:
             launches.append(self.kernels.few.norm(whole, packed, arranged=arranged))
         return packed, launches
+
+    def _layer_normed(
+        self, step: NormLinear, packed: Array, next_early: bool, arranged: InputPermutation | None
+    ) -> list[Any]:
+        """The launches of the same for the one input of a linear layer behind a layer norm."""
+        (given,), columns, keep = step.inputs, step.linear.weight.shape[1], step.keep
+        launches, values = list[Any](), self.array(given.value)
+        if keep is not None and keep.raw:
+            launches.append(self.copy_kept(keep, values))
+            keep = None
+        launches.append(self.norm_rows(values, given.norms[0], packed, next_early))
+        if keep is not None or arranged is not None:
+            whole = NormedInput(packed, None, width=columns)
+            launches.append(self.kernels.few.norm(whole, packed, 0, self.kept(keep), arranged=arranged))
+        return launches
+
+    def norm_rows(self, values: Array, norm: Norm, output: Array, next_early: bool = True) -> Any:
+        """The launch that norms whole rows, by kernels that know layer norms; the output may be the values."""
+        rows, weight = values.reshape(-1, values.shape[-1]), self.array(norm.weight.name)
+        bias = None if norm.bias is None else self.array(norm.bias.name)
+        return self.kernels.encoder.norm(rows, weight, bias, norm.epsilon, norm.offset, output, next_early)
 
     def arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""

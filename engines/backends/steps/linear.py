@@ -2,7 +2,8 @@
 
 Kernels of few rows norm inside their linear layers: every block of a layer norms for itself, which is fastest for up to
 a dozen rows where kernels overlap, but takes shared memory for whole rows. Kernels of many rows and of prompts have the
-norms as launches of their own, for all blocks of the linear layer that follows.
+norms as launches of their own, for all blocks of the linear layer that follows. What no kernel of linear layers knows
+is a launch of its own on any of these ways: layer norms, activations without a gate, gates and ups of several formats.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LinearResidual, NormLinear
 from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
 from edgellm.kernels.decode.contract import (
-    ACTIVATIONS,
     MAX_ROWS,
     MAX_TILED_ROWS,
     LinearWeights,
@@ -37,9 +38,10 @@ from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.encoder.contract import ACTIVATIONS, MAX_NORM_WIDTH, activation_number
 
-#: What a linear layer gives before it is normed and added; gates and ups that are multiplied in launches of their own.
-UNNORMED, GATES_AND_UPS = "unnormed", "gates_and_ups"
+#: What a linear layer gives before it is normed and added, or before its activation, where that is another launch.
+UNNORMED, SUMS = "unnormed", "sums"
 Layer = NormLinear | LinearResidual
 
 
@@ -67,14 +69,14 @@ class _AnyLinear(Implementation[Any]):
         columns, keep = step.linear.weight.shape[1], step.keep
         if isinstance(step, LinearResidual):
             given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
-            joined = given * width if keep is not None and step.selects else 0
+            joined = given * width if keep is not None and _keeps_apart(step) else 0
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
         else:
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
-            found |= dict.fromkeys(found, ((rows, width), "compute" if step.gated else "float32"))
-            if step.gated and _has_runs(step, program):
-                found[GATES_AND_UPS] = ((rows * 2 * width,), "float32")
+            found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
+            if step.activation is not None and (not step.gated or _has_runs(step, program)):
+                found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
         if keep is not None:
             found[keep.target] = ((given, kept_width), "compute")
         return found | {JOINED_INPUTS: ((joined,), "compute")}
@@ -82,13 +84,13 @@ class _AnyLinear(Implementation[Any]):
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
-            if step.gated and len(linear.runs) > 1:
-                return self._gated_apart(step, run, linear, next_early)
+            if step.activation is not None and (not step.gated or len(linear.runs) > 1):
+                return self._activated_apart(step, run, linear, next_early)
             return self._by_runs(step, run, linear, next_early)
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
-        if step.keep is not None and selected:  # features are those of all rows
+        if step.keep is not None and _keeps_apart(step):
             launches.append(run.copy_kept(step.keep, run.array(step.residual)))
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
@@ -101,20 +103,27 @@ class _AnyLinear(Implementation[Any]):
             step = replace(step, keep=None)
         return found
 
-    def _gated_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """The same of gates and ups of different formats, which come together behind them."""
-        output = run.array(step.output)
-        apart = run.shared(GATES_AND_UPS, step_rows(step, run.program), linear.weight.shape[0])
+    def _activated_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The same with an activation behind it: one without a gate, or of gates and ups of different formats."""
+        output, activation = run.array(step.output), step.activation
+        apart = run.shared(SUMS, step_rows(step, run.program), linear.weight.shape[0])
 
         def array(name: str) -> Array:
             return apart if name == step.output else run.array(name)
 
         own = Launching(run.kernels, run.program, array, iter(()))
         launches = self._by_runs(replace(step, gated=False, activation=None), own, linear, next_early)
-        return [*launches, run.kernels.few.gate_rows(apart, step.activation, output)]
+        if step.gated:
+            return [*launches, run.kernels.few.gate_rows(apart, activation, output)]
+        assert activation is not None
+        rows = output.reshape(-1, output.shape[-1])
+        return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        raise NotImplementedError
+        """The launches of a layer with what stands before it."""
+        if step.selects:
+            return self._normed_apart(step, run, linear, next_early)
+        return self._tiled(step, run, linear, self._kernels(step, run, linear), next_early)
 
     def _added(
         self, step: LinearResidual, run: Launching, x: Array, linear: LinearWeights, *selected: Array
@@ -125,32 +134,42 @@ class _AnyLinear(Implementation[Any]):
         if step.norm is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
-        normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
-        return [
-            kernels.linear_residual(x, linear, None, given, step.scale, None, *selected),
-            run.kernels.few.norm_residual(normed, residual, output, *selected),
-        ]
+        launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
+        if step.norm.bias is None:
+            normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
+        else:
+            launches.append(run.norm_rows(given, step.norm, given))
+            normed = NormedInput(given, None)
+        return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected)]
 
     def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches of a layer, of all rows or of those that are selected, behind those of its norms."""
         selected = self._selected(step, run)
-        x, launches = run.together(step, False, next_early)
-        launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
+        x, launches = self._together(step, run, linear, False, next_early, *selected)
         kernels, output = self._kernels(step, run, linear), run.array(step.output)
+        if step.gated:
+            return [*launches, kernels.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
         return [*launches, kernels.linear_residual(x, linear, None, output, step.scale, None, *selected)]
 
     def _tiled(
         self, step: NormLinear, run: Launching, linear: LinearWeights, kernels: Any, next_early: bool
     ) -> list[Any]:
         """The same of all rows by kernels that take the inputs padded."""
-        as_given = linear.adapters is not None  # whose A multiplies inputs that are not arranged yet
-        x, launches = run.together(step, True, next_early, None if as_given else linear.arranged)
-        if as_given:
-            launches += [*self._low_products(run, x, linear), *run.arranged(x, linear)]
+        x, launches = self._together(step, run, linear, True, next_early)
         output = run.array(step.output)
         if step.gated:
             return [*launches, kernels.gate_up(x, linear, step.activation, output)]
         return [*launches, kernels.linear(x, linear, output, step.scale)]
+
+    def _together(
+        self, step: NormLinear, run: Launching, linear: LinearWeights, padded: bool, next_early: bool, *selected: Array
+    ) -> tuple[Array, list[Any]]:
+        """The inputs of a layer as its weight takes them, and the launches that make them so."""
+        as_given = linear.adapters is not None  # whose A multiplies inputs that are not arranged yet
+        x, launches = run.together(step, padded, next_early, None if as_given else linear.arranged)
+        if as_given:
+            launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
+        return x, launches
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         """The kernels that multiply what is not normed by them."""
@@ -172,8 +191,8 @@ class FewRows(_AnyLinear):
     most_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        rows, ranks = step_rows(step, program), _ranks(program)
-        if prepares_inside(step, program):
+        rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
+        if isinstance(step, NormLinear) and (step.gated or prepares_inside(step, program)):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
             return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
@@ -185,9 +204,8 @@ class FewRows(_AnyLinear):
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if not prepares_inside(step, run.program):
-            return self._normed_apart(step, run, linear, next_early)
-        return _inside(step, run, linear, next_early)
+        way = _inside if prepares_inside(step, run.program) else self._normed_apart
+        return way(step, run, linear, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.few
@@ -206,11 +224,6 @@ class ManyRows(_AnyLinear):
         clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
-    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if step.selects:
-            return self._normed_apart(step, run, linear, next_early)
-        return self._tiled(step, run, linear, run.kernels.many, next_early)
-
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.many
 
@@ -228,18 +241,15 @@ class PackedRows(_AnyLinear):
         return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        few, output, rows = run.kernels.few, run.array(step.output), step_rows(step, run.program)
+        rows = step_rows(step, run.program)
         if step.selects:
             return self._normed_apart(step, run, linear, next_early)
-        inside = _norms_packed(step, run.program, rows) and linear.arranged is None
-        if not few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
+        is_one = len(step.inputs) == 1 and rows <= MAX_NORMED_ROWS
+        inside = is_one and linear.arranged is None and prepares_inside(step, run.program)
+        if not run.kernels.few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
             return self._tiled(step, run, linear, run.kernels.many, next_early)
-        if inside:
-            return _inside(step, run, linear, next_early)
-        x, launches = run.together(step, False, next_early, linear.arranged)
-        if step.gated:
-            return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
-        return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
+        way = _inside if inside else self._normed_apart
+        return way(step, run, linear, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
@@ -260,11 +270,6 @@ class PromptRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return too_large(_norm_bytes(step), limit)
-
-    def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        if step.selects:
-            return self._normed_apart(step, run, linear, next_early)
-        return self._tiled(step, run, linear, run.kernels.any_rows, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.any_rows
@@ -293,7 +298,7 @@ class PromptRows(_AnyLinear):
 def linear_refusal(step: Layer, program: Program) -> str | None:
     """What about a linear layer no kernel of decoders can do, whatever the GPU has; None if there is nothing."""
     shape = program.shape
-    if not step.gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
+    if step.activation is None and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
         return f"kernels put {step.output} out in float32 alone"
     adapted = program.adapted.get(step.linear.name)
     refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
@@ -301,13 +306,23 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
         return refused
     if (columns := step.linear.weight.shape[1]) % 8:
         return f"widths must be multiples of 8, not {columns}"
-    if isinstance(step, LinearResidual):
-        return "features are taken where what is added is normed" if step.norm and step.keep else None
-    if any(norm.bias is not None for given in step.inputs for norm in given.norms):
-        return "there is no kernel for layer norms"
-    if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
-        return f"the activation {step.activation} has no kernel"
-    return None
+    norms = [step.norm] if isinstance(step, LinearResidual) else [each for given in step.inputs for each in given.norms]
+    layer_norms = [norm for norm in norms if norm is not None and norm.bias is not None]
+    if layer_norms and (len(norms) > 1 or (isinstance(step, NormLinear) and len(step.inputs) > 1)):
+        return "layer norms are of whole inputs, not of parts side by side"
+    if any((width := norm.weight.shape[0]) > MAX_NORM_WIDTH for norm in layer_norms):
+        return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
+    if step.activation is None:
+        return None
+    if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
+    return None if step.scale == 1.0 else "what an activation gives is not scaled"
+
+
+def _keeps_apart(step: LinearResidual) -> bool:
+    """Whether a launch of its own keeps the residual: features are those of all rows, and of what nothing is added
+    to yet."""
+    return step.selects or step.norm is not None
 
 
 def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
@@ -315,13 +330,9 @@ def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
     if isinstance(step, LinearResidual):
         return False
     if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
-        return not step.selects and len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
+        norms = [given.norms for given in step.inputs]
+        return not step.selects and len(norms) <= 2 and all(len(own) == 1 and own[0].bias is None for own in norms)
     return step.gated or not comes_rounded(step.inputs[0].value, program)
-
-
-def _norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
-    """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and prepares_inside(step, program) and rows <= MAX_NORMED_ROWS
 
 
 def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -337,10 +348,6 @@ def _has_runs(step: Layer, program: Program) -> bool:
     """Whether a layer's rows are packed in several ways."""
     layout = packed_layout(step, program)
     return layout is not None and len(layout.runs) > 1
-
-
-def _ranks(program: Program) -> int:
-    return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
 
 
 def _norm_bytes(step: Layer) -> int:

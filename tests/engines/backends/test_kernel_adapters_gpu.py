@@ -55,7 +55,7 @@ def sequence_of(arrays: dict[str, np.ndarray], shape: EngineShape, b: int) -> di
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("taken", [[1], [None], [3, None, 0], [0, 1, 2, 3, 0, None]], ids=str)
-@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "olmo2", "starcoder2"])
 def test_decode_steps(gpu, family: str, taken: list[int | None], dtype: str) -> None:
     config = (FAMILIES | SCALED)[family]
     shape, arrays = adapted(config, taken)

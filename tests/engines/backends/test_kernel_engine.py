@@ -15,6 +15,7 @@ from decode_models import (
     EAGLE3,
     FAMILIES,
     LLAMA,
+    RECURRENT,
     SCALED,
     TREE,
     draft_shape,
@@ -25,15 +26,19 @@ from decode_models import (
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
+from edgellm.engines.backends import kernel_engine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
-from edgellm.engines.backends.steps.table import choose, kernel_choice
+from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Product
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.segments import segments_of
+from edgellm.engines.model.steps import Input, LinearResidual, NormLinear, Product, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -125,7 +130,9 @@ def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int]
 @WAYS
 @pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("parents", [(None, 0), CHAIN, TREE], ids=["two", "chain", "tree"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["llama_untied_biases", "qwen3", "granite", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+)
 def test_verified_tokens_and_features_are_what_operations_compute(
     family: str, parents: tuple[int | None, ...], features: tuple[int, ...], way: type
 ) -> None:
@@ -137,7 +144,7 @@ def test_verified_tokens_and_features_are_what_operations_compute(
 
 
 @WAYS
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
 def test_a_short_prefill_is_what_operations_compute(family: str, way: type) -> None:
     config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
     arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
@@ -155,7 +162,7 @@ def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-@pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2", "starcoder2"])
 def test_adapters_are_applied_as_operations_apply_them(family: str, shape: EngineShape, way: type) -> None:
     """Each sequence takes another of three, or none."""
     config, taken = (FAMILIES | SCALED)[family], [2, None, 0][: shape.batch]
@@ -170,15 +177,16 @@ def test_adapters_are_applied_as_operations_apply_them(family: str, shape: Engin
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-def test_adapters_take_the_inputs_of_packed_layers_as_they_were(shape: EngineShape, way: type) -> None:
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_adapters_take_the_inputs_of_packed_layers_as_they_were(family: str, shape: EngineShape, way: type) -> None:
     """Before they are permuted and scaled."""
-    parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
-    arrays = random_model(LLAMA, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
-    arrays |= random_adapters(LLAMA, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
+    config, parents = (FAMILIES | SCALED)[family], CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
+    arrays = random_model(config, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
+    arrays |= random_adapters(config, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
     dense, packed = packed_linears(arrays)
-    found = launched(way, LLAMA, shape, packed)
-    assert_equal(LLAMA, shape, found, computed(LLAMA, shape, dense))
-    plain = computed(LLAMA, replace(shape, lora_slots=0, lora_rank=0), dense)
+    found = launched(way, config, shape, packed)
+    assert_equal(config, shape, found, computed(config, shape, dense))
+    plain = computed(config, replace(shape, lora_slots=0, lora_rank=0), dense)
     assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
 
 
@@ -194,7 +202,7 @@ def test_a_step_of_a_draft_is_what_operations_compute(head: str, phase: str, tok
 
 @WAYS
 @pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
 def test_inputs_of_packed_layers_are_permuted_and_scaled(
     family: str, parents: tuple[int | None, ...], way: type
 ) -> None:
@@ -313,3 +321,98 @@ def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
     for way in (FewRows, ManyRows):
         choice, _ = choose(program, Capacity(), H200, (way,))
         assert choice is not None and {type(each) for each in choice.implementations} == {FewTokens, way}
+
+
+def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
+    """Decoders and drafts, whole and in segments; and none is there for nothing. A segment that ends with a copy gives
+    out what its last linear layer rounds, which kernels leave to TensorRT."""
+    known = {kind for kind in Step.__subclasses__() if "results" in vars(kind)}
+    assert known <= TABLE.keys() and all(TABLE.values())
+    found = set[type[Step]]()
+    base = [EngineShape(*each, 64, 64) for each in (("decode", 2, 1), ("verify", 1, 8), ("prefill", 1, 72))]
+    for config in (FAMILIES | SCALED | RECURRENT | {"deepstack": replace(LLAMA, deepstack_layers=1)}).values():
+        for features in ((), (1, 2)):
+            programs = [model_program(replace(config, feature_layers=features), shape) for shape in base]
+            programs += [segment.program for segment in segments_of(programs[-1])]
+            found |= {type(step) for program in programs for step in program.steps}
+    for draft in DRAFTS.values():
+        shapes = [draft_shape(phase, 1, 8, 64) for phase in ("prefill", "accept", "propose")]
+        found |= {type(step) for shape in shapes for step in model_program(draft, shape).steps}
+    assert found - {Reshape} == TABLE.keys()
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_step_that_fused_kernels_refuse_leaves_all_others_theirs(tokens: int) -> None:
+    program = model_program(FAMILIES["qwen2"], EngineShape("verify", 1, tokens, 64, 64, tokens))
+    before, _ = choose(program, Capacity(), H200)
+    assert before is not None
+    for place, step in enumerate(program.steps):
+        if not isinstance(step, NormLinear):
+            continue
+        norm = step.inputs[0].norms[0]
+        behind = Input(step.inputs[0].value, (replace(norm, bias=replace(norm.weight, name="bias")),))
+        steps = (*program.steps[:place], replace(step, inputs=(behind,)), *program.steps[place + 1 :])
+        found, reason = choose(replace(program, steps=steps), Capacity(), H200)
+        assert found is not None, reason
+        pairs = enumerate(zip(found.implementations, before.implementations, strict=True))
+        assert all(own is other for number, (own, other) in pairs if number != place)
+
+
+@WAYS
+@pytest.mark.parametrize("family", ["olmo2", "layer_norms_and_a_gate"])
+def test_features_are_kept_where_what_is_added_is_normed(
+    family: str, way: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the step that adds, in the place of the one that reads the residual before."""
+
+    def moved(config: ModelConfig, shape: EngineShape) -> Program:
+        program = model_program(config, shape)
+        keep, steps = None, list[Step]()
+        for step in program.steps:
+            own: Step = step
+            if isinstance(step, NormLinear) and step.keep is not None and step.keep.raw:
+                own, keep = replace(step, keep=None), step.keep
+            elif isinstance(step, LinearResidual) and keep is not None:
+                own, keep = replace(step, keep=keep), None
+                assert step.norm is not None
+            steps.append(own)
+        return replace(program, steps=tuple(steps))
+
+    config = replace(SCALED[family], feature_layers=(0, 1))
+    for shape in (EngineShape("verify", 2, 8, 48, 48, 8), EngineShape("prefill", 2, 8, 48, 48)):
+        arrays = random_model(config, 2, 48, [0, 29], CHAIN) | {"last_token_ids": np.array([[5], [2]], np.int32)}
+        expected = computed(config, shape, arrays)
+        assert moved(config, shape).steps != model_program(config, shape).steps
+        with monkeypatch.context() as patch:
+            for module in (kernel_engine, table):
+                patch.setattr(module, "model_program", moved)
+            assert_equal(config, shape, launched(way, config, shape, arrays), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"activation": "relu"}, "mlp.up_proj: the activation relu has no kernel"),
+        ({"scale": 0.5}, "what an activation gives is not scaled"),
+        ({"gated": True, "activation": "gelu"}, "the activation gelu has no kernel with a gate"),
+    ],
+)
+def test_what_no_launch_computes_is_refused(changes: dict[str, Any], reason: str) -> None:
+    program = model_program(SCALED["starcoder2"], EngineShape("decode", 1, 1, 64, 64))
+    steps = [replace(step, **changes) if getattr(step, "activation", None) else step for step in program.steps]
+    choice, found = choose(replace(program, steps=tuple(steps)), Capacity(), H200)
+    assert choice is None and reason in found
+
+
+def test_layer_norms_of_parts_are_refused() -> None:
+    program = model_program(EAGLE3, draft_shape("propose", 1, 1, 64))
+    place = next(number for number, step in enumerate(program.steps) if len(getattr(step, "inputs", ())) == 2)
+    step = program.steps[place]
+    assert isinstance(step, NormLinear)
+    inputs = [
+        replace(each, norms=tuple(replace(norm, bias=replace(norm.weight, name="bias")) for norm in each.norms))
+        for each in step.inputs
+    ]
+    steps = (*program.steps[:place], replace(step, inputs=tuple(inputs)), *program.steps[place + 1 :])
+    choice, found = choose(replace(program, steps=steps), Capacity(), H200)
+    assert choice is None and "layer norms are of whole inputs, not of parts side by side" in found

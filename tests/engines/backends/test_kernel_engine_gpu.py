@@ -57,7 +57,9 @@ def test_every_batch(gpu, batch: int, dtype: str) -> None:
     assert_step_equals_twin(gpu, FAMILIES["llama_untied_biases"], [17 * b + 3 for b in range(batch)], 160, dtype)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "more_units_than_blocks"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "olmo2", "starcoder2", "layer_norms_and_a_gate", "more_units_than_blocks"]
+)
 def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
     config, rows, starts = ODD[family], 512, [3, 500, 64, 31, 257, 0, 511, 100]
     arrays = random_model(config, len(starts), rows, starts)
@@ -149,7 +151,7 @@ def test_a_verified_token_has_the_bits_of_the_decode_step_that_comes_to_it(gpu, 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("last", [0, 3, 7])
-@pytest.mark.parametrize("family", ["llama", "llama_untied_biases", "qwen3", "olmo2", "heads_of_80"])
+@pytest.mark.parametrize("family", ["llama", "llama_untied_biases", "qwen3", "olmo2", "starcoder2", "heads_of_80"])
 def test_a_short_prefill_equals_verified_tokens(gpu, family: str, last: int, dtype: str) -> None:
     """Logits of the last token of the prompt, which padding may follow, and KV rows and features of all."""
     config, rows, start = replace(ODD[family], num_layers=2, feature_layers=(0,)), 300, 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,12 +19,14 @@ from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import choose, kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.encoder import launcher as encoder
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.recurrent import launcher
@@ -53,7 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
         def __call__(self) -> None:
             pass
 
-    for module in (attention, linear, tiled_linear, launcher):
+    for module in (attention, linear, tiled_linear, launcher, encoder):
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -79,7 +82,8 @@ def prepared(
     )
     size = getattr(config, "decoder", config).head_dim
     few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
-    kernels = StepKernels(few, many, recurrent=launcher.CudaRecurrent(module))
+    more: Any = {"recurrent": launcher.CudaRecurrent(module), "encoder": encoder.CudaEncoder(module)}
+    kernels = StepKernels(few, many, **more)
     only = () if way is None else (way,)
     choice, reason = kernel_choice(config, shape, "float16", shared_limit, packed=packed, only=only)
     assert choice is not None, reason
@@ -112,13 +116,14 @@ def base_shapes() -> Iterator[EngineShape]:
 
 
 @GPUS
-@pytest.mark.parametrize("family", [*FAMILIES, "wide", "olmo2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "wide", "wide_layer_norms", "olmo2", "starcoder2"])
 def test_every_shape_of_the_base_is_prepared_by_each_way_that_takes_it(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
     made = set[tuple[str, str]]()
+    configs = FAMILIES | SCALED | {"wide": WIDE, "wide_layer_norms": replace(WIDE, hidden_size=4096, layer_norms=True)}
     for layers in ((), (0,), (0, 1, 2)):
-        config = replace(WIDE if family == "wide" else (FAMILIES | SCALED)[family], feature_layers=layers)
+        config = replace(configs[family], feature_layers=layers)
         for shape in base_shapes():
             for way in (FewRows, ManyRows):
                 engine = prepared(config, shape, shared_limit, has_clusters, way)
@@ -179,9 +184,9 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
     assert layers_of_few(orin) < layers_of_few(rtx) < layers_of_few(thor)
 
 
-def packed_layers() -> dict[str, DeviceLayout]:
+def packed_layers(config: DecoderConfig = WIDE) -> dict[str, DeviceLayout]:
     format = WeightFormat("int4", 128, False, "float16")
-    specs = (spec for spec in decoder_weights(WIDE) if len(spec.shape) == 2 and "layers" in spec.name)
+    specs = (spec for spec in decoder_weights(config) if len(spec.shape) == 2 and "layers" in spec.name)
     return {spec.name: DeviceLayout(format, *spec.shape) for spec in specs}
 
 
@@ -223,6 +228,27 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     prepared(config, shape, H200, True, FewRows, packed_layers())
     assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
     assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_what_no_linear_layer_knows_is_a_launch_of_its_own(launches: list, packed: bool) -> None:
+    """An activation without a gate, or a layer norm, costs its layer one more; all others have the launches that they
+    had."""
+    shape, layers = EngineShape("decode", 1, 1, 64, 64), WIDE.num_layers
+
+    def counted(**changes: Any) -> Counter[str]:
+        config = replace(WIDE, **changes)
+        launches.clear()
+        prepared(config, shape, H200, True, FewRows, packed_layers(config) if packed else {})
+        return Counter(re.search(r"expression='\w+::(\w+)", name)[1] for name, *_ in launches)
+
+    plain, ungated, normed = counted(), counted(gated_mlp=False, hidden_act="gelu"), counted(layer_norms=True)
+    assert plain["norm_gate_up"] == layers
+    assert ungated - plain == {"norm_linear": layers, "activate": layers}
+    assert plain - ungated == {"norm_gate_up": layers}
+    products = "norm_linear", "linear_residual", "norm_gate_up", "gate_up"
+    assert sum(normed[name] for name in products) == sum(plain[name] for name in products) == 4 * layers + 1
+    assert normed["norm"] == 2 * layers + 1 and normed.total() == plain.total() + normed["norm"]
 
 
 @pytest.mark.parametrize("way", [FewRows, ManyRows])

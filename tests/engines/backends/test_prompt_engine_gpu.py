@@ -19,6 +19,8 @@ MODELS: dict[str, DecoderConfig] = {
     "biases": replace(FAMILIES["llama_untied_biases"], feature_layers=(1,)),
     "qwen3": replace(FAMILIES["qwen3"], hidden_size=512, intermediate_size=1536),
     "olmo2": SCALED["olmo2"],
+    "starcoder2": replace(SCALED["starcoder2"], hidden_size=512, intermediate_size=1536, feature_layers=(0, 2)),
+    "layer_norms_and_a_gate": SCALED["layer_norms_and_a_gate"],
     "heads_of_128": ODD["heads_of_128"],
     "heads_of_80": ODD["heads_of_80"],
     "many_heads_a_group": ODD["many_heads_a_group"],

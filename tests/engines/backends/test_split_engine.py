@@ -20,6 +20,7 @@ from edgellm.engines.backends.executors import plan_refusal, planned_shapes, ref
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.errors import EngineError
@@ -80,7 +81,8 @@ def numpy_split_engine(
     for part in segment_shapes(program) if config is not None else ():
         if kernel_choice(config, part, "float16", 227 << 10)[0] is not None:
             engines[part.segment] = numpy_kernel_engine(config, part)
-    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed, NumpyRecurrent()), engines
+    kernels = StepKernels(None, None, recurrent=NumpyRecurrent(), prefill=NumpyPrefill())
+    return _Float32SplitEngine(kernels, program, engines, "float32", packed), engines
 
 
 def attach(engine: SplitEngine | KernelEngine) -> None:

@@ -31,10 +31,9 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
@@ -68,21 +67,25 @@ class OnDevice:
         runtime = library.module.Runtime(library.module.Logger())
         program, engines = model_program(config, shape), {}
         limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
+        self.bound |= {name: packed_copy(gpu, weight) for name, weight in packed.items()}
+        layouts = {name: weight.layout for name, weight in self.bound.items()}
+        packed_of = {segment.number: segment.weights_of(layouts) for segment in segments_of(program)}
         for part in segment_shapes(program):
-            choice = kernel_choice(config, part, self.dtype, limit)[0]
+            assert part.segment is not None
+            choice = kernel_choice(config, part, self.dtype, limit, packed=packed_of[part.segment])[0]
             if choice is not None:
-                engines[part.segment] = KernelEngine(own, choice, config, part, self.dtype)
+                engines[part.segment] = KernelEngine(own, choice, config, part, self.dtype, packed_of[part.segment])
                 continue
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
-        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype, packed)
+        self.engine = SplitEngine(own, program, engines, self.dtype, packed)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN: nothing unwritten is read
         for name, (size, kind) in program.edge.items():
             if name in packed:
-                self.bound[name] = packed_copy(gpu, packed[name])
-            elif name in arrays and name != "attention_mask":
+                continue
+            if name in arrays and name != "attention_mask":
                 self.bound[name] = gpu.empty(size, self.dtype if kind == "compute" else kind)
                 gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
             elif not name.startswith("present_"):

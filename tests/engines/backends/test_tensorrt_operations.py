@@ -32,6 +32,7 @@ FAMILIES = {
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=32, rotary_dim=32),
     "qwen3_vl": replace(LLAMA, family="qwen3_vl", qk_norm=True, mrope_section=(4, 2, 2), deepstack_layers=2),
     "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True, dtype="bfloat16"),
+    "starcoder2": replace(LLAMA, naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"),
 }
 RECURRENT = {
     "convolution": replace(LLAMA, layer_kinds=("attention", "convolution"), conv_width=3, naming="lfm2"),

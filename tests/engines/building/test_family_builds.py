@@ -20,7 +20,7 @@ from edgellm.engines.building.plans import build_plan
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +57,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "granite_untied", "smollm3", "gemma", "olmo2"])
+@pytest.mark.parametrize("family", ["phi3", "granite", "granite_untied", "smollm3", "gemma", "olmo2", "starcoder2"])
 def test_tensorrt_builds_what_a_family_varies(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:

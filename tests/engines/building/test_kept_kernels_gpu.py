@@ -19,7 +19,7 @@ from edgellm.kernels import compilations, compiler
 from edgellm.kernels.compiler import CompiledModule, ModuleSource
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.gpu import find_gpu
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_models import write_mixture
 from linked_environment import link_packages, run_there
 from packed_checkpoints import write_packed
 from tiny_families import FAMILIES, RECURRENT
@@ -20,19 +21,21 @@ from edgellm.engines.building import kernels as building
 from edgellm.engines.building.builder import add_targets, build_engine_directory, describe_in_place
 from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, engine_shapes, needed_modules
 from edgellm.engines.building.targets import BOARDS, Target, read_targets
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels import nvrtc
 from edgellm.kernels.acceptance import launcher as acceptance
-from edgellm.kernels.compiler import ModuleSource, module_key
+from edgellm.kernels.compiler import ModuleSource, compile_module, module_key
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.images import launcher as images
 from edgellm.kernels.kept import read_manifest
 from edgellm.kernels.sampling import launcher as sampling
 from edgellm.kernels.tree import launcher as tree
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 TARGET = "sm_86:46"
 
@@ -304,6 +307,17 @@ def test_packed_models_bring_what_loads_their_weights(
     assert any(name.startswith("shuffle") for name in names) and not any("dequantize" in name for name in names)
 
 
+def test_gguf_files_bring_what_unpacks_their_blocks(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "mixture")
+    with Checkpoint.open(folder) as checkpoint:
+        config = decoder_config(checkpoint.config)
+    weights = WeightLayouts({"base": config}, {"base": lambda: Checkpoint.open(folder)}, "float16")
+    kinds = {source.name.removeprefix("unblock-") for source in weights.sources if source.name.startswith("unblock-")}
+    assert kinds == {"q4_0", "q4_k", "q6_k", "q8_0", "iq4_xs"}
+    for source in weights.sources:
+        compile_module(source, "sm_87")
+
+
 def test_a_packed_table_has_kernels_of_its_own(tiny_checkpoint: Path, tmp_path: Path, compiled: list) -> None:
     options: dict[str, Any] = {"head": "int8", "embedding": "head", "kernels": read_targets(["sm_87:16"])}
     build_engine_directory(tiny_checkpoint, tmp_path / "engines", EngineLimits(1, 16, 128), [], "float16", **options)
@@ -323,6 +337,23 @@ def test_recurrent_models_bring_what_commits_their_states(
     assert names <= {name for name, _ in compiled}
     assert any("commit_columns" in name for name in names)
     assert any("commit_matrices" in name for name in names) == (family == "qwen3_5")
+
+
+def test_layer_norms_and_activations_come_along(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, compiled: list
+) -> None:
+    """Of a model whose linear layers do not know them."""
+    checkpoint, kernels = (
+        make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES["starcoder2"]),
+        read_targets(["sm_87:16"]),
+    )
+    report = build_engine_directory(
+        checkpoint, tmp_path / "engines", EngineLimits(2, 80, 128), [], "float16", kernels=kernels
+    )
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert names <= {name for name, _ in compiled} and not any("plans" in note for note in report.notes)
+    norms = {f"encoder_norm_{given}_float16_float16_4" for given in ("float16", "float32")}
+    assert norms | {"encoder_activate_float16_4"} <= names
 
 
 def test_what_tensorrt_would_run_on_a_target_is_told(

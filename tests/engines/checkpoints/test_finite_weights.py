@@ -39,7 +39,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.sampling.twin import NumpySampling
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64,))
 SHORT = SamplingParams(max_tokens=4)

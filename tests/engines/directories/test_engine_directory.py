@@ -113,6 +113,7 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
             r"'../../etc/passwd' is not a plain file name",
         ),
         (lambda v: v["files"]["config.json"].update(sha256="abc"), r"'sha256' is 'abc', expected 64 hexadecimal"),
+        (lambda v: v["files"]["config.json"].update(section=5), r"'section' is 5, expected 67108864"),
         (lambda v: v["files"]["config.json"].update(size=-1), r"'size' is -1, expected a whole number from 0 to 92233"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 
 from edgellm.engines.formats.digests import (
     BLOCK_BYTES,
+    SECTION_BYTES,
     SMALL_FILE_BYTES,
     FileDigest,
+    copy_hashed,
     current_digest,
     hash_file,
     is_known_finite,
@@ -52,6 +55,24 @@ def test_hash_is_sha256_of_the_content(tmp_path: Path, size: int) -> None:
     content = np.random.default_rng(size).bytes(size)
     (tmp_path / "file").write_bytes(content)
     assert hash_file(tmp_path / "file") == FileDigest(hashlib.sha256(content).hexdigest(), size)
+
+
+@pytest.mark.parametrize("more", [1, SECTION_BYTES])
+def test_large_files_are_hashed_in_sections(tmp_path: Path, more: int) -> None:
+    path, size = tmp_path / "file", SECTION_BYTES + more
+    with path.open("wb") as file:  # a hole, but for a few bytes of each section
+        file.truncate(size)
+        file.write(b"first")
+        file.seek(size - 1)
+        file.write(b"x")
+    content = path.read_bytes()
+    parts = [hashlib.sha256(content[start : start + SECTION_BYTES]).digest() for start in (0, SECTION_BYTES)]
+    expected = FileDigest(hashlib.sha256(b"".join(parts)).hexdigest(), size, SECTION_BYTES)
+    whole = FileDigest(hashlib.sha256(content).hexdigest(), size)
+    assert copy_hashed(path, tmp_path / "copy", threading.Event()) == expected
+    assert current_digest(path) == expected
+    assert current_digest(path, section=0) == whole
+    assert (recall_digest(path), recall_digest(path, 0)) == (expected, whole)  # one does not push out the other
 
 
 def test_digest_of_an_unchanged_large_file_is_remembered(large_file: Path) -> None:

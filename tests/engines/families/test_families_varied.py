@@ -21,6 +21,7 @@ from published_families import (
     PHI_4,
     SEED_OSS_36B,
     SMOLLM3_3B,
+    STARCODER2_3B,
 )
 
 from edgellm.engines.building.checks import check_limits, choose_limits
@@ -184,6 +185,30 @@ def test_olmo_2() -> None:
     }
     with pytest.raises(UnsupportedModelError, match="clip_qkv is 8"):
         decoder_config(OLMO_2_1B | {"clip_qkv": 8.0})
+
+
+def test_starcoder2() -> None:
+    config = decoder_config(STARCODER2_3B)
+    assert (config.layer_norms, config.gated_mlp, config.hidden_act) == (True, False, "gelu_tanh")
+    assert (config.sliding_window, set(config.layer_kinds), config.head_dim) == (4096, {"window"}, 128)
+    assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, True, True)
+    assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-5, True)
+    defaults = without(STARCODER2_3B, "hidden_act", "norm_epsilon", "use_bias")
+    assert decoder_config(defaults) == config
+    assert decoder_config(without(STARCODER2_3B, "sliding_window")).layer_kinds == ()
+    plain = decoder_config(STARCODER2_3B | {"use_bias": False})
+    shapes = {part[0]: part[1] for spec in decoder_weights(plain) for part in spec.parts if ".layers.5." in part[0]}
+    assert {name.removeprefix("model.layers.5."): shape for name, shape in shapes.items()} == {
+        **{f"self_attn.{name}_proj.weight": (3072, 3072) for name in "qo"},
+        **{f"self_attn.{name}_proj.weight": (256, 3072) for name in "kv"},
+        **{"mlp.c_fc.weight": (12288, 3072), "mlp.c_proj.weight": (3072, 12288)},
+        **{f"{name}_layernorm.{kind}": (3072,) for name in ("input", "post_attention") for kind in ("weight", "bias")},
+    }
+    with pytest.raises(UnsupportedModelError, match='hidden_act is "silu", supported is gelu_pytorch_tanh'):
+        decoder_config(STARCODER2_3B | {"hidden_act": "silu"})
+    for wrong in (0, 2, "1e-5"):
+        with pytest.raises(CheckpointError, match=r"norm_epsilon is .*, expected a number above 0"):
+            decoder_config(STARCODER2_3B | {"norm_epsilon": wrong})
 
 
 NEW_ROPE = {

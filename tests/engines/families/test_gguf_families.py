@@ -116,6 +116,12 @@ def test_smollm3_has_no_rotary_embedding_in_every_fourth_layer(tmp_path: Path) -
     assert (list(found.shape), weights.bytes_of(found).tobytes()) == (shape, data)
 
 
+def test_starcoder2_has_its_window_where_files_do_not_say_it(tmp_path: Path) -> None:
+    file = write_model(GOLDENS / "starcoder2", tmp_path / "model.gguf", more={"starcoder2.attention.sliding_window": 0})
+    config = decoder_config(model_config(open_split(file)))
+    assert (config.sliding_window, set(config.layer_kinds)) == (4096, {"window"})
+
+
 def _minimal(tmp_path: Path, tensors: dict[str, Any] | None = None, **changed: Any) -> Path:
     """A Llama of one layer without tensors but the embedding."""
     own = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 64}
@@ -170,7 +176,7 @@ WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"],
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied"]
+    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "starcoder2"]
 )
 def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
     file = write_model(GOLDENS / name, tmp_path / "model.gguf")

@@ -61,7 +61,7 @@ def test_logits_agree_with_numpy(
 
 @pytest.mark.parametrize("executor", ["auto", "tensorrt"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("family", [*RECURRENT, "olmo2"])
+@pytest.mark.parametrize("family", [*RECURRENT, "olmo2", "starcoder2"])
 def test_logits_of_long_prompts_agree_with_numpy(
     family: str, dtype: str, executor: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from golden_images import FOLDER, NAMES, GoldenModel, assert_close
-from safetensors import safe_open
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
@@ -118,25 +117,23 @@ def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None
 
 @pytest.mark.parametrize(("name", "count"), [("qwen2_5_vl", 24), ("qwen3_vl", 24), ("qwen3_5", 6)])
 def test_positions_equal_get_rope_index(name: str, count: int) -> None:
-    with safe_open(FOLDER / "positions.safetensors", "np") as file:
-        cases = sorted({key.split(".")[1] for key in file.keys() if key.startswith(name)})  # noqa: SIM118
-        assert len(cases) == count
-        for case in cases:
-            read = {
-                key: file.get_tensor(f"{name}.{case}.{key}")
-                for key in ("token_ids", "grids", "merge_size", "positions", "delta")
-            }
-            merge = int(read["merge_size"][0])
-            spans, place = [], 0
-            token_ids = read["token_ids"].tolist()
-            for _, height, width in read["grids"].tolist():
-                start, tokens = token_ids.index(90, place), height * width // merge**2
-                spans.append((start, tokens))
-                place = start + tokens
-            positions, delta = mrope_positions(len(token_ids), spans, read["grids"].tolist(), merge)
-            assert positions.dtype == np.int32
-            np.testing.assert_array_equal(positions, read["positions"])
-            assert delta == read["delta"][0]
+    with np.load(FOLDER / "positions.npz") as file:
+        read = {key.removeprefix(f"{name}."): file[key] for key in file.files}
+    tokens, images = read["tokens"], read["images"]
+    assert len(tokens) == len(images) == count
+    for case, merge in enumerate(read["merge_size"].tolist()):
+        own = slice(tokens[:case].sum(), tokens[: case + 1].sum())
+        token_ids = read["token_ids"][own].tolist()
+        grids = read["grids"][images[:case].sum() : images[: case + 1].sum()].tolist()
+        spans, place = [], 0
+        for _, height, width in grids:
+            start, taken = token_ids.index(90, place), height * width // merge**2
+            spans.append((start, taken))
+            place = start + taken
+        positions, delta = mrope_positions(len(token_ids), spans, grids, merge)
+        assert positions.dtype == np.int32
+        np.testing.assert_array_equal(positions, read["positions"][:, own])
+        assert delta == read["delta"][case]
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_old", "qwen3_vl", "qwen3_5"])

@@ -25,13 +25,14 @@ from edgellm.engines.runners.adapter_slots import AdapterSlots
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 
 CASES = [
     (family, "auto", "composed", dtype)
-    for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma", "olmo2")
+    for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma", "olmo2", "starcoder2")
     for dtype in ("float16", "bfloat16")
 ] + [("qwen3", "tensorrt", attention, "float16") for attention in ("composed", "native")]
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)

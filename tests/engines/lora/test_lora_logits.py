@@ -21,7 +21,6 @@ from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_we
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.model.states import decoder_states, state_edge
 
 BASES = golden_folder("decoder")
 GOLDENS = golden_folder("lora")
@@ -43,13 +42,18 @@ class Adapted:
         self.adapters = [LoraAdapter.read(GOLDENS / name, self.config) for name in adapters]
         self.expected = [load_file(GOLDENS / name / "expected.safetensors")["logits"] for name in adapters]
         self.batch, self.rows = batch, 40
-        states = state_edge(decoder_states(self.config), batch, self.rows)
+        states = decoder_program(self.config, self._shape(1)).states
         self.caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
         for each in adapted_projections(decoder_weights(self.config)):
             packed = [each.pack(adapter.pairs, RANK) for adapter in self.adapters]
             for index, (name, edge) in enumerate(each.edge(len(adapters), RANK)):
                 self.weights[name] = np.concatenate([pair[index] for pair in packed])
                 assert self.weights[name].shape == edge
+
+    def _shape(self, tokens: int) -> EngineShape:
+        shape = EngineShape("prefill", self.batch, tokens, self.rows, self.rows, selected=tokens)
+        window_rows = 0 if self.config.window is None else self.rows  # more than its window and the longest chunk
+        return replace(shape, window_rows=window_rows, lora_slots=len(self.adapters), lora_rank=RANK)
 
     def logits(self, token_ids: np.ndarray, start: int, chosen: list[int | None]) -> np.ndarray:
         """[B, T, V] with the adapter of index `chosen` in each sequence (None: without)."""
@@ -69,9 +73,8 @@ class Adapted:
         }
         if self.config.is_recurrent:
             bindings["state_tokens"] = np.full(batch, tokens, np.int32)
-        shape = EngineShape("prefill", batch, tokens, self.rows, self.rows, selected=tokens)
-        shape = replace(shape, lora_slots=len(self.adapters), lora_rank=RANK)
-        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(self.config, shape)).run()
+        program = decoder_program(self.config, self._shape(tokens))
+        ProgramGraph(NumpyOperations(bindings, self.weights), program).run()
         return bindings["logits"]
 
 
@@ -98,7 +101,8 @@ def test_adapters_reach_projections_in_several_products() -> None:
 def test_a_prefix_then_single_tokens(name: str) -> None:
     model = Adapted(name.split(".")[0], [name], batch=1)
     found = [model.logits(model.token_ids[:1, :9], 0, [0])]
-    found += [model.logits(model.token_ids[:1, row : row + 1], row, [0]) for row in range(9, 24)]
+    length = model.token_ids.shape[1]
+    found += [model.logits(model.token_ids[:1, row : row + 1], row, [0]) for row in range(9, length)]
     assert_close(np.concatenate(found, axis=1), model.expected[0][:1])
 
 

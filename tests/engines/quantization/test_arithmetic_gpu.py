@@ -16,7 +16,7 @@ from edgellm.engines.quantizer.calibration import layer_program
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantizer.rounding import CLIPPING
 from edgellm.kernels.quantization.packed_weight import WeightFormat
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 

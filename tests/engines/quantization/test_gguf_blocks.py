@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf_writing import NUMBERS, random_blocks
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, BlockLayout
@@ -83,17 +84,16 @@ def _value(kind: str, block: bytes, column: int) -> np.float32:
 
 
 def test_every_packed_type_is_read() -> None:
-    assert sorted(PACKED_TYPES) == sorted(set(NUMBERS) - {"float32", "float16", "bfloat16"})
+    assert sorted(PACKED_TYPES) == sorted(set(NUMBERS) - {"float32", "float16", "bfloat16", "int64"})
 
 
 @pytest.mark.parametrize("kind", PACKED_TYPES)
 def test_values_have_the_bits_of_gguf_py(repository: Path, kind: str) -> None:
-    golden = load_file(repository / "tests/goldens/gguf/blocks.safetensors")
-    expected = golden[f"{kind}.values"]
-    found = _packed(kind, golden[f"{kind}.blocks"], expected.shape).values()
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
-    assert len(np.unique(expected)) > 100
+    """Where one differs, the test of the definition says which."""
+    with safe_open(repository / "tests/goldens/gguf/blocks.safetensors", "np") as golden:
+        found = _packed(kind, golden.get_tensor(kind), (3, 512)).values()
+        assert hashlib.sha256(found.tobytes()).hexdigest() == golden.metadata()[kind]
+    assert found.dtype == np.float32 and len(np.unique(found)) > 100
 
 
 @pytest.mark.parametrize("kind", PACKED_TYPES)

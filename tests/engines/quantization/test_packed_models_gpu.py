@@ -27,7 +27,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -72,15 +72,16 @@ def test_logits_are_the_dense_twins_bit_by_bit(twins: tuple[Path, Path]) -> None
     np.testing.assert_array_equal(found, dense)
 
 
-def assert_agrees_with_numpy(directory: EngineDirectory, prompt: list[int], count: int) -> None:
-    """Logits of a greedy answer, which is the same but where its two likeliest tokens are close."""
+def assert_agrees_with_numpy(directory: EngineDirectory, prompt: list[int], count: int, times: int = 1) -> None:
+    """Logits of a greedy answer, which is the same but where its two likeliest tokens are close, within so many times
+    the dtype's tolerance."""
     with open_runner("numpy", directory) as runner:
         answer = greedy_tokens(runner, prompt, count)
         expected = teacher_forced_logits(runner, prompt, answer)
     with open_runner("tensorrt", directory) as runner:
         found, greedy = teacher_forced_logits(runner, prompt, answer), greedy_tokens(runner, prompt, count)
         memory = runner.memory_plan.items["weights"]
-    allowed = LOGIT_TOLERANCES[directory.dtype] * np.abs(expected).max()
+    allowed = times * LOGIT_TOLERANCES[directory.dtype] * np.abs(expected).max()
     print(f"\n{directory.path.name}: {np.abs(found - expected).max() / allowed:.2f} of what is allowed, {memory} bytes")
     assert np.abs(found - expected).max() <= allowed
     first = next((n for n, pair in enumerate(zip(answer, greedy, strict=True)) if pair[0] != pair[1]), None)
@@ -156,13 +157,15 @@ GGUF = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", GGUF)
 def test_gguf_files_agree_with_numpy(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the values as a GPU holds them: rounding them to bfloat16 alone moves logits by up to a twentieth."""
+    """On the values as a GPU holds them: rounding them to bfloat16 alone moves logits by up to a twentieth. Minima make
+    large activations, whose bfloat16 is as coarse."""
     load = numpy_backend.load_numpy_weights
     monkeypatch.setattr(numpy_backend, "load_numpy_weights", lambda *given: rounded(load(*given), dtype))
     folder = write_mixture(tmp_path / "model", GGUF[name], "q8_0" if "q4" not in name else "q6_k", 0.0008)
     config = decoder_config(json.loads((folder / "config.json").read_text()))
     directory = EngineDirectory(folder, config, dtype, "auto", EngineLimits(1, 16, 64), {}, "", name)
-    assert_agrees_with_numpy(directory, [(7 * place + 3) % 96 for place in range(20)], 8)
+    times = 2 if dtype == "bfloat16" else 1
+    assert_agrees_with_numpy(directory, [(7 * place + 3) % 96 for place in range(20)], 8, times)
 
 
 def published(folder: Path, dtype: str | None = None) -> tuple[EngineDirectory, list[int]]:

@@ -13,7 +13,7 @@ from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, te
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.evaluation.inputs import text_windows
 from edgellm.evaluation.measures import divergence, perplexity, record_logits
-from edgellm.llm import SHIPPED_MODEL
+from edgellm.opened_model import SHIPPED_MODEL
 
 pytestmark = pytest.mark.gpu
 

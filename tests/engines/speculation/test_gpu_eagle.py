@@ -21,7 +21,8 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.tree import VerifiedTree
-from edgellm.llm import LLM, SHIPPED_MODEL
+from edgellm.llm import LLM
+from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.requests import Request
 from edgellm.sampling_params import SamplingParams
 

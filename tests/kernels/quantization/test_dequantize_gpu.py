@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed, rescaled, with_factors
 
-from edgellm.kernels.decode.dequantize import dequantize
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.prefill.launcher import dequantize
 from edgellm.kernels.quantization.device_layout import device_layout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 

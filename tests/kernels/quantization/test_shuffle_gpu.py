@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from gguf_writing import random_blocks
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, random_of, random_packed
 
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes, unblock
 from edgellm.kernels.quantization.device_layout import tail_bytes, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes
 from edgellm.kernels.quantization.shuffle import shuffle
@@ -54,6 +56,14 @@ def test_the_layout_of_gguf_files_is_made_on_the_device(gpu, kind: str) -> None:
     data = device_copy(gpu, np.full(layout.shape, 255, np.uint8))
     shuffle(gpu.kernel_module, layout, codes, tails, data)()
     np.testing.assert_array_equal(gpu.download(data), expected)
+
+
+@pytest.mark.parametrize("kind", BLOCK_CODES)
+def test_codes_in_blocks_are_unpacked_on_the_device(gpu, kind: str) -> None:
+    blocks = np.frombuffer(random_blocks(kind, (19, 768), np.random.default_rng(1)).data, np.uint8).reshape(19, -1)
+    codes = device_copy(gpu, np.full((19, 768), 255, np.uint8))
+    unblock(gpu.kernel_module, device_copy(gpu, blocks), codes, kind)()
+    np.testing.assert_array_equal(gpu.download(codes), block_codes(kind, blocks))
 
 
 def test_codes_of_another_weight_are_refused(gpu) -> None:

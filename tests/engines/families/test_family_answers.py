@@ -1,4 +1,4 @@
-"""OLMo-2 as it is served: greedy text against transformers, trees, batches, packed weights, a draft."""
+"""OLMo-2 and StarCoder2 as they are served: greedy text against transformers, trees, batches, packed, drafted."""
 
 from __future__ import annotations
 
@@ -29,24 +29,30 @@ DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, ada
 TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    prompt, tokens = expected("olmo2")
+FAMILY = pytest.mark.parametrize("family", ["olmo2", "starcoder2"])
+
+
+@FAMILY
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    prompt, tokens = expected(family)
     assert len(tokens) == ANSWER
-    runner = make_runner("olmo2")
+    runner = make_runner(family)
     assert answer(runner, prompt, ANSWER) == tokens
     runner.close()
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
-def test_trees_give_the_tokens_of_plain_decoding(kv_cache: str) -> None:
-    runner = make_runner("olmo2", kv_cache)
+@FAMILY
+def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> None:
+    runner = make_runner(family, kv_cache)
     assert_trees_give_what_plain_decoding_does(runner)
     runner.close()
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
-def test_sequences_of_different_lengths_in_one_batch(kv_cache: str) -> None:
-    runner = make_runner("olmo2", kv_cache, slots=3)
+@FAMILY
+def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:
+    runner = make_runner(family, kv_cache, slots=3)
     assert_a_batch_gives_what_each_does_alone(runner)
     runner.close()
 
@@ -55,12 +61,12 @@ def test_sequences_of_different_lengths_in_one_batch(kv_cache: str) -> None:
 def directories(
     make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
 ) -> Callable[..., list[Path]]:
-    """(builder's `targets`) to a packed model with a packed draft, and the dense twins of both, without plans or with
-    those of this GPU."""
+    """(family, builder's `targets`) to a packed model with a packed draft, and the dense twins of both, without plans
+    or with those of this GPU."""
 
-    def build(targets: list[str] | None) -> list[Path]:
+    def build(family: str, targets: list[str] | None) -> list[Path]:
         models = write_packed(
-            make_checkpoint(tmp_path / "model", 4, **FAMILIES["olmo2"]), tmp_path / "packed", tmp_path / "twin", None
+            make_checkpoint(tmp_path / "model", 4, **FAMILIES[family]), tmp_path / "packed", tmp_path / "twin", None
         )
         drafts = write_packed(make_draft(tmp_path / "draft"), tmp_path / "packed_draft", tmp_path / "twin_draft", None)
         limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
@@ -86,24 +92,32 @@ def answers(directory: Path, backend: str, drafting: DraftingConfig | None, kv_c
 
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+@FAMILY
 def test_packed_and_drafted_answers_are_those_of_the_dense_twin(
-    directories: Callable[..., list[Path]], backend: str, kv_cache: str
+    directories: Callable[..., list[Path]], family: str, backend: str, kv_cache: str
 ) -> None:
-    packed, twin = directories([] if backend == "numpy" else None)
+    packed, twin = directories(family, [] if backend == "numpy" else None)
     plain = answers(twin, backend, None, kv_cache)
     assert len(set(plain)) == len(plain)
     for directory, drafting in ((twin, DRAFTING), (packed, None), (packed, DRAFTING)):
         assert answers(directory, backend, drafting, kv_cache) == plain
 
 
-def test_gates_between_the_heads_are_refused_where_heads_are_normed_together(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "key", "problem"),
+    [
+        ("olmo2", "attention_gate", "'joint_qk_norm' is True, expected false where gates stand"),
+        ("starcoder2", "qk_norm", "'layer_norms' is True, expected false where heads are normed"),
+    ],
+)
+def test_descriptions_of_what_no_family_has_are_refused(
+    family: str, key: str, problem: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", **FAMILIES["olmo2"])
+    checkpoint = make_checkpoint(tmp_path / "model", **FAMILIES[family])
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [])
     path = tmp_path / "engines" / "edgellm.json"
     described = json.loads(path.read_text())
-    described["config"]["attention_gate"] = True
+    described["config"][key] = True
     path.write_text(json.dumps(described))
-    with pytest.raises(EngineDirectoryError, match="'joint_qk_norm' is True, expected false where gates stand"):
+    with pytest.raises(EngineDirectoryError, match=problem):
         EngineDirectory.open(tmp_path / "engines")

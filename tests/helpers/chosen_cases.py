@@ -1,0 +1,196 @@
+"""Which cases run, how and in what order: options, marks by time, workers, what is skipped; `conftest.py` loads it."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from edgellm.kernels.gpu import find_gpu
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--sample`, for tools that make tests slow; see `tools/bench/sanitize.py`. `--as`: see
+    `tools/bench/as_device.py`."""
+    parser.addoption(
+        "--sample", type=int, metavar="COUNT", help="run only so many of the selected tests, evenly spread"
+    )
+    parser.addoption(
+        "--as",
+        dest="measured_as",
+        metavar="NAME",
+        help="in a part of the GPU, with the limits and code of a device; tests have no neighbour",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure as on a device where that is asked for."""
+    name = config.getoption("measured_as")
+    if name is not None:
+        from tools.bench.as_device import ModeError, enter
+
+        try:
+            enter(name)
+        except ModeError as error:
+            raise pytest.UsageError(f"--as {name}: {error}") from error
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a run of neighbours, which share fixtures, and take from the slower one at the end; with
+    `--dist` as it says."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """A test for which the device that is measured has too little shared memory is skipped, with the reason."""
+    report = yield
+    name = item.config.getoption("measured_as")
+    if name is not None and report.failed and item.get_closest_marker("gpu"):
+        reason = str(call.excinfo.value).partition("\n")[0]
+        if "bytes of shared memory" in reason:
+            report.outcome = "skipped"
+            report.longrepr = str(item.path), item.location[1] or 0, f"Skipped: not on {name}: {reason}"
+    return report
+
+
+#: Folders and files whose tests take a minute in all: those marked `fast`, for the edit loop.
+FAST = (
+    "kernels",
+    "engines/backends",
+    "engines/checkpoints",
+    "engines/directories",
+    "engines/families",
+    "engines/model",
+    "engines/runners",
+    "drafting",
+    "text",
+    "test_import_rule.py",
+    "test_llm.py",
+    "test_sampling_params.py",
+)
+#: Of these the files that take longer.
+NOT_FAST = (
+    "drafting/test_drafting_controller.py",
+    "engines/backends/test_tensorrt_operations.py",
+    "engines/families/test_families_images.py",
+    "engines/model/test_draft_networks.py",
+    "kernels/acceptance/test_acceptance_lossless.py",
+    "kernels/test_kernels_compiler.py",
+    "text/test_text_template_attacks.py",
+)
+
+#: Files whose `slow` cases take seconds, which are marked `ci`.
+SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
+
+#: Files, and tests of others, whose cases are families times drafts, or the like: a fourth of each test's cases show as
+#: many of the values as so many can, the others are `slow`.
+QUARTERED = (
+    "commands/test_hostile_models.py",
+    "commands/test_hostile_settings.py",
+    "engines/backends/test_encoder_engine.py::test_equals_operations",
+    "engines/backends/test_kernel_launches.py",
+    "engines/backends/test_tensorrt_operations.py::test_every_phase_of_every_family_builds",
+    "engines/building/test_family_builds.py::test_tensorrt_builds_what_a_family_varies",
+    "engines/building/test_vision_build.py::test_every_family_builds",
+    "engines/building/test_window_build.py::test_a_directory_is_built_and_its_kernels_compile",
+    "engines/families/test_families_logits.py::test_every_prefix_then_single_tokens",
+    "engines/families/test_recurrent_families.py::test_chunks_and_steps_leave_the_same_states",
+    "engines/families/test_windows.py::test_trees_give_the_tokens_of_plain_decoding",
+    "engines/quantization/test_scaling.py",
+    "engines/quantization/test_quantizer.py::test_every_family_computes_nearly_what_it_did",
+    "engines/speculation/test_constrained_equality.py",
+    "engines/speculation/test_drafted_answers.py",
+    "engines/speculation/test_eagle_equality.py",
+    "engines/speculation/test_given_rounds.py",
+    "engines/speculation/test_image_rounds.py",
+    "engines/speculation/test_recurrent_rounds.py",
+    "engines/speculation/test_suffix_answers.py",
+    "kernels/acceptance/test_acceptance_lossless.py",
+    "kernels/decode/test_decode_attention.py",
+    "serving/test_constrained_answers.py",
+    "serving/test_logprobs.py",
+    "serving/test_preempted_answers.py",
+    "serving/test_preempted_images.py",
+    "serving/test_preempted_rows.py",
+    "serving/test_preempted_turns.py",
+    "serving/test_recurrent_conversations.py",
+    "serving/test_recurrent_images.py",
+    "serving/test_runtime.py::test_closing_frees_the_engines_in_that_thread",
+    "serving/test_window_conversations.py",
+    "snapshots/test_recurrent_snapshots.py",
+    "tool_calls/test_single_arguments.py::test_every_call_that_the_grammar_allows_is_read_whole_and_valid",
+    "vision/test_runtime_whole_images.py",
+)
+
+
+def a_fourth(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """A fourth of a test's cases, at least one, and the same ones every time: one after another that which has the most
+    words in its name that none before it has; of equals the checksum of the whole name decides, for each test anew."""
+    words = {case: set(re.findall(r"[\w.]+", case.nodeid.partition("[")[2])) for case in cases}
+    left = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    chosen: list[pytest.Item] = []
+    seen: set[str] = set()
+    while 4 * len(chosen) < len(cases):
+        best = max(left, key=lambda case: len(words[case] - seen))
+        left.remove(best)
+        chosen.append(best)
+        seen |= words[best]
+    return chosen
+
+
+def mark_by_time(items: Sequence[pytest.Item]) -> None:
+    """Mark what of many like cases is slow, what of all that is slow takes seconds, and what is fast."""
+    many: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").partition("[")[0]
+        path = name.partition("::")[0]
+        if item.get_closest_marker("slow"):
+            if path in SECONDS:
+                item.add_marker(pytest.mark.ci)
+        elif path in QUARTERED or name in QUARTERED:
+            many.setdefault(name, []).append(item)
+    for cases in many.values():
+        for item in set(cases) - set(a_fourth(cases)):
+            item.add_marker(pytest.mark.slow)
+    for item in items:
+        path = item.nodeid.removeprefix("tests/").partition("::")[0]
+        if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.fast)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark tests before they are selected. Of what is selected, skip tests marked `gpu` where they cannot run, with the
+    reason; those that have to be alone come last."""
+    mark_by_time(items)
+    yield
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    count = config.getoption("sample")
+    if count is not None and count < len(items):
+        items[:] = [items[index * len(items) // count] for index in range(count)]
+    if find_gpu() is None:
+        reason = "no NVIDIA GPU (no driver, or it shows no device)"
+    elif importlib.util.find_spec("pycuda") is None:
+        reason = "pycuda is not installed: pip install '.[gpu]'"
+    else:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay till the end: no collection of garbage walks them again, which took a tenth of the time
+    of all."""
+    gc.freeze()
