@@ -94,7 +94,7 @@ class OpenedModel:
             require(isinstance(mmproj, (str, Path)), "mmproj", mmproj, "a GGUF file, or none")
             build = {} if build is None else build
             build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
-        path = local_directory(path, revision, update, build, downloading)
+        path = local_directory(path, revision, update, build, downloading, (adapters or {}).values())
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)

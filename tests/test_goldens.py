@@ -36,7 +36,7 @@ LIMITS = {
     "losses": 10_000,
     "mmproj": 8_000,
     "mtp": 30_000,
-    "published": 5_000,
+    "published": 12_000,
     "quantized": 1_680_000,
     "torch_files": 40_000,
     "vision": 115_000,

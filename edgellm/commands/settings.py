@@ -194,8 +194,10 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
 
             revision = revision if is_name else given.revision
             build = {key: value for key, value in settings.build.items() if key != "revision"} | own
+            adapters = settings.adapters.values()
             with progress_display() as display:
-                return replace(settings, model=local_directory(settings.model, revision, given.update, build, display))
+                path = local_directory(settings.model, revision, given.update, build, display, adapters)
+            return replace(settings, model=path)
     named = [*own, *(["revision"] if given.revision else []), *(["update"] if given.update else [])]
     if named:
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")

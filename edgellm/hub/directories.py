@@ -6,29 +6,33 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.building.gguf_folder import NO_ENCODER, encoder_beside, read_metadata, several_encoders
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
-from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
+from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource, file_folder
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.gguf.encoders import takes_images
+from edgellm.engines.lora.adapter import adapter_rank
 from edgellm.engines.model.config import MTP
+from edgellm.engines.model.limits import LARGEST_LORA_RANK, LARGEST_LORA_SLOTS
 from edgellm.errors import RequestError, did_you_mean, require
 from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
 from edgellm.hub.names import HubName
-from edgellm.kernels.cache_directory import user_cache_directory
 
 if TYPE_CHECKING:
     from edgellm.engines.building.plans import BuildReport
 
 logger = logging.getLogger("edgellm.hub")
 
-_LIMITS = ("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size")
+_LIMITS = (
+    *("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size"),
+    *("max_lora_rank", "lora_slots"),
+)
 #: Arguments of a build that may be given where a name is opened; the others are texts.
 BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft", "tokenizer", "mmproj")
 LOCK_NAME = ".lock"
@@ -41,13 +45,15 @@ def local_directory(
     update: bool = False,
     build: Mapping[str, Any] | None = None,
     progress: Progress = lambda stage, done, total: None,
+    adapters: Iterable[str | Path] = (),
 ) -> Path:
     """The engine directory of a model: the path that it is or, of a GGUF file and of a name ORG/NAME or
     ORG/NAME:FILE.gguf on the hub, one in the user's cache, which is made where it is not there as the model is now.
 
-    `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. The hub
-    is asked for what is not there, and with `update`. Raises HubError, RequestError for arguments that are wrong or, of
-    a path, given at all, and what a build raises.
+    `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. It takes
+    the LoRA `adapters` in these directories, if there are any. The hub is asked for what is not there, and with
+    `update`. Raises HubError, RequestError for arguments that are wrong or, of a path, given at all, AdapterError, and
+    what a build raises.
     """
     require(isinstance(revision, (str, type(None))), "revision", revision, "a branch, a tag or a commit, or None")
     require(isinstance(update, bool), "update", update, "True or False")
@@ -57,6 +63,7 @@ def local_directory(
         _require_name(model, revision, update, () if is_file else options)
         if not is_file:
             return Path(model)
+    options = _for_adapters([adapter_rank(path) for path in adapters]) | options
     beside, named = _fetched(options, update, progress)
     folder = file_folder() if name is None else repository_folder(name.repository)
     with locked(folder):
@@ -75,11 +82,6 @@ def local_directory(
         if not _is_usable(target):
             _build(str(model), source, target, options | beside, origin, progress)
     return target
-
-
-def file_folder() -> Path:
-    """Where the directories of GGUF files lie, in the user's cache."""
-    return user_cache_directory() / "gguf"
 
 
 def checkpoint_of(
@@ -122,6 +124,13 @@ def checked_options(build: Mapping[str, Any]) -> dict[str, Any]:
     if "tokenizer" in options:
         options["tokenizer"] = str(Path(options["tokenizer"]).absolute())
     return options
+
+
+def _for_adapters(ranks: Sequence[int]) -> dict[str, int]:
+    """Arguments of a build that takes adapters of such ranks, each in a place of its own."""
+    if not ranks:
+        return {}
+    return {"max_lora_rank": min(LARGEST_LORA_RANK, max(ranks)), "lora_slots": min(LARGEST_LORA_SLOTS, len(ranks))}
 
 
 def _fetched(options: Mapping[str, Any], update: bool, progress: Progress) -> tuple[dict[str, str], dict[str, str]]:

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, ModelSource
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, ModelSource, file_folder
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
-from edgellm.hub.directories import LOCK_NAME, file_folder, local_directory, locked
+from edgellm.hub.directories import LOCK_NAME, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
 from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically

@@ -51,6 +51,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.errors import shown
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.kept import KeptKernels
@@ -181,8 +182,13 @@ class EngineDirectory:
 
     @property
     def name(self) -> str:
-        """How people know the model: its name on the hub, else that of the directory."""
-        return self.path.resolve().name if self.source is None else self.source.repository
+        """How people know the model: its name on the hub or, of a GGUF file that was opened as it is, the file's; else
+        that of the directory."""
+        path = self.path.resolve()
+        if self.source is not None:
+            return self.source.repository
+        files = self.weight_files if path.parent == file_folder().resolve() else ()
+        return next(((path / file).resolve().stem for file in files if file.endswith(".gguf")), path.name)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -310,6 +316,11 @@ def published_file_names(path: Path) -> list[str]:
     """Those of `PUBLISHED_FILES` that a directory has, and its further chat templates."""
     templates = sorted(f"{TEMPLATE_FOLDER}/{file.name}" for file in (path / TEMPLATE_FOLDER).glob("*.jinja"))
     return [name for name in PUBLISHED_FILES if (path / name).exists()] + list(filter(is_template_name, templates))
+
+
+def file_folder() -> Path:
+    """Where the directories lie of GGUF files that are opened as they are, in the user's cache."""
+    return user_cache_directory() / "gguf"
 
 
 def adapter_names(path: Path) -> list[str]:

@@ -107,6 +107,12 @@ class LoraAdapter:
         return cls(path, pairs, adapter_digest({name: current_digest(path / name).sha256 for name in ADAPTER_FILES}))
 
 
+def adapter_rank(path: str | Path) -> int:
+    """The rank that engines need for an adapter, by its settings alone. Raises AdapterError."""
+    _check_files(Path(path))
+    return LoraConfig.read(Path(path)).largest_rank
+
+
 def adapter_digest(digests: Mapping[str, str]) -> str:
     """The digest of an adapter whose files, by name, have these SHA-256."""
     listed = "\n".join(f"{name} {digests[name]}" for name in ADAPTER_FILES)

@@ -74,6 +74,11 @@ class LoraConfig:
         values = JSONObject.read(folder / CONFIG_NAME, AdapterError, advice).values
         return _parse(values)
 
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that a module can have."""
+        return max(self.rank, *self.rank_pattern.values(), 1)
+
     def rank_of(self, module: str) -> int:
         """The rank of the pair for a module. This, `scale_of` and `adapts` raise AdapterError for patterns that take
         too many steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from edgellm import LLM
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.gguf_folder import checkpoint_folder
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.gguf_file import GgufFile, Texts
@@ -91,6 +93,27 @@ def test_a_file_is_opened_as_it_is(edgellm: Edgellm, checkpoint: Path, file: Pat
         assert llm.directory.path == folder
         assert llm.directory.config.rms_norm_eps == 0.25
     assert _answers(file) != first
+
+
+def test_a_file_that_is_opened_takes_adapters(
+    edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path, make_adapter: Callable[..., Path]
+) -> None:
+    adapter = make_adapter(tmp_path / "own", read_decoder_config(checkpoint), rank=6)
+    build_engine_directory(checkpoint, tmp_path / "published", adapters={"own": adapter})
+    with LLM(tmp_path / "published", backend="numpy") as llm:
+        expected = [llm.generate(prompt, GREEDY, adapter="own").token_ids for prompt in PROMPTS]
+    assert expected != _answers(file)
+    with LLM(file, backend="numpy", adapters={"own": adapter}) as llm:
+        assert [llm.generate(prompt, GREEDY, adapter="own").token_ids for prompt in PROMPTS] == expected
+        assert (llm.directory.limits.max_lora_rank, llm.directory.limits.lora_slots) == (6, 1)
+        assert llm.directory.name == "tiny"
+    asked = ("generate", "-m", file, "--max-tokens", 8, "--raw", PROMPTS[0])
+    code, _, err = edgellm(*asked, "--lora", f"own={adapter}", "--adapter", "own")
+    assert code == 0, err
+    code, _, err = edgellm(*asked, "--lora", f"own={tmp_path}", "--adapter", "own")
+    assert code == 1 and f"{tmp_path / 'adapter_config.json'}" in err
+    with LLM(file, backend="numpy", adapters={"own": adapter}, build={"max_lora_rank": 16, "lora_slots": 2}) as llm:
+        assert (llm.directory.limits.max_lora_rank, llm.directory.limits.lora_slots) == (16, 2)
 
 
 def test_a_linked_file_that_changed_or_went(edgellm: Edgellm, file: Path, tmp_path: Path) -> None:

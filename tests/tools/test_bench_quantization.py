@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from gguf_models import byte_pairs, write_model
+from gguf_writing import random_blocks
 
 from edgellm import LLM, SamplingParams
 from edgellm.commands.quantize import default_texts, token_pieces
+from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.quantizer.arithmetic import NUMPY
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -50,6 +56,29 @@ def test_an_answer_matches_where_the_runtime_gives_it(tokenizer: Tokenizer) -> N
                 found = llm.generate(list(text.token_ids[: answer.start]), SamplingParams(max_tokens=len(answer)))
                 assert (list(found.token_ids) == expected) == right
                 start += len(answer)
+
+
+def test_layers_of_a_gguf_file_stand_for_the_models_own(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    from tools.bench.published_quality import bits_of
+    from tools.bench.quantization_quality import LAYERS, open_model, with_layers_of
+
+    def packed(name: str, values: np.ndarray) -> Any:
+        in_q8 = values.ndim == 2 and values.shape[1] % 32 == 0
+        return random_blocks("q8_0", values.shape, np.random.default_rng(5)) if in_q8 else None
+
+    keys = byte_pairs(tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json")), "gpt-2")
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | {"tokenizer.ggml.eos_token_id": 1}
+    file = write_model(tiny_checkpoint, tmp_path / "made.gguf", metadata, packed)
+    model = open_model(tiny_checkpoint)
+    found = with_layers_of(file, model).weights
+    assert found.keys() == model.weights.keys()
+    for name, weight in model.weights.items():
+        assert (found[name] is weight) != name.endswith(LAYERS)
+        assert found[name].shape == weight.shape
+    with checkpoint_folder(file) as folder:
+        written = load_numpy_weights(Checkpoint.open(folder), decoder_weights(model.config))
+    assert all(np.array_equal(found[name], written[name]) for name in found if name.endswith(LAYERS))
+    assert bits_of(str(file)) == 8.5
 
 
 def following(llm: LLM, token_ids: Sequence[int], first: int) -> np.ndarray:

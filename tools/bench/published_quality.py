@@ -1,14 +1,15 @@
 """What formats of weights cost a published model: perplexity, mean KL and equal greedy tokens, against its own values.
 
 Usage: python -m tools.bench.published_quality FILE.gguf [--moved] [--ways NAME ...] [--calibration FILE]
-       [--text FILE] [--output RESULTS.json]
+       [--text FILE] [--output RESULTS.json] [--checkpoint DIR]
 
 The file's values, rounded to float16, are the reference. A published Q4_1 lies on a grid, which flatters formats that
 have the same: with `--moved` each weight of layers is moved by up to half a step of its block, evenly drawn (seed 33),
 and the moved model is the reference. Ways are NAME:GROUP:s (symmetric) or :z (zero points), where the name is "plain"
 (the scale that the largest weight asks for), "rtn", "awq" or "gptq" (`edgellm quantize`, the latter two calibrated on
-the texts that ship); "q4_0", "q4_1" and "q5_0" are llama.cpp's rounding without an importance matrix; "int8". Embedding
-and head stay as they are in all. The text is prose in the public domain, by default the passages beside this tool, in
+the texts that ship); "q4_0", "q4_1" and "q5_0" are llama.cpp's rounding without an importance matrix; "int8"; or a
+GGUF file that another program made of the same checkpoint, which `--checkpoint` keeps. Embedding and head stay as they
+are in all. The text is prose in the public domain, by default the passages beside this tool, in
 windows of 512 tokens of which each but the first counts; NumPy computes, in float32. Results are printed and written
 after each way.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -37,7 +39,16 @@ from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, Weig
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.provenance import provenance, report
 from tools.bench.quantization_error import plainly_rounded
-from tools.bench.quantization_quality import Forced, Model, log_probabilities, open_model, quantized
+from tools.bench.quantization_quality import (
+    LAYERS,
+    Forced,
+    Model,
+    log_probabilities,
+    open_model,
+    quantized,
+    way_of,
+    with_layers_of,
+)
 
 PROSE = Path(__file__).with_name("public_domain_prose.txt")
 WINDOW, BLOCK, SEED = 512, 32, 33
@@ -65,6 +76,7 @@ def as_checkpoint(file: Path, folder: Path, moved: bool) -> None:
         for each in opened.glob("tokenizer*.json"):
             shutil.copy(each, folder)
         config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        config["architectures"] = ["LlamaForCausalLM"]  # by which llama.cpp's converter knows it
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -92,7 +104,11 @@ def llama_cpp_rounded(weights: np.ndarray, name: str) -> np.ndarray:
 
 
 def bits_of(way: str) -> float:
-    """Bits of a weight, scales, minima and zero points included."""
+    """Bits of a weight of the layers, scales, minima and zero points included."""
+    if way.endswith(".gguf"):
+        with checkpoint_folder(Path(way)) as folder, Checkpoint.open(folder) as checkpoint:
+            layers = [info for name, info in checkpoint.tensors.items() if name.endswith(LAYERS)]
+            return round(8 * sum(info.nbytes for info in layers) / sum(math.prod(info.shape) for info in layers), 2)
     if way in ("q4_0", "q4_1", "q5_0"):
         return {"q4_0": 4.5, "q4_1": 5.0, "q5_0": 5.5}[way]
     if way == "int8":
@@ -102,7 +118,9 @@ def bits_of(way: str) -> float:
 
 
 def made(directory: Path, reference: Model, way: str, texts: Sequence[Sequence[int]]) -> Model:
-    """The model in one of `WAYS`."""
+    """The model in one of `WAYS`, or with the layers of a GGUF file."""
+    if way.endswith(".gguf"):
+        return with_layers_of(Path(way), reference)
     if way == "int8":
         return quantized(directory, QuantizationOptions(8, None, True, "rtn"), ())
     if ":" in way:
@@ -113,7 +131,7 @@ def made(directory: Path, reference: Model, way: str, texts: Sequence[Sequence[i
         format = WeightFormat("int4", int(group), zeros == "z", "float16")
     weights = {
         name: (plainly_rounded(weight, format) if ":" in way else llama_cpp_rounded(weight, way))
-        if name.endswith("_proj.weight")
+        if name.endswith(LAYERS)
         else weight
         for name, weight in reference.weights.items()
     }
@@ -141,13 +159,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--moved", action="store_true")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, metavar="NAME", help=f"of {', '.join(WAYS)}")
+    help = f"of {', '.join(WAYS)}, or a GGUF file"
+    parser.add_argument("--ways", nargs="*", type=way_of(WAYS), default=WAYS, metavar="NAME", help=help)
     parser.add_argument("--calibration", type=Path, help="as edgellm quantize takes it")
     parser.add_argument("--text", type=Path, default=PROSE)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="a new directory for the model that is the reference")
     arguments = parser.parse_args()
     with TemporaryDirectory() as made_in:
-        directory = Path(made_in) / "model"
+        directory = arguments.checkpoint or Path(made_in) / "model"
         as_checkpoint(arguments.file, directory, arguments.moved)
         tokenizer = Tokenizer.from_directory(directory)
         texts = token_pieces(tokenizer, load_texts(arguments.calibration) if arguments.calibration else default_texts())
@@ -163,8 +183,9 @@ def main() -> None:
             started = time.perf_counter()
             model = made(directory, reference, way, texts)
             seconds = round(time.perf_counter() - started)
-            results[way] = {"bits": bits_of(way)} | compared(model, windows, expected) | {"seconds_to_make": seconds}
-            print(way, results[way], flush=True)
+            name = Path(way).name
+            results[name] = {"bits": bits_of(way)} | compared(model, windows, expected) | {"seconds_to_make": seconds}
+            print(name, results[name], flush=True)
             report(start | {"ways": results}, arguments.output)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from edgellm.commands.quantize import default_texts, load_texts, token_pieces
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
@@ -63,6 +64,8 @@ PLAIN = {
 }
 KV_CACHE = "int8 KV rows"
 _BETWEEN_REPORTS = 25
+#: How the names of the layers' linear layers end.
+LAYERS = "_proj.weight"
 #: Answers in the model's own texts, and the seed that they are drawn with.
 _OWN_ANSWERS, _OWN_SEED = 220, 31
 
@@ -201,10 +204,17 @@ def open_model(directory: Path) -> Model:
         return Model(config, load_numpy_weights(checkpoint, decoder_weights(config)))
 
 
+def with_layers_of(file: Path, model: Model) -> Model:
+    """The model with the layers' linear layers of a GGUF file that another program made of it."""
+    with checkpoint_folder(file) as folder:
+        layers = {name: weight for name, weight in open_model(folder).weights.items() if name.endswith(LAYERS)}
+    return Model(model.config, {**model.weights, **layers})
+
+
 def rounded_model(model: Model, format: WeightFormat) -> Model:
     """The model with the weights of its layers' linear layers rounded to nearest."""
     weights = {
-        name: plainly_rounded(weight, format) if name.endswith("_proj.weight") else weight
+        name: plainly_rounded(weight, format) if name.endswith(LAYERS) else weight
         for name, weight in model.weights.items()
     }
     return Model(model.config, weights)
@@ -249,6 +259,17 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     return table
 
 
+def way_of(names: Sequence[str]) -> Callable[[str], str]:
+    """A type of arguments: one of the names, or a GGUF file."""
+
+    def way(text: str) -> str:
+        if text in names or text.endswith(".gguf"):
+            return text
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}, and no GGUF file")
+
+    return way
+
+
 def main() -> None:
     """Print a table and the results as JSON."""
     names = [*PLAIN, *QUANTIZED, *(name + OWN_TEXTS for name in QUANTIZED), KV_CACHE]
@@ -256,7 +277,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SHIPPED, help="checkpoint (default: the shipped one)")
     parser.add_argument("--answers", type=int, default=5000)
     parser.add_argument("--fewer", type=int, default=300, help=f"answers for all but {'; '.join(MAIN)}")
-    parser.add_argument("--ways", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    help = f"of {names}, or a GGUF file that another program made of the checkpoint"
+    parser.add_argument("--ways", nargs="*", type=way_of(names), default=names, metavar="NAME", help=help)
     parser.add_argument("--calibration", type=Path, help="as edgellm quantize takes it")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--output", type=Path)
@@ -268,7 +290,9 @@ def main() -> None:
     models: dict[str, tuple[Model, int]] = {}
     for name in arguments.ways:
         most = arguments.answers if name in MAIN else arguments.fewer
-        if name in PLAIN:
+        if name.endswith(".gguf"):
+            models[Path(name).name] = with_layers_of(Path(name), reference), most
+        elif name in PLAIN:
             models[name] = rounded_model(reference, PLAIN[name]), most
         elif name != KV_CACHE:
             options = QUANTIZED[name.removesuffix(OWN_TEXTS)]

