@@ -61,8 +61,8 @@ def test_the_layout_of_gguf_files_is_made_on_the_device(gpu, kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCK_CODES)
 def test_codes_in_blocks_are_unpacked_on_the_device(gpu, kind: str) -> None:
     blocks = np.frombuffer(random_blocks(kind, (19, 768), np.random.default_rng(1)).data, np.uint8).reshape(19, -1)
-    codes = device_copy(gpu, np.full((19, 768), 255, np.uint8))
-    unblock(gpu.kernel_module, device_copy(gpu, blocks), codes, kind)()
+    given, codes = device_copy(gpu, blocks), device_copy(gpu, np.full((19, 768), 255, np.uint8))
+    unblock(gpu.kernel_module, given, codes, kind)()
     np.testing.assert_array_equal(gpu.download(codes), block_codes(kind, blocks))
 
 
