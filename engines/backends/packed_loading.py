@@ -182,6 +182,6 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
 
 
 def _row_bytes(part: StoredCodes) -> int:
-    rows, columns = part.shape
     """Bytes of a row's codes as `shuffle` takes them."""
+    rows, columns = part.shape
     return part.data.nbytes // rows if part.arrangement in ("bytes", "rows") else columns * part.bits // 8
