@@ -35,8 +35,9 @@ _ONE = np.float32(1)
 _FEW_TOKENS, _UNPACKED = 8, 300_000
 #: For one token OpenBLAS reads matrices of short rows at half of what memory gives (x86-64, AVX-512), and its threads
 #: wait for each other actively, which takes ten times as long where others compute, too. So rows are multiplied one by
-#: one, by as many threads as get so many bytes of them; but not rows so long that OpenBLAS shares out each.
-_BYTES_OF_THREAD, _LONG_ROW = 1 << 20, 8192
+#: one, by as many threads as get so many bytes of them: waking one for less takes longer than it saves. But not rows so
+#: long that OpenBLAS shares out each.
+_BYTES_OF_THREAD, _LONG_ROW = 32 << 20, 8192
 #: Elements of a weight that are float64 at a time: they stay in the processor's cache.
 _WIDENED = 60_000
 

@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import pytest
 
+from edgellm.engines.backends import numpy_operations
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.errors import EngineError
 
@@ -39,8 +40,11 @@ def test_linear(operations: NumpyOperations, shape: tuple[int, ...], with_bias: 
 
 @pytest.mark.parametrize("shape", [(1, 5), (700, 3001), (3001, 700), (2, 300_000), (3, 9000)])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_rows_of_large_weights_are_shared_by_threads(shape: tuple[int, int], threads: int) -> None:
-    """Of two megabytes two share them; rows that are too long for it are multiplied as before."""
+def test_rows_of_large_weights_are_shared_by_threads(
+    shape: tuple[int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two megabytes two share them here; rows that are too long for it are multiplied as before."""
+    monkeypatch.setattr(numpy_operations, "_BYTES_OF_THREAD", 1 << 20)
     x, weight, bias = normal(1, 1, shape[1]), normal(*shape), normal(shape[0])
     found = NumpyOperations({}, {}, threads=threads).linear(x, weight, bias)
     assert (found.shape, found.dtype, found.flags.c_contiguous) == ((1, 1, shape[0]), np.float32, True)
@@ -52,7 +56,7 @@ def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
 import os
 import numpy as np
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-operations, weight = NumpyOperations({}, {}, threads=2), np.ones((1024, 1024), np.float32)
+operations, weight = NumpyOperations({}, {}, threads=2), np.ones((16384, 1024), np.float32)
 assert (operations.linear(weight[:1], weight) == 1024).all()
 child = os.fork()
 if child == 0:
