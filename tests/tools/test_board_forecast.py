@@ -26,9 +26,9 @@ from board_forecast import (
     round_shapes,
     step_cost,
 )
-from boards import BOARDS
 from probes import state_traffic, weight_bytes
 
+from edgellm.device.boards import BOARDS
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 

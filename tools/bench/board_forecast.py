@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from boards import BOARDS, Board
 from random_checkpoint import LLAMA_3_2_1B, SHAPES
 from random_model import RandomDirectory, random_directory
 from simulated_acceptance import simulated_mean
 
+from edgellm.device.boards import BOARDS, Board
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
