@@ -216,3 +216,14 @@ def measured_limits() -> DeviceLimits:
         ring = max(fitting_rings(reader.gpu), key=reader.bandwidth)
         found = reader.bandwidth(ring, series=5), reader.arithmetic()
         return DeviceLimits(*found, reader.gpu.multiprocessors, reader.clock())
+
+
+def memory_bandwidth() -> float | None:
+    """GB/s of a GPU's own memory by what its driver says of clock and bus, twice a clock; None where it shares the
+    host's, of which the driver does not say it."""
+    import pycuda.driver as cuda
+
+    with some_context():
+        said, names = cuda.Device(0), cuda.device_attribute
+        clock, bits = said.get_attribute(names.MEMORY_CLOCK_RATE), said.get_attribute(names.GLOBAL_MEMORY_BUS_WIDTH)
+        return None if said.get_attribute(names.INTEGRATED) else 2 * clock * bits / 8e6 or None
