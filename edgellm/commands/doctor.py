@@ -98,7 +98,8 @@ def doctor(given: DoctorOptions) -> None:
         say(f"  {found['text']}")
     if given.full:
         facts["made_by"] = made_by()
-        say(f"\non this device, release {facts['made_by']['release']}, {facts['made_by']['architecture']}")
+        alone = "; no GPU: NumPy with itself" if gpu is None else ""
+        say(f"\non this device, release {facts['made_by']['release']}, {facts['made_by']['architecture']}{alone}")
         for found in proof(earlier):
             facts["checks"].append(found)
             say(f"  {found['text']}")
