@@ -61,10 +61,10 @@ def proof(earlier: Mapping[str, Any] | None = None, seconds: float = SECONDS) ->
     with tempfile.TemporaryDirectory() as folder:
         parts: list[tuple[str, Callable[[], Iterator[Found]]]] = [
             ("tokens", lambda: _token_checks("as shipped", SHIPPED_MODEL, gpu, earlier)),
-            ("snapshot", lambda: _snapshot_check(Path(folder), gpu)),
-            ("packed tokens", lambda: _token_checks("packed", _packed(Path(folder)), gpu, earlier)),
             ("speed", lambda: _speed_checks(gpu)),
             ("largest allocation", lambda: _memory_check(gpu)),
+            ("snapshot", lambda: _snapshot_check(Path(folder), gpu)),
+            ("packed tokens", lambda: _token_checks("packed", _packed(Path(folder)), gpu, earlier)),
         ]
         for name, part in parts:
             if time.perf_counter() > end:

@@ -100,7 +100,7 @@ def test_a_part_that_fails_is_a_fault_and_the_others_go_on(monkeypatch: pytest.M
     failed = {each["name"]: each["text"] for each in found if each["ok"] is False}
     assert set(failed) == {"tokens", "snapshot", "packed tokens"}
     assert failed["snapshot"] == "snapshot: FAILED, RuntimeError: out of memory"
-    assert found[-1]["name"] == "largest allocation" and found[-1]["ok"] is None
+    assert {each["name"] for each in found} >= {"read bandwidth", "clocks and power", "largest allocation"}
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
