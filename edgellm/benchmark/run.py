@@ -76,8 +76,8 @@ def run_benchmark(
                 timings, usage = response.timings, response.usage
                 if number >= 0:
                     own = configuration.name, prompt.task, index, number, response.token_ids, timings.decode_seconds
-                    first = timings.time_to_first_token, usage.prompt_tokens, usage.reused_tokens
-                    runs.append(BenchRun(*own, response.drafting, *first))
+                    began = timings.time_to_first_token, usage.prompt_tokens, usage.reused_tokens
+                    runs.append(BenchRun(*own, response.drafting, *began))
                 if configuration.drafting is not None and llm.drafting_report is not None:
                     reports[configuration.name] = llm.drafting_report
                 done += 1

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgellm.device import limits
 from edgellm.device import proof as proofs
 from edgellm.device.boards import BOARDS, board_of
+from edgellm.device.limits import DeviceLimits
 from edgellm.device.proof import compared_tokens, largest, made_by, proof, with_earlier
 from edgellm.kernels.gpu import GPU, find_gpu
 
@@ -82,6 +84,21 @@ def test_less_than_half_of_what_a_board_should_read_is_a_fault() -> None:
     assert fine["ok"] and not slow["ok"]
     assert slow["text"] == "read bandwidth: 40 GB/s, 40% of 100 by a board: TOO LITTLE"
     assert proofs._share("read bandwidth", 40.0, None, "GB/s", "")["ok"]
+
+
+def test_a_board_is_judged_by_its_bandwidth_and_by_its_clock_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = DeviceLimits(150.0, 20.0, 16, 0.65)
+    monkeypatch.setattr(limits, "measured_limits", lambda: measured)
+    monkeypatch.setattr(proofs, "sensor_facts", lambda: {"power_mode": "15W"})
+    read, arithmetic, clocks = proofs._speed_checks(gpu("sm_87", 16, 65.9))
+    assert read["text"] == "read bandwidth: 150 GB/s, 73% of 204.8 by Jetson AGX Orin 64GB"
+    assert arithmetic["expected"] == pytest.approx(2 * 1024 * 16 * 0.65e9 / 1e12)
+    assert arithmetic["text"].endswith("94% of 21.3 by the board at 0.65 GHz of 1.3") and arithmetic["ok"]
+    assert clocks["text"] == "clocks and power: power mode 15W" and clocks["power_mode"] == "15W"
+    monkeypatch.setattr(limits, "memory_bandwidth", lambda: 4917.0)
+    read, arithmetic, _ = proofs._speed_checks(gpu("sm_90", 132, 150.0))
+    assert not read["ok"] and "3% of 4917 by its memory's clock and bus: TOO LITTLE" in read["text"]
+    assert arithmetic["ok"] and "what it should be is not known" in arithmetic["text"]
 
 
 def test_nothing_is_begun_when_the_time_is_over() -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +146,43 @@ def test_a_machine_without_nvpmodel_is_no_jetson(tmp_path: Path, monkeypatch: py
     (tmp_path / "class/thermal/thermal_zone0").mkdir(parents=True)
     (tmp_path / "class/thermal/thermal_zone0/temp").write_text("40000")
     assert jetson_facts(tmp_path) == {}
+
+
+_LIBRARIES = {
+    "libcuda.so.1": """
+#include <string.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGet(int *device, int number) { *device = 7; return 0; }
+int cuDeviceGetPCIBusId(char *name, int room, int device) { strcpy(name, "0000:01:00.0"); return device != 7; }
+""",
+    "libnvidia-ml.so.1": """
+#include <string.h>
+static int there;
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *name, void **device) {
+    *device = &there;
+    return strcmp(name, "0000:01:00.0");
+}
+int nvmlDeviceGetClockInfo(void *device, int kind, unsigned *mhz) { *mhz = 1000 + kind; return device != &there; }
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) {
+    *bits = 0x40;
+    return device != &there;
+}
+""",
+}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_libraries_are_called_as_they_are_linked(tmp_path: Path) -> None:
+    for name, code in _LIBRARIES.items():
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / name]
+        subprocess.run(command, input=code, text=True, check=True)
+    program = "import json; from edgellm.device.sensors import sensor_facts; print(json.dumps(sensor_facts()))"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PATH": ""}
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(told.stdout) == {
+        "multiprocessors_mhz": 1001,
+        "memory_mhz": 1002,
+        "throttled_by": ["heat (hardware)"],
+    }
