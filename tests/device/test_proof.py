@@ -15,6 +15,7 @@ from edgellm.device import proof as proofs
 from edgellm.device.boards import BOARDS, board_of
 from edgellm.device.limits import DeviceLimits
 from edgellm.device.proof import compared_tokens, largest, made_by, proof, with_earlier
+from edgellm.errors import MissingDependencyError
 from edgellm.kernels.gpu import GPU, find_gpu
 
 TOKENS = [f"tokens, {weights}, {kind}" for weights in ("as shipped", "packed") for kind in ("plain", "drafted")]
@@ -110,14 +111,20 @@ def test_a_part_that_fails_is_a_fault_and_the_others_go_on(monkeypatch: pytest.M
     def fail(*arguments: object) -> None:
         raise RuntimeError("out of memory")
 
+    def lack(*arguments: object) -> None:
+        raise MissingDependencyError("NVRTC is missing")
+
     for name in ("_token_checks", "_packed", "_snapshot_check"):
         monkeypatch.setattr(proofs, name, fail)
+    monkeypatch.setattr(proofs, "_speed_checks", lack)
     monkeypatch.setattr(proofs, "find_gpu", lambda: None)
     found = list(proof())
     failed = {each["name"]: each["text"] for each in found if each["ok"] is False}
     assert set(failed) == {"tokens", "snapshot", "packed tokens"}
     assert failed["snapshot"] == "snapshot: FAILED, RuntimeError: out of memory"
-    assert {each["name"] for each in found} >= {"read bandwidth", "clocks and power", "largest allocation"}
+    others = {each["name"]: each for each in found if each["ok"] is None}
+    assert set(others) == {"speed", "largest allocation"}
+    assert others["speed"]["text"] == "speed: left out, NVRTC is missing"
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:
