@@ -1,11 +1,13 @@
 """The boards that the project is for: what they have, at their highest power mode, and who says so.
 
-One table: what a neighbour is set by (`neighbour.py`) and what a forecast counts with (`board_forecast.py`).
+One table: what a forecast counts with, what `edgellm doctor --full` expects, and what tools set a neighbour by.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from edgellm.kernels.gpu import GPU
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,13 @@ BOARDS = {
         "technical specifications of the Jetson Thor series: 2,560 cores, 1.575 GHz, 273 GB/s",
     ),
 }
+
+
+def board_of(gpu: GPU) -> Board | None:
+    """The board that a GPU is of, by compute capability, multiprocessors and memory, of which the system keeps some."""
+    for board in BOARDS.values():
+        number = board.architecture.rpartition("_")[2]
+        is_kind = gpu.compute_capability == f"sm_{number}" and gpu.multiprocessors == board.multiprocessors
+        if is_kind and 0.7 < gpu.total_memory / 1e9 / board.memory_gb < 1.1:
+            return board
+    return None
