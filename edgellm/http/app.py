@@ -37,6 +37,7 @@ from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.errors import HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
+from edgellm.http.kept_responses import KeptResponses
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
@@ -58,7 +59,7 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 #: How a request is read, and its answers are written.
-EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], type[Writer]]
+EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], Callable[..., Writer]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
@@ -86,11 +87,13 @@ class Service:
         guard: Guard,
         body_bytes: int = 32 * 2**20,
         template: ChatTemplate | None = None,
+        keep_responses: int = 0,
     ) -> None:
         """`model` says how the model is called and what it takes; its adapters are known when it is open. A chat
-        `template` takes the place of the model's own."""
+        `template` takes the place of the model's own. Of `/v1/responses` the last `keep_responses` are kept."""
         self._llm, self.guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
         self.model, self._template = model, template
+        self._kept = KeptResponses(keep_responses, BODIES * body_bytes)
         self._runtime: SpecDecodeRuntime | None = None
         self._model_memory: Mapping[str, int] = {}
         #: What the model failed with, when it was loaded or later.
@@ -107,14 +110,18 @@ class Service:
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
-        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()} | {"/tokenize": self._tokenize}
+        responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
+        kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
+        asked = {path: partial(self._answer, kind) for path, kind in kinds.items()} | {"/tokenize": self._tokenize}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
-        shown |= {"/v1": self._what_there_is, "/version": self._version}
+        one = "/v1/responses/{id}"
+        shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
-        self._endpoints = [*(f"POST {path}" for path in asked), *(f"GET {path}" for path in shown)]
+        methods = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
+        self._endpoints = [f"{method} {path}" for method, answers in methods.items() for path in answers]
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
-            for method, answers in (("POST", asked), ("GET", shown))
+            for method, answers in methods.items()
             for path, answer in answers.items()
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})

@@ -155,7 +155,7 @@ class Guarded:
         try:
             is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
             if is_preflight and "access-control-allow-origin" in more:
-                more["access-control-allow-methods"] = "GET, POST"
+                more["access-control-allow-methods"] = "GET, POST, DELETE"
                 more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
                 await Response(status_code=204)(scope, receive, counted)
                 return

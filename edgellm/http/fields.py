@@ -15,6 +15,7 @@ from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, http_error
+from edgellm.http.kept_responses import Items
 from edgellm.multimodal.image_input import image_of_url, readable_formats
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -112,6 +113,10 @@ class ParsedRequest:
     echo: bool = False
     #: What drops its oldest turns where it does not fit.
     conversation: OngoingConversation | None = None
+    #: Those of the whole conversation, where the answer is to be kept, and whether reasoning is given to be handed back
+    #: (`/v1/responses`).
+    items: Items | None = None
+    shows_reasoning: bool = False
 
     @property
     def request(self) -> Request:
