@@ -164,6 +164,8 @@ def event(value: Any, name: str | None = None) -> bytes:
 class Writer:
     """Writes the answers to one request in the form of an endpoint; `index` says which of them something is of."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
         self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
 

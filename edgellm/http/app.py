@@ -31,10 +31,10 @@ from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, completions
+from edgellm.http import asgi, completions, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
-from edgellm.http.errors import HTTPError, http_error, later, without_folders
+from edgellm.http.errors import OLLAMA, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.kept_responses import KeptResponses
@@ -65,12 +65,14 @@ ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
     "/v1/completions": (completions.completion, CompletionWriter),
     "/v1/responses": (response_request, ResponseWriter),
+    "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
+    "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
 }
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
+_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", "/api/tags", "/api/show", *_ALWAYS)
 
 
 class Service:
@@ -112,10 +114,12 @@ class Service:
         """The application, as servers of ASGI run it."""
         responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
         kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
-        asked = {path: partial(self._answer, kind) for path, kind in kinds.items()} | {"/tokenize": self._tokenize}
+        asked = {path: partial(self._answer, kind) for path, kind in kinds.items()}
+        asked |= {"/tokenize": self._tokenize, "/api/show": self._show}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         one = "/v1/responses/{id}"
         shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
+        shown |= {"/api/tags": self._tags, "/api/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
         methods = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
         self._endpoints = [f"{method} {path}" for method, answers in methods.items() for path in answers]
@@ -197,7 +201,7 @@ class Service:
             raise later(503, "the server is ending: ask another one", "ending", 5)
         if self.is_open:
             raise later(503, "all threads that read requests are lost: start the server anew", "stuck", 60)
-        if scope["path"].startswith("/v1/") or scope["path"] == "/tokenize":
+        if scope["path"].startswith(("/v1/", OLLAMA)) or scope["path"] == "/tokenize":
             raise later(503, "the model is being loaded: ask again soon", "loading", 2)
 
     def count(self, scope: Scope, status: int) -> None:
@@ -221,13 +225,14 @@ class Service:
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers))
+        writer = make_writer(asked, tokenizer, readers)
+        under_way = AnswersUnderWay(answers, readers, writer)
         with self._telling(asked.fields):
             if not asked.stream:
                 return JSONResponse(await under_way.whole(), headers=headers)
             events = await under_way.begin(lambda error: self._told(error, {}))
         headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events, media_type=writer.media_type, headers=headers)
 
     async def _ask(
         self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
@@ -279,6 +284,16 @@ class Service:
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "edgellm", "parent": parent}
         about = {} if self.model.description is None else {"description": self.model.description}
         return {**known, "max_model_len": self._llm.context_length, **about}
+
+    async def _tags(self, request: Request) -> Response:
+        assert self._runtime is not None
+        entries = [ollama_answers.model_entry(self.model, name, self._runtime) for name in self.model.names]
+        return JSONResponse({"models": entries})
+
+    async def _show(self, request: Request) -> Response:
+        name = await self._read(request, lambda body: ollama.shown_model(body, self.model))
+        assert self._runtime is not None
+        return JSONResponse(ollama_answers.model_facts(self.model, name, self._runtime, self._llm.context_length))
 
     async def _what_there_is(self, request: Request) -> Response:
         return JSONResponse({"server": "edgellm", "version": __version__, "endpoints": self._endpoints})

@@ -161,7 +161,7 @@ class Guarded:
                 return
             self._check(scope, headers)
         except HTTPError as error:
-            await _response(error)(scope, receive, counted)
+            await _response(error, scope["path"])(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
@@ -172,8 +172,8 @@ async def refuse(request: Request, error: Exception) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         error = HTTPError(error.status_code, message, headers=error.headers or {})
     assert isinstance(error, HTTPError)
-    return _response(error)
+    return _response(error, request.url.path)
 
 
-def _response(error: HTTPError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+def _response(error: HTTPError, path: str) -> JSONResponse:
+    return JSONResponse(error.body(path), error.status, error.headers)

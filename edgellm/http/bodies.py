@@ -16,13 +16,15 @@ MOST_VALUES = 300_000
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
+#: What an image begins with: a data URL, or so much base64 without a space (clients of ollama's API send no URL).
+_DATA = re.compile(rb'"(?:data:|[A-Za-z0-9+/]{4096})')
 _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
 
 
 def check_body(body: bytes, most: int) -> None:
     """Raise HTTPError for a body of more than `most` bytes of text, or too many values.
 
-    Strings that begin like a data URL do not count here, wherever they stand: see `check_images`.
+    Strings that begin like an image do not count here, wherever they stand: see `check_images`.
     """
     text = _without_data(body, most)
     if len(text) > most:
@@ -33,16 +35,19 @@ def check_body(body: bytes, most: int) -> None:
 
 
 def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
-    """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside the data URLs of its images."""
-    if len(body) > most and len(body) - _image_bytes(value.get("messages")) - _image_bytes(value.get("input")) > most:
-        raise _too_large(most)
+    """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside its images."""
+    if len(body) > most:
+        shown = [_image_bytes(value.get(name)) for name in ("messages", "input")]
+        if len(body) - sum(shown) - _listed_bytes([value]) - _listed_bytes(value.get("messages")) > most:
+            raise _too_large(most)
 
 
 def _without_data(body: bytes, most: int) -> bytes:
-    """A body in which data URLs are cut off behind their scheme, or its beginning that has more than `most` bytes."""
+    """A body in which images are cut off behind what they begin with, or its beginning that has more than `most`
+    bytes."""
     parts, size, place = [], 0, 0
-    while size <= most and (begin := body.find(b'"data:', place)) >= 0:
-        end = begin + len(b'"data:')
+    while size <= most and (match := _DATA.search(body, place)) is not None:
+        begin, end = match.span()
         parts.append(body[place:end])
         size += end - place
         is_quoted = body[begin - 1 : begin] == b"\\"  # within another string
@@ -77,6 +82,13 @@ def _image_bytes(messages: Any) -> int:
     sources = (part.get("image_url") for part in parts)
     urls = (source.get("url") if isinstance(source, dict) else source for source in sources)
     return sum(len(url) - len("data:") for url in urls if isinstance(url, str) and url.startswith("data:"))
+
+
+def _listed_bytes(objects: Any) -> int:
+    """The bytes of the images that objects have as a list of texts, `images`."""
+    found = [each.get("images") for each in objects if isinstance(each, dict)] if isinstance(objects, list) else []
+    images = (image for listed in found if isinstance(listed, list) for image in listed if isinstance(image, str))
+    return sum(map(len, images))
 
 
 def _too_large(most: int) -> HTTPError:

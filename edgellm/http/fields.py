@@ -86,6 +86,8 @@ class ServedModel:
         """The adapter that answers under a name, None for the model itself; HTTPError for one that there is none of."""
         if name is None:
             raise wrong("model", name, f"one of {', '.join(self.names)}")
+        if isinstance(name, str) and name not in self.names:
+            name = name.removesuffix(":latest")  # as ollama's clients name what has no tag
         if not isinstance(name, str) or name not in self.names:
             message = f"there is no model {shown(name)}{did_you_mean(str(name), self.names)}"
             raise HTTPError(404, message, param="model", code="model_not_found")
@@ -157,6 +159,10 @@ class Fields:
         if not isinstance(value, (int, float) if kind is float else kind) or (type(value) is bool and kind is not bool):
             raise wrong(name, value, _EXPECTED[kind])
         return value
+
+    def default(self, name: str, value: Any) -> None:
+        """Have a field where the body has none."""
+        self._left.setdefault(name, value)
 
     def only(self, name: str, *values: Any, why: str) -> None:
         """Refuse another value of a field than these; the message says why."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from call_templates import WRITTEN, call_template
 from http_server import MODEL, ServerProcess, running
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -19,14 +18,14 @@ from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.http.responses import input_messages, response_request
 
 QUESTION = "Where is the red cup?"
-TOOLS: Any = [{"type": "function", "name": "wave", "strict": True, "parameters": {"type": "object", "properties": {}}}]
+PARAMETERS = {"type": "object", "properties": {"object": {"type": "string"}}, "required": ["object"]}
+LOOK: Any = {"type": "function", "name": "look_at", "description": "Look at an object.", "parameters": PARAMETERS}
+LOOK |= {"strict": True}
 
 
 @pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    path = tmp_path_factory.mktemp("template") / "tools.jinja"
-    path.write_text(call_template(WRITTEN["hermes"]))
-    with running("--keep-responses", 2, "--chat-template", path) as server:
+def keeping() -> Iterator[ServerProcess]:
+    with running("--keep-responses", 2) as server:
         yield server
 
 
@@ -59,8 +58,9 @@ def test_a_conversation_goes_on_from_an_answer_that_is_kept(keeping: ServerProce
 
 def test_events_are_those_of_the_api_and_calls_go_on(keeping: ServerProcess) -> None:
     client = keeping.client()
-    options: Any = {"model": MODEL, "tools": TOOLS, "max_output_tokens": 200}
-    raw = client.responses.with_raw_response.create(input="Wave.", tool_choice="required", stream=True, **options)
+    options: Any = {"model": "tools", "tools": [{**LOOK, "parameters": {**PARAMETERS, "additionalProperties": False}}]}
+    asked = "Look at the white bowl."
+    raw = client.responses.with_raw_response.create(input=asked, stream=True, **options)
     lines = [line[6:] for line in raw.http_response.iter_lines() if line.startswith("data: ")]
     events = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
     assert [each.sequence_number for each in events] == list(range(len(events)))
@@ -71,8 +71,9 @@ def test_events_are_those_of_the_api_and_calls_go_on(keeping: ServerProcess) -> 
     answer = Response.model_validate(json.loads(lines[-1])["response"])
     assert answer.id == events[0].response.id
     output: Any = {"type": "function_call_output", "call_id": answer.output[0].call_id, "output": "done"}
-    found = client.responses.create(input=[output], previous_response_id=answer.id, tool_choice="none", **options)
-    assert found.usage.input_tokens > answer.usage.input_tokens and found.output_text
+    found = client.responses.create(input=[output], previous_response_id=answer.id, **options)
+    items = [{"role": "user", "content": asked}, answer.output[0].to_dict(), output]
+    assert found.output_text == client.responses.create(input=items, **options).output_text != ""
 
 
 def test_reasoning_is_handed_back() -> None:
