@@ -129,8 +129,9 @@ class ParsedRequest:
 class Fields:
     """The fields of a body, of which each has to be taken. Null stands for a field that is not there."""
 
-    def __init__(self, body: bytes, model: ServedModel) -> None:
-        """Raises HTTPError for what is no JSON object, or has too much in it."""
+    def __init__(self, body: bytes, model: ServedModel, streams: bool = False) -> None:
+        """`streams` counts where the body has no `stream`. Raises HTTPError for what is no JSON object, or has too much
+        in it."""
         check_body(body, model.text_bytes)
         try:
             value = parse_json(body, "the body", RequestError)
@@ -141,7 +142,7 @@ class Fields:
         check_images(body, value, model.text_bytes)
         self.model = model
         #: What `common` finds: the name of the model, and how the answer is to be streamed.
-        self.name, self.stream, self.include_usage = model.name, False, False
+        self.name, self.stream, self.include_usage = model.name, streams, False
         self._left = {name: item for name, item in value.items() if item is not None}
         self._known: list[str] = []
         self.ignored: list[str] = []
@@ -160,9 +161,11 @@ class Fields:
             raise wrong(name, value, _EXPECTED[kind])
         return value
 
-    def default(self, name: str, value: Any) -> None:
-        """Have a field where the body has none."""
-        self._left.setdefault(name, value)
+    def put(self, name: str, value: Any, what: str) -> None:
+        """Have a field that the body has elsewhere, as `what`. HTTPError where it has that field, too."""
+        if name in self._left:
+            raise HTTPError(400, f"{what} and {name} are ways to say one thing: give one of them", param=what)
+        self._left[name] = value
 
     def only(self, name: str, *values: Any, why: str) -> None:
         """Refuse another value of a field than these; the message says why."""
@@ -194,7 +197,8 @@ class Fields:
         priority. The name, and how to stream, are noted."""
         self.name = self.take("model")
         adapter = self.model.adapter_of(self.name)
-        self.stream = bool(self.take("stream", bool))
+        stream = self.take("stream", bool)
+        self.stream = self.stream if stream is None else stream
         self.include_usage = self._include_usage()
         deadline, priority = self.take("deadline", float), self.take("priority")
         priority = 0 if priority is None else checked("priority", checked_priority, priority)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class KeptResponses:
             self._of(request, lambda response_id: self._kept.pop(response_id, None))
         return JSONResponse({"id": request.path_params["id"], "object": "response", "deleted": True})
 
-    def _of(self, request: Request, find: Any) -> bytes:
+    def _of(self, request: Request, find: Callable[[str], tuple[Items, bytes] | None]) -> bytes:
         found = find(request.path_params["id"])
         if found is None:
             message = f"Response with id {shown(request.path_params['id'])[:100]} not found: {self._lost}"

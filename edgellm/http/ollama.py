@@ -18,18 +18,10 @@ OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 OPTIONS |= {name: name for name in _SAME}
 #: What loading a model would be done by, which was loaded already: options that change no answer.
-_LOADING: tuple[str, ...] = (
-    "num_ctx",
-    "num_batch",
-    "num_gpu",
-    "main_gpu",
-    "num_thread",
-    "numa",
-    "low_vram",
-    "f16_kv",
-    "use_mmap",
+_LOADING = (
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
+    *("use_mlock", "vocab_only", "logits_all", "embedding_only"),
 )
-_LOADING += ("use_mlock", "vocab_only", "logits_all", "embedding_only")
 #: Values by which an option asks for nothing; -1 tokens are as many as the context has room for, and so are -2.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_predict": (-1, -2), "seed": (-1,), "repeat_last_n": (-1,)}
 _NEUTRAL |= {"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "penalize_newline": (True,)}
@@ -77,8 +69,7 @@ def generate(body: bytes, model: ServedModel) -> ParsedRequest:
 
 def _begun(body: bytes, model: ServedModel) -> tuple[Fields, dict[str, Any]]:
     """What both have: a stream where nothing else is said, options, a format, log-probabilities."""
-    fields = Fields(body, model)
-    fields.default("stream", True)
+    fields = Fields(body, model, streams=True)
     request = fields.common()
     params = _sampling(fields)
     logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
@@ -110,7 +101,7 @@ def _sampling(fields: Fields) -> SamplingParams:
             message = f"{shown(what)} is not served: expected one of {expected}"
             raise HTTPError(400, message, param=what, code="unsupported_parameter")
         else:
-            fields.default(called, value)
+            fields.put(called, value, what)
     try:
         params = fields.sampling("max_tokens")
         return replace(params, max_tokens=None) if options.get("num_predict") in _NEUTRAL["num_predict"] else params

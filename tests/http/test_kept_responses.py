@@ -79,7 +79,7 @@ def test_events_are_those_of_the_api_and_calls_go_on(keeping: ServerProcess) -> 
 def test_reasoning_is_handed_back() -> None:
     item = {"type": "reasoning", "summary": [], "encrypted_content": "aG0="}
     said = {"role": "assistant", "content": "Yes."}
-    assert input_messages([item, said], None)[0] == {**said, "reasoning_content": "hm"}
+    assert input_messages([item, said], None) == [{**said, "reasoning_content": "hm"}]
     with pytest.raises(HTTPError, match=r"input\[0\] has an encrypted_content that is not from this server"):
         input_messages([{**item, "encrypted_content": "?"}], None, [said])
 

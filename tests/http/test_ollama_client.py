@@ -13,7 +13,7 @@ from http_server import MODEL, ServerProcess
 from edgellm import LLM, SamplingParams, __version__
 from edgellm.http.bodies import check_body, check_images
 from edgellm.http.errors import HTTPError
-from edgellm.http.fields import ServedModel
+from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.ollama import chat, chat_messages, generate
 from edgellm.opened_model import SHIPPED_MODEL
 
@@ -112,6 +112,7 @@ def test_models_are_listed_and_shown(server: ServerProcess) -> None:
         ({"options": {"num_keep": 4}}, "options.num_keep"),
         ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
         ({"options": {"num_predict": 0}}, "options.num_predict"),
+        ({"options": {"seed": 1}, "seed": 2}, "options.seed"),
         ({"format": "xml"}, "format"),
         ({"shift": True}, "shift"),
         ({"think": "huge"}, "think"),
@@ -131,6 +132,21 @@ def test_what_would_not_be_kept_is_refused_by_name(fields: dict[str, Any], param
         (chat if is_chat else generate)(json.dumps(given).encode(), ServedModel(MODEL))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert param.rpartition(".")[2] in refused.value.message
+
+
+def test_options_and_thinking_are_those_of_the_inner_request() -> None:
+    def read(**fields: Any) -> ParsedRequest:
+        model = ServedModel(
+            MODEL, params=SamplingParams(max_tokens=7), template_variables=frozenset(["enable_thinking"])
+        )
+        return chat(json.dumps({"model": MODEL, "messages": MESSAGES, **fields}).encode(), model)
+
+    assert read().request.params == SamplingParams(max_tokens=7) and read().stream and not read(stream=False).stream
+    free = read(options={"num_predict": -1, "seed": -1, "mirostat": 0, "stop": ["x"]}).request.params
+    assert free == SamplingParams(max_tokens=None, stop=["x"])
+    thoughts = {think: read(think=think).request.template_variables for think in (True, False, "low")}
+    assert thoughts == {each: {"enable_thinking": bool(each)} for each in thoughts}
+    assert read().conversation is not None and read(truncate=False).conversation is None
 
 
 def test_errors_stand_as_text(server: ServerProcess) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 from byte_level_tokenizer import byte_level
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
-from edgellm.http.responses import ResponseWriter
+from edgellm.http.ollama_answers import ChatLineWriter
+from edgellm.http.responses import ResponseWriter, input_messages
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
 from edgellm.sampling_params import SamplingParams
 from edgellm.structure.reasoning import ReasoningState, reasoning_marks
@@ -98,6 +101,8 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
     )
     writer, _ = made(ChatWriter, True)
     assert b'"delta":{"reasoning_content":"so"}' in b"".join(writer.piece(0, Piece("so")))
+    writer, _ = made(ChatLineWriter, True)
+    assert b'"message":{"role":"assistant","content":"","thinking":"so"}' in b"".join(writer.piece(0, Piece("so")))
     writer, reader = made(ResponseWriter, False)
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
@@ -118,8 +123,8 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
     reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
     request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
-    writer = ResponseWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
-    pieces, events = [], b""
+    writer = ResponseWriter(ParsedRequest((request,), "m", True, shows_reasoning=True), tokenizer, [reader])
+    pieces, events = [], b"".join(writer.begin())
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
         text = "".join(map(answer.push, part))
@@ -133,7 +138,12 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     assert [(each.name, each.arguments) for each in deltas] == [("stop", '{"at": "once"}')] * 2
     response = Response(answer.text, tuple(ids), "tool_calls", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
     events += b"".join([*writer.piece(0, pieces[-1]), *writer.ended(0, response)])
-    output = json.loads(events.rpartition(b"data: ")[2])["response"]["output"]
+    lines = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: ")]
+    checked = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
+    assert [each.sequence_number for each in checked] == list(range(len(lines)))
+    output = json.loads(lines[-1])["response"]["output"]
+    handed_back = [{key: output[0][key] for key in ("type", "encrypted_content")}, output[1]]
+    assert input_messages(handed_back, None)[0]["reasoning_content"] == f"how? {call}"
     assert [item["type"] for item in output[:3]] == ["reasoning", "message", "function_call"]
     assert {item["status"] for item in output} == {"completed"}
     called = [item["arguments"] for item in output if item["type"] == "function_call"]
