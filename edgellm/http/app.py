@@ -10,7 +10,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -60,6 +60,7 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 #: How a request is read, and its answers are written.
 EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], Callable[..., Writer]]
+Answers = dict[str, Callable[[Request], Awaitable[Response]]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
@@ -114,14 +115,14 @@ class Service:
         """The application, as servers of ASGI run it."""
         responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
         kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
-        asked = {path: partial(self._answer, kind) for path, kind in kinds.items()}
+        asked: Answers = {path: partial(self._answer, kind) for path, kind in kinds.items()}
         asked |= {"/tokenize": self._tokenize, "/api/show": self._show}
-        shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        shown: Answers = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         one = "/v1/responses/{id}"
         shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
         shown |= {"/api/tags": self._tags, "/api/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
-        methods = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
+        methods: dict[str, Answers] = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
         self._endpoints = [f"{method} {path}" for method, answers in methods.items() for path in answers]
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
