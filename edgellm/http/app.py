@@ -31,10 +31,10 @@ from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, completions
+from edgellm.http import asgi, completions, messages
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
-from edgellm.http.errors import HTTPError, http_error, later, without_folders
+from edgellm.http.errors import MESSAGES, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.page import PATHS, page_file
@@ -64,12 +64,15 @@ ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
     "/v1/completions": (completions.completion, CompletionWriter),
     "/v1/responses": (response_request, ResponseWriter),
+    MESSAGES: (messages.message_request, messages.MessageWriter),
 }
+#: Where a prompt's tokens are counted for Anthropic's clients.
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
+_COUNTED = (*ENDPOINTS, COUNT_TOKENS, "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
 
 
 class Service:
@@ -107,7 +110,8 @@ class Service:
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
-        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()} | {"/tokenize": self._tokenize}
+        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()}
+        asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         shown |= {"/v1": self._what_there_is, "/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
@@ -182,6 +186,8 @@ class Service:
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
         self.guard.check(scope["path"], headers)
+        if scope["path"].startswith(MESSAGES):
+            messages.check_version(headers)
         if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
@@ -214,7 +220,8 @@ class Service:
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers))
+        sequences = [state.sequence for state in states]
+        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers, sequences))
         with self._telling(asked.fields):
             if not asked.stream:
                 return JSONResponse(await under_way.whole(), headers=headers)
@@ -250,14 +257,20 @@ class Service:
             return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
+        ids = await self._prompt_ids(completions.tokens, request)
+        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        return JSONResponse({"input_tokens": len(await self._prompt_ids(messages.counted_request, request))})
+
+    async def _prompt_ids(self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
-            asked = completions.tokens(body, self.model)
+            asked = read(body, self.model)
             assert self._runtime is not None
             with self._images.reading(asked.pixels), self._telling(asked.fields):
                 return list(self._runtime.prepare(asked.request).prompt_ids)
 
-        ids = await self._read(request, prompt_ids)
-        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+        return await self._read(request, prompt_ids)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.model.names]})
