@@ -154,9 +154,13 @@ def _conversation(fields: Fields, given: Any, system: Any) -> list[dict[str, Any
         elif role == "system":
             found.append({"role": role, "content": _text(blocks)})
         else:
+            if not blocks:
+                raise wrong(f"{what}.content", content, "something for the model to answer")
             found += _user_messages(fields, blocks, called)
             if isinstance(content, str):
                 found[-1]["content"] = content
+    if "tool_calls" in found[-1]:
+        raise wrong("messages", given[-1], "a tool_result behind a tool_use")
     return found
 
 
@@ -191,8 +195,6 @@ def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -
         shows_image = any(each.get("type") == "image" for _, each in inner)
         content = [_part(*each) for each in inner] if shows_image else _text(inner)
         results.append({"role": "tool", "tool_call_id": call, "content": content})
-    if not blocks:
-        raise HTTPError(400, "a user's message has no blocks: write something for the model to answer")
     return [*results, {"role": "user", "content": parts}] if parts else results
 
 
@@ -221,10 +223,10 @@ def _part(what: str, block: Mapping[str, Any]) -> dict[str, Any]:
     match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data), **more} if not more:
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-        case {"type": "url", "url": str(url), **more} if not more:
+        case {"type": "url", "url": str(url), **more} if not more and url[:5].lower() == "data:":
             return {"type": "image_url", "image_url": {"url": url}}
     expected = '{"type": "base64", "media_type": "image/png", "data": "..."}'
-    raise HTTPError(400, f"{what}.source is no image: expected {expected}", param=f"{what}.source")
+    raise HTTPError(400, f"{what}.source is no image of the request: expected {expected}", param=f"{what}.source")
 
 
 def _text(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -240,7 +242,7 @@ def _fields_of(fields: Fields, value: Any, what: str, *known: str) -> dict[str, 
     if not isinstance(value, dict):
         raise wrong(what, value, "an object")
     given = {name: item for name, item in value.items() if item is not None and name not in _RETURNED}
-    fields.ignored += [each for each in _HARMLESS if each in given and each not in fields.ignored]
+    fields.ignored += [each for each in _HARMLESS if given.get(each) and each not in fields.ignored]
     given = {name: item for name, item in given.items() if name not in _HARMLESS and (name, item) != ("citations", [])}
     kind = given.get("type")
     if "type" in known and kind is not None and not isinstance(kind, str):
