@@ -58,7 +58,8 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 #: How a request is read, and its answers are written.
-EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], type[Writer]]
+Read = Callable[[bytes, ServedModel], ParsedRequest]
+EndpointKind = tuple[Read, type[Writer]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
@@ -110,8 +111,8 @@ class Service:
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
-        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()}
-        asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize}
+        counting = {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize}
+        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()} | counting
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         shown |= {"/v1": self._what_there_is, "/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
@@ -230,7 +231,7 @@ class Service:
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _ask(
-        self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
+        self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
@@ -263,7 +264,7 @@ class Service:
     async def _count_tokens(self, request: Request) -> Response:
         return JSONResponse({"input_tokens": len(await self._prompt_ids(messages.counted_request, request))})
 
-    async def _prompt_ids(self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request) -> list[int]:
+    async def _prompt_ids(self, read: Read, request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
             asked = read(body, self.model)
             assert self._runtime is not None

@@ -22,6 +22,9 @@ _HARMLESS = ("cache_control", "is_error", "eager_input_streaming")
 #: Fields of blocks that come back as they were answered, with nothing in them that matters.
 _RETURNED = ("signature", "caller")
 _ROLES = ("user", "assistant", "system")
+#: Types of blocks, with the fields of each.
+_BLOCKS = {"text": ("text",), "image": ("source",), "thinking": ("thinking",)}
+_BLOCKS |= {"tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id", "content")}
 #: Kinds of `tool_choice`, as requests to the engine have them.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: What finish reasons are called.
@@ -173,9 +176,14 @@ def _blocks(fields: Fields, content: Any, what: str) -> list[_Block]:
         return [(what, {"type": "text", "text": content})]
     if not isinstance(content, list):
         raise wrong(what, content, "text, or a list of blocks")
-    known = ("type", "text", "source", "id", "name", "input", "tool_use_id", "content", "thinking")
-    places = [f"{what}[{place}]" for place in range(len(content))]
-    return [(place, _fields_of(fields, each, place, *known)) for place, each in zip(places, content, strict=True)]
+    return [_block(fields, each, f"{what}[{place}]") for place, each in enumerate(content)]
+
+
+def _block(fields: Fields, value: Any, what: str) -> _Block:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if not isinstance(kind, str) or kind not in _BLOCKS:
+        raise wrong(f"{what}.type", kind, f"one of {', '.join(_BLOCKS)}")
+    return what, _fields_of(fields, value, what, "type", *_BLOCKS[kind])
 
 
 def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -> list[dict[str, Any]]:
@@ -183,7 +191,7 @@ def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for what, block in blocks:
-        if block.get("type") != "tool_result":
+        if block["type"] != "tool_result":
             parts.append(_part(what, block))
             continue
         if parts:
@@ -192,7 +200,7 @@ def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -
         if not isinstance(call, str) or call not in called:
             raise wrong(f"{what}.tool_use_id", call, "the id of a tool_use in a message before it")
         inner = _blocks(fields, block.get("content", ""), f"{what}.content")
-        shows_image = any(each.get("type") == "image" for _, each in inner)
+        shows_image = any(each["type"] == "image" for _, each in inner)
         content = [_part(*each) for each in inner] if shows_image else _text(inner)
         results.append({"role": "tool", "tool_call_id": call, "content": content})
     return [*results, {"role": "user", "content": parts}] if parts else results
@@ -201,7 +209,7 @@ def _user_messages(fields: Fields, blocks: Sequence[_Block], called: set[str]) -
 def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
     texts, thoughts, calls = [], [], []
     for what, block in blocks:
-        kind = block.get("type")
+        kind = block["type"]
         if kind == "tool_use":
             call, name, given = block.get("id"), block.get("name"), block.get("input")
             if not isinstance(call, str) or not isinstance(name, str) or not isinstance(given, dict):
@@ -216,9 +224,9 @@ def _assistant_message(blocks: Sequence[_Block]) -> dict[str, Any]:
     return message | ({"reasoning_content": "".join(thoughts)} if thoughts else {})
 
 
-def _part(what: str, block: Mapping[str, Any]) -> dict[str, Any]:
+def _part(what: str, block: dict[str, Any]) -> dict[str, Any]:
     """A block as a part of a message: text, or an image whose bytes become a data URL."""
-    if block.get("type") != "image":
+    if block["type"] != "image":
         return {"type": "text", "text": _text([(what, block)])}
     match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data), **more} if not more:
@@ -229,10 +237,10 @@ def _part(what: str, block: Mapping[str, Any]) -> dict[str, Any]:
     raise HTTPError(400, f"{what}.source is no image of the request: expected {expected}", param=f"{what}.source")
 
 
-def _text(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _text(blocks: Sequence[_Block]) -> str:
     for what, block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            message = f"{what} is of the type {shown(block.get('type'))[:80]}, which is not taken here, or has no text"
+        if block["type"] != "text" or not isinstance(block.get("text"), str):
+            message = f"{what} is of the type {block['type']}, which is not taken here, or has no text"
             raise HTTPError(400, message, param=what)
     return "".join(block["text"] for _, block in blocks)
 
@@ -244,9 +252,6 @@ def _fields_of(fields: Fields, value: Any, what: str, *known: str) -> dict[str, 
     given = {name: item for name, item in value.items() if item is not None and name not in _RETURNED}
     fields.ignored += [each for each in _HARMLESS if given.get(each) and each not in fields.ignored]
     given = {name: item for name, item in given.items() if name not in _HARMLESS and (name, item) != ("citations", [])}
-    kind = given.get("type")
-    if "type" in known and kind is not None and not isinstance(kind, str):
-        raise wrong(f"{what}.type", kind, "text")
     _check_known(given, what, *known)
     return given
 

@@ -175,9 +175,10 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         return service
 
     service = asyncio.run(open_service())
-    health, chat, metrics = asked(service, "/health", "/v1/chat/completions", "/metrics")
+    health, chat, message, metrics = asked(service, "/health", "/v1/chat/completions", "/v1/messages", "/metrics")
     assert health[0] == 503 and health[1]["status"] == "failed" and "missing" in health[1]["error"]
     assert chat[0] == 503 and chat[1]["error"]["code"] == "failed"
+    assert message[0] == 503 and message[1]["error"]["type"] == "overloaded_error"
     assert metrics[0] == 200 and "edgellm_requests_total 0" in metrics[1]
 
 
