@@ -166,8 +166,15 @@ class Writer:
 
     media_type = "text/event-stream"
 
-    def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
-        self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
+    def __init__(
+        self,
+        asked: ParsedRequest,
+        tokenizer: Tokenizer,
+        readers: Sequence[AnswerReader],
+        sequences: Sequence[DecodingSequence] = (),
+    ) -> None:
+        """`sequences` are the engine's, whose prompts a stream may tell before they have ended."""
+        self._asked, self._tokenizer, self._readers, self._sequences = asked, tokenizer, readers, sequences
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
         """The answers to a request that does not stream."""

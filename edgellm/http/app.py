@@ -31,10 +31,10 @@ from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, completions, ollama, ollama_answers
+from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
-from edgellm.http.errors import OLLAMA, HTTPError, http_error, later, without_folders
+from edgellm.http.errors import MESSAGES, OLLAMA, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.kept_responses import KeptResponses
@@ -59,21 +59,25 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 #: How a request is read, and its answers are written.
-EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], Callable[..., Writer]]
+Read = Callable[[bytes, ServedModel], ParsedRequest]
+EndpointKind = tuple[Read, Callable[..., Writer]]
 Answers = dict[str, Callable[[Request], Awaitable[Response]]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
     "/v1/completions": (completions.completion, CompletionWriter),
     "/v1/responses": (response_request, ResponseWriter),
+    MESSAGES: (messages.message_request, messages.MessageWriter),
     "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
     "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
 }
+#: Where a prompt's tokens are counted for Anthropic's clients.
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", "/api/tags", "/api/show", *_ALWAYS)
+_COUNTED = (*ENDPOINTS, COUNT_TOKENS, "/tokenize", "/v1/models", "/v1", "/version", "/api/tags", "/api/show", *_ALWAYS)
 
 
 class Service:
@@ -116,7 +120,7 @@ class Service:
         responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
         kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
         asked: Answers = {path: partial(self._answer, kind) for path, kind in kinds.items()}
-        asked |= {"/tokenize": self._tokenize, "/api/show": self._show}
+        asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize, "/api/show": self._show}
         shown: Answers = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         one = "/v1/responses/{id}"
         shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
@@ -194,6 +198,8 @@ class Service:
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
         self.guard.check(scope["path"], headers)
+        if scope["path"].startswith(MESSAGES):
+            messages.check_version(headers)
         if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
@@ -226,7 +232,7 @@ class Service:
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        writer = make_writer(asked, tokenizer, readers)
+        writer = make_writer(asked, tokenizer, readers, [state.sequence for state in states])
         under_way = AnswersUnderWay(answers, readers, writer)
         with self._telling(asked.fields):
             if not asked.stream:
@@ -236,7 +242,7 @@ class Service:
         return StreamingResponse(events, media_type=writer.media_type, headers=headers)
 
     async def _ask(
-        self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
+        self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
@@ -263,14 +269,20 @@ class Service:
             return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
+        ids = await self._prompt_ids(completions.tokens, request)
+        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        return JSONResponse({"input_tokens": len(await self._prompt_ids(messages.counted_request, request))})
+
+    async def _prompt_ids(self, read: Read, request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
-            asked = completions.tokens(body, self.model)
+            asked = read(body, self.model)
             assert self._runtime is not None
             with self._images.reading(asked.pixels), self._telling(asked.fields):
                 return list(self._runtime.prepare(asked.request).prompt_ids)
 
-        ids = await self._read(request, prompt_ids)
-        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+        return await self._read(request, prompt_ids)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.model.names]})

@@ -17,6 +17,8 @@ from edgellm.http.errors import HTTPError, http_error, later
 
 logger = logging.getLogger("edgellm.http")
 
+#: Headers that pages of other, allowed origins may send.
+_HEADERS = "authorization, content-type, x-session-id, x-api-key, anthropic-version, anthropic-beta"
 #: Of a body that is too large so many times more is read, and dropped: a client that still sends reads no answer.
 _DROPPED = 4
 
@@ -156,7 +158,7 @@ class Guarded:
             is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
             if is_preflight and "access-control-allow-origin" in more:
                 more["access-control-allow-methods"] = "GET, POST, DELETE"
-                more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
+                more["access-control-allow-headers"] = _HEADERS
                 await Response(status_code=204)(scope, receive, counted)
                 return
             self._check(scope, headers)

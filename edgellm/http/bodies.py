@@ -16,15 +16,17 @@ MOST_VALUES = 300_000
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
-#: What an image begins with: a data URL, or so much base64 without a space (clients of ollama's API send no URL).
-_DATA = re.compile(rb'"(?:data:|[A-Za-z0-9+/]{4096})')
+#: What the text of an image begins with: a data URL, a field that has such a name, or so much base64 (clients of
+#: ollama's API send neither).
+_DATA = re.compile(rb'"(?:data(?::|"\s*:\s*")|[A-Za-z0-9+/]{4096})')
 _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
 
 
 def check_body(body: bytes, most: int) -> None:
     """Raise HTTPError for a body of more than `most` bytes of text, or too many values.
 
-    Strings that begin like an image do not count here, wherever they stand: see `check_images`.
+    Strings that begin like an image, and those of fields named "data", do not count here, wherever they stand: see
+    `check_images`.
     """
     text = _without_data(body, most)
     if len(text) > most:
@@ -43,8 +45,7 @@ def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
 
 
 def _without_data(body: bytes, most: int) -> bytes:
-    """A body in which images are cut off behind what they begin with, or its beginning that has more than `most`
-    bytes."""
+    """A body in which images are cut off where they begin, or its beginning that has more than `most` bytes."""
     parts, size, place = [], 0, 0
     while size <= most and (match := _DATA.search(body, place)) is not None:
         begin, end = match.span()
@@ -75,13 +76,22 @@ def _values(text: bytes) -> int:
 
 
 def _image_bytes(messages: Any) -> int:
-    """The bytes of the data URLs that messages show."""
-    found = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-    contents = (each.get("content") for each in found)
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    sources = (part.get("image_url") for part in parts)
-    urls = (source.get("url") if isinstance(source, dict) else source for source in sources)
-    return sum(len(url) - len("data:") for url in urls if isinstance(url, str) and url.startswith("data:"))
+    """The bytes of the images that messages show: their data URLs, or what a `source` has."""
+    size = 0
+    for message in _objects(messages):
+        parts = _objects(message.get("content"))
+        for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
+            source, url = part.get("source"), part.get("image_url")
+            if isinstance(source, dict):
+                data, url = source.get("data"), source.get("url")
+                size += len(data) if isinstance(data, str) else 0
+            url = url.get("url") if isinstance(url, dict) else url
+            size += len(url) - len("data:") if isinstance(url, str) and url.startswith("data:") else 0
+    return size
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
 
 
 def _listed_bytes(objects: Any) -> int:

@@ -220,12 +220,14 @@ class Fields:
             self.ignored.append("stream_options.include_obfuscation")
         return bool(options.get("include_usage"))
 
-    def sampling(self, *limits: str) -> SamplingParams:
-        """The parameters of a request on top of the model's; `limits` are the names of its limit of tokens."""
+    def sampling(self, *limits: str, stop: str = "stop") -> SamplingParams:
+        """The parameters of a request on top of the model's; `limits` are the names of its limit of tokens, `stop` that
+        of its stop strings."""
         given: dict[str, Any] = {}
         for name in SAMPLING:
-            if (value := self.take(name)) is not None:
-                given[name] = checked(name, partial(checked_value, name), value)
+            called = stop if name == "stop" else name
+            if (value := self.take(called)) is not None:
+                given[name] = checked(called, partial(checked_value, name), value, name)
         named = {name: value for name in limits if (value := self.take(name)) is not None}
         if len(set(map(repr, named.values()))) > 1:
             raise HTTPError(400, f"{' and '.join(limits)} differ: give one of them", param=limits[0])
@@ -234,7 +236,7 @@ class Fields:
         stops = given.get("stop", ())
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
             expected = f"expected at most {MOST_STOPS}, each of at most {LONGEST_STOP} characters"
-            raise HTTPError(400, f"stop has {len(stops)} texts: {expected}", param="stop")
+            raise HTTPError(400, f"{stop} has {len(stops)} texts: {expected}", param=stop)
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
+from edgellm.http.messages import MessageWriter
 from edgellm.http.ollama_answers import ChatLineWriter
 from edgellm.http.responses import ResponseWriter, input_messages
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
@@ -107,6 +108,10 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
     assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "hello"}]
+    writer, reader = made(MessageWriter, False)
+    found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
+    assert found["content"][0] == {"type": "thinking", "thinking": "hello", "signature": ""}
+    assert found["content"][1:] == [{"type": "text", "text": "world"}]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40, 100])
@@ -138,6 +143,10 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     assert [(each.name, each.arguments) for each in deltas] == [("stop", '{"at": "once"}')] * 2
     response = Response(answer.text, tuple(ids), "tool_calls", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
     events += b"".join([*writer.piece(0, pieces[-1]), *writer.ended(0, response)])
+    blocks = blocks_of(tokenizer, request, reader, pieces, response)
+    assert [kind for kind, _ in blocks][:3] == ["thinking", "text", "tool_use"]
+    assert [text for kind, text in blocks if kind == "tool_use"] == ['{"at": "once"}'] * 2
+    assert "".join(text for kind, text in blocks if kind == "text") == "hello world"
     lines = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: ")]
     checked = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
     assert [each.sequence_number for each in checked] == list(range(len(lines)))
@@ -149,3 +158,24 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     called = [item["arguments"] for item in output if item["type"] == "function_call"]
     said = [item["content"][0]["text"] for item in output if item["type"] == "message"]
     assert called == ['{"at": "once"}'] * 2 and "".join(said) == "hello world"
+
+
+def blocks_of(
+    tokenizer: Tokenizer, request: Request, reader: AnswerReader, pieces: list[Piece], response: Response
+) -> list[tuple[str, str]]:
+    """The blocks of a stream of `/v1/messages`: each begins, has deltas of its own kind, and ends before the next."""
+    writer = MessageWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
+    parts = [*(each for piece in pieces for each in writer.piece(0, piece)), *writer.ended(0, response)]
+    blocks: list[tuple[str, str]] = []
+    is_open = False
+    for event in (json.loads(part.partition(b"data: ")[2]) for part in parts):
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(blocks)
+            blocks.append((event["content_block"]["type"], ""))
+        elif event["type"] == "content_block_delta":
+            kind = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "tool_use"}
+            assert is_open and kind[event["delta"].pop("type")] == blocks[-1][0]
+            blocks[-1] = (blocks[-1][0], blocks[-1][1] + "".join(event["delta"].values()))
+        is_open = event["type"] == "content_block_start" or (is_open and event["type"] != "content_block_stop")
+    assert not is_open
+    return blocks
