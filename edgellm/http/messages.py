@@ -23,8 +23,10 @@ _HARMLESS = ("cache_control", "is_error", "eager_input_streaming")
 _RETURNED = ("signature", "caller")
 _ROLES = ("user", "assistant", "system")
 #: Types of blocks, with the fields of each.
-_BLOCKS = {"text": ("text",), "image": ("source",), "thinking": ("thinking",)}
+_BLOCKS: dict[str, tuple[str, ...]] = {"text": ("text",), "image": ("source",), "thinking": ("thinking",)}
 _BLOCKS |= {"tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id", "content")}
+#: Fields of tools, as OpenAI's API has them, in the order in which models were taught to read them.
+_TOOL = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 #: Kinds of `tool_choice`, as requests to the engine have them.
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: What finish reasons are called.
@@ -109,12 +111,11 @@ def _tools(fields: Fields, given: Any) -> list[dict[str, Any]] | None:
         kind = each.get("type") if isinstance(each, dict) else None
         if kind not in (None, "custom"):
             raise wrong(f"{what}.type", kind, "custom: the server has no tools of its own")
-        tool = _fields_of(fields, each, what, "type", "name", "description", "input_schema", "strict")
+        tool = _fields_of(fields, each, what, "type", *_TOOL)
         if not isinstance(tool.get("input_schema"), dict):
             raise wrong(f"{what}.input_schema", tool.get("input_schema"), "an object, a JSON schema")
-        renamed = {"parameters" if name == "input_schema" else name: tool[name] for name in tool if name != "type"}
-        ordered = ("name", "description", "parameters", "strict")  # as models were taught to read them
-        tools.append({"type": "function", "function": {name: renamed[name] for name in ordered if name in renamed}})
+        function = {other: tool[name] for name, other in _TOOL.items() if name in tool}
+        tools.append({"type": "function", "function": function})
     return tools
 
 

@@ -41,7 +41,7 @@ CHOICES = [
 
 
 @pytest.fixture(scope="module")
-def claude(server: ServerProcess) -> Any:
+def reader(server: ServerProcess) -> Any:
     """Anthropic's client, which asks once."""
     return client_of(server)
 
@@ -51,14 +51,14 @@ def client_of(server: ServerProcess, **options: Any) -> Any:
     return anthropic.Anthropic(base_url=f"http://{server.host}:{server.port}", **given)
 
 
-def asked(claude: Any, **fields: Any) -> Any:
-    return claude.messages.create(**{"model": MODEL, "max_tokens": 60, "messages": QUESTION} | fields)
+def asked(reader: Any, **fields: Any) -> Any:
+    return reader.messages.create(**{"model": MODEL, "max_tokens": 60, "messages": QUESTION} | fields)
 
 
-def streamed(claude: Any, **fields: Any) -> tuple[Any, list[Any]]:
+def streamed(reader: Any, **fields: Any) -> tuple[Any, list[Any]]:
     """What the client joins of a stream, and the events that came."""
     given = {"model": MODEL, "max_tokens": 60, "messages": QUESTION} | fields
-    with claude.messages.stream(**given) as stream:
+    with reader.messages.stream(**given) as stream:
         events = list(stream)
         return stream.get_final_message(), events
 
@@ -67,17 +67,17 @@ def prompt_tokens(usage: Any) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
 
 
-def test_a_message_is_answered_as_in_python(claude: Any, llm: LLM) -> None:
+def test_a_message_is_answered_as_in_python(reader: Any, llm: LLM) -> None:
     expected = llm.chat(QUESTION, SamplingParams(max_tokens=60))
-    found = asked(claude)
+    found = asked(reader)
     assert (found.content[0].text, found.stop_reason, found.stop_sequence) == (expected.text, "end_turn", None)
     assert (found.type, found.role, found.model, len(found.content)) == ("message", "assistant", MODEL, 1)
     assert prompt_tokens(found.usage) == expected.usage.prompt_tokens
     assert found.usage.output_tokens == expected.usage.completion_tokens
-    assert asked(claude).usage.cache_read_input_tokens > 0.8 * prompt_tokens(found.usage)
-    counted = claude.messages.count_tokens(model=MODEL, messages=QUESTION)
+    assert asked(reader).usage.cache_read_input_tokens > 0.8 * prompt_tokens(found.usage)
+    counted = reader.messages.count_tokens(model=MODEL, messages=QUESTION)
     assert counted.input_tokens == expected.usage.prompt_tokens
-    joined, events = streamed(claude)
+    joined, events = streamed(reader)
     assert joined.content[0].text == expected.text and joined.usage.output_tokens == found.usage.output_tokens
     assert prompt_tokens(events[0].message.usage) == expected.usage.prompt_tokens  # said before there is text
     assert events[0].message.usage.output_tokens == 0 and joined.usage.cache_read_input_tokens > 0
@@ -99,20 +99,20 @@ def test_the_events_come_in_the_published_order(server: ServerProcess) -> None:
     assert data[-2]["usage"]["output_tokens"] == 9 and data[0]["message"]["content"] == []
 
 
-def test_sampling_is_that_of_the_request(claude: Any, llm: LLM) -> None:
+def test_sampling_is_that_of_the_request(reader: Any, llm: LLM) -> None:
     drawn = {"temperature": 1.3, "top_p": 0.95, "top_k": 40, "seed": 11}
-    found = asked(claude, extra_body=drawn, extra_headers={"anthropic-version": "2023-06-01"})
+    found = asked(reader, extra_body=drawn, extra_headers={"anthropic-version": "2023-06-01"})
     assert found.content[0].text == llm.chat(QUESTION, SamplingParams(**drawn, max_tokens=60)).text
-    found = asked(claude, stop_sequences=["nowhere", " front"])
+    found = asked(reader, stop_sequences=["nowhere", " front"])
     assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", " front")
     text = llm.chat(QUESTION).text
     assert found.content[0].text == text.partition(" front")[0]
     begun = [*QUESTION, {"role": "assistant", "content": "The red"}]
-    assert asked(claude, messages=begun).content[0].text == llm.chat(begun, continue_final_message=True).text
+    assert asked(reader, messages=begun).content[0].text == llm.chat(begun, continue_final_message=True).text
     form = {"type": "json_schema", "schema": SCHEMA | {"properties": {"at": {"enum": PLACES}}, "required": ["at"]}}
-    assert json.loads(asked(claude, output_config={"format": form}).content[0].text)["at"] in PLACES
+    assert json.loads(asked(reader, output_config={"format": form}).content[0].text)["at"] in PLACES
     assert (
-        claude.messages.with_raw_response.create(
+        reader.messages.with_raw_response.create(
             model=MODEL,
             max_tokens=4,
             messages=[
@@ -127,10 +127,10 @@ def test_sampling_is_that_of_the_request(claude: Any, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("choice", "options"), CHOICES, ids=lambda value: str(value)[:30])
-def test_calls_are_those_of_python(claude: Any, llm: LLM, choice: dict[str, Any], options: dict[str, Any]) -> None:
+def test_calls_are_those_of_python(reader: Any, llm: LLM, choice: dict[str, Any], options: dict[str, Any]) -> None:
     expected = llm.chat(ASK_TO_MOVE, SamplingParams(max_tokens=80), adapter="tools", tools=FUNCTIONS, **options)
     fields = {"model": "tools", "messages": ASK_TO_MOVE, "tools": TOOLS, "tool_choice": choice, "max_tokens": 80}
-    found, (joined, events) = asked(claude, **fields), streamed(claude, **fields)
+    found, (joined, events) = asked(reader, **fields), streamed(reader, **fields)
     for message in (found, joined):
         assert [(each.name, each.input) for each in message.content if each.type == "tool_use"] == [
             (call.name, call.parsed) for call in expected.tool_calls
@@ -142,14 +142,14 @@ def test_calls_are_those_of_python(claude: Any, llm: LLM, choice: dict[str, Any]
     assert sum(each.type == "input_json" for each in events) > 1 or not expected.tool_calls
 
 
-def test_a_call_that_the_limit_cuts_is_not_to_be_run(claude: Any) -> None:
+def test_a_call_that_the_limit_cuts_is_not_to_be_run(reader: Any) -> None:
     fields = {"model": "tools", "messages": ASK_TO_MOVE, "tools": TOOLS, "max_tokens": 25}
-    found = asked(claude, **fields)
+    found = asked(reader, **fields)
     assert (found.content, found.stop_reason) == ([], "max_tokens") and found.model_extra["tool_call_error"]
-    assert streamed(claude, **fields)[0].stop_reason == "max_tokens"
+    assert streamed(reader, **fields)[0].stop_reason == "max_tokens"
 
 
-def test_an_agent_s_prompt_is_reused_from_call_to_call(claude: Any) -> None:
+def test_an_agent_s_prompt_is_reused_from_call_to_call(reader: Any) -> None:
     """Of what stood before and what was answered, all but a few tokens: the results alone are new."""
     fields = {"model": "tools", "system": "You are Pip, a small tabletop robot. " * 30, "tools": TOOLS[1:]}
     fields["tool_choice"] = {"type": "tool", "name": "look_at"}
@@ -157,9 +157,9 @@ def test_an_agent_s_prompt_is_reused_from_call_to_call(claude: Any) -> None:
     reused, before = [], 0
     for number in range(6):
         answer = (
-            streamed(claude, messages=messages, **fields)[0]
+            streamed(reader, messages=messages, **fields)[0]
             if number % 2
-            else asked(claude, messages=messages, **fields)
+            else asked(reader, messages=messages, **fields)
         )
         if before:
             reused.append(answer.usage.cache_read_input_tokens / before)
@@ -171,7 +171,7 @@ def test_an_agent_s_prompt_is_reused_from_call_to_call(claude: Any) -> None:
     assert answer.usage.cache_read_input_tokens > 0.94 * prompt_tokens(answer.usage)  # the last result among it
 
 
-def test_pictures_come_in_blocks(claude: Any, llm: LLM) -> None:
+def test_pictures_come_in_blocks(reader: Any, llm: LLM) -> None:
     path = SHIPPED_MODEL / "scenes" / "toys.png"
     data = base64.b64encode(path.read_bytes()).decode()
     text = {"type": "text", "text": "What do you see?"}
@@ -181,16 +181,16 @@ def test_pictures_come_in_blocks(claude: Any, llm: LLM) -> None:
         {"type": "url", "url": f"data:image/png;base64,{data}"},
     ):
         content = [text, {"type": "image", "source": source}]
-        found = asked(claude, messages=[{"role": "user", "content": content}])
+        found = asked(reader, messages=[{"role": "user", "content": content}])
         assert found.content[0].text == expected.text
         assert prompt_tokens(found.usage) == expected.usage.prompt_tokens
         asking: list[Any] = [{"type": "tool_use", "id": "c1", "name": "look_at", "input": {"object": "cup"}}]
         result = [{"type": "tool_result", "tool_use_id": "c1", "content": content[1:]}]
         turns = [*QUESTION, {"role": "assistant", "content": asking}, {"role": "user", "content": result}]
-        counted = claude.messages.count_tokens(model=MODEL, messages=turns, tools=TOOLS)
+        counted = reader.messages.count_tokens(model=MODEL, messages=turns, tools=TOOLS)
         turns[-1]["content"] = [result[0] | {"content": "none"}]
         assert (
-            counted.input_tokens > claude.messages.count_tokens(model=MODEL, messages=turns, tools=TOOLS).input_tokens
+            counted.input_tokens > reader.messages.count_tokens(model=MODEL, messages=turns, tools=TOOLS).input_tokens
         )
 
 
@@ -245,14 +245,14 @@ def test_what_is_wrong_is_named(server: ServerProcess, fields: dict[str, Any], w
     assert set(found["error"]) == {"type", "message"} and words in found["error"]["message"]
 
 
-def test_errors_are_those_that_the_client_knows(claude: Any) -> None:
+def test_errors_are_those_that_the_client_knows(reader: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
-        asked(claude, model="claude")
+        asked(reader, model="other")
     assert (missing.value.type, missing.value.status_code) == ("not_found_error", 404)
     with pytest.raises(anthropic.BadRequestError, match="expected 2023-06-01 or 2026-10-21"):
-        asked(claude, extra_headers={"anthropic-version": "2023-01-01"})
+        asked(reader, extra_headers={"anthropic-version": "2023-01-01"})
     with pytest.raises(anthropic.BadRequestError, match="did you mean"):
-        streamed(claude, extra_body={"temprature": 1})
+        streamed(reader, extra_body={"temprature": 1})
     kinds = {(429, "full"): "rate_limit_error", (503, "busy"): "overloaded_error", (500, "broken"): "api_error"}
     assert all(later(*each, "x").body("/v1/messages")["error"]["type"] == kind for each, kind in kinds.items())
     assert HTTPError(413, "large").body("/v1/messages/count_tokens")["error"]["type"] == "request_too_large"
