@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from edgellm.errors import shown
@@ -54,6 +55,9 @@ def message_request(body: bytes, model: ServedModel, is_answered: bool = True) -
     request |= _tool_choice(fields.take("tool_choice", dict))
     request["tools"] = _tools(fields, fields.take("tools", list))
     fields.refuse("container", "mcp_servers", "context_management", why="there is nothing here that does it")
+    if fields.take("thread") is not None:  # by this code its tool runner sends whole conversations from then on
+        message = "thread is not served: nothing is stored, send all of the conversation as messages"
+        raise HTTPError(400, message, param="thread", code="thread_unsupported_request")
     fields.only("speed", "standard", why="there is one speed")
     fields.ignore("cache_control", "inference_geo")
     conversation, given = fields.truncation(), fields.take("messages")
@@ -64,9 +68,8 @@ def message_request(body: bytes, model: ServedModel, is_answered: bool = True) -
     return fields.parsed(_NAMED, request, conversation=conversation)
 
 
-def counted_request(body: bytes, model: ServedModel) -> ParsedRequest:
-    """A request to `/v1/messages/count_tokens`. Raises HTTPError."""
-    return message_request(body, model, is_answered=False)
+#: A request to `/v1/messages/count_tokens`.
+counted_request = partial(message_request, is_answered=False)
 
 
 def check_version(headers: Mapping[str, str]) -> None:
