@@ -22,7 +22,7 @@ PANELS = {
     "Talk": {
         "chat": "Talk to a model; from a pipe, every line is a question.",
         "generate": "Answer one prompt; the answer alone goes to standard output.",
-        "serve": "Serve a model over HTTP, as clients of OpenAI's, Anthropic's and ollama's APIs ask for it.",
+        "serve": "Serve a model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs.",
     },
     "Prepare": {
         "build": "Make an engine directory of a checkpoint: weights, tokenizer, plans for TensorRT.",

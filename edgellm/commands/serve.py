@@ -1,4 +1,5 @@
-"""`edgellm serve`: the model for other programs, over HTTP as clients of OpenAI's, Anthropic's and ollama's APIs ask for it."""
+"""`edgellm serve`: the model for other programs, over HTTP as clients of OpenAI's, Anthropic's and ollama's APIs ask
+for it."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ class ServeOptions(
 
 @takes_options
 def serve(given: ServeOptions) -> None:
-    """Serve the model over HTTP, as clients of OpenAI's, Anthropic's and ollama's APIs ask for it, until SIGTERM or Ctrl-C.
+    """Serve the model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs, until SIGTERM or Ctrl-C.
 
     Sampling and the system prompt are those of requests that name none.
 
