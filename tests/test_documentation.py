@@ -378,17 +378,17 @@ def test_the_modules_that_the_changelog_moves_to_are_there() -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """Its command is one that `edgellm` knows; systemd itself sees the Python of these tests in its place."""
-    unit = (ROOT / "docs" / "configurations" / "edgellm.service").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+def test_the_units_are_those_that_systemd_takes(tmp_path: Path) -> None:
+    """The command is one that `edgellm` knows; systemd itself sees the Python of these tests in its place."""
+    units = {path.name: path.read_text("utf-8") for path in (ROOT / "docs/configurations").glob("edgellm.*")}
+    (command,) = re.findall(r"^ExecStart=(.+)$", units["edgellm.service"], re.MULTILINE)
     program, *words = shlex.split(command)
     parse(words)
     verify = shutil.which("systemd-analyze")
     if verify is None:
         pytest.skip("there is no systemd-analyze on this machine")
-    (tmp_path / "edgellm.service").write_text(unit.replace(program, sys.executable))
-    found = subprocess.run(
-        [verify, "verify", str(tmp_path / "edgellm.service")], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0 and "edgellm.service:" not in found.stderr, found.stderr
+    for name, unit in units.items():
+        (tmp_path / name).write_text(unit.replace(program, sys.executable))
+    files = [str(tmp_path / name) for name in units]
+    found = subprocess.run([verify, "verify", *files], capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and not re.search(r"edgellm\.\w+:", found.stderr), found.stderr
