@@ -112,7 +112,7 @@ def test_a_server_takes_the_socket_that_is_handed_over() -> None:
 def test_a_socket_for_other_machines_needs_a_key() -> None:
     with socket.create_server(("0.0.0.0", 0)) as listening:
         number = listening.fileno()
-        with pytest.raises(AssertionError, match="0.0.0.0 is an address for other machines"):
+        with pytest.raises(AssertionError, match=r"0\.0\.0\.0 is an address for other machines"):
             ServerProcess(starting=["bash", "-c", _HANDING.format(socket=number)], pass_fds=[number])
 
 
