@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchRun:
-    """One answer: its configuration, prompt (number) and repetition, its tokens, and the time from first to last."""
+    """One answer: its configuration, prompt (number) and repetition, its tokens, the time from first to last, and that
+    to the first, behind a prompt of so many tokens, of which some were in the KV cache already."""
 
     configuration: str
     task: str
@@ -30,6 +31,9 @@ class BenchRun:
     token_ids: tuple[int, ...]
     decode_seconds: float
     drafting: DraftingStatistics | None
+    first_token_seconds: float = 0.0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,11 @@ def run_benchmark(
                 if model.drafting != configuration.drafting:
                     model.use_drafting(configuration.drafting)
                 response = model.chat(prompt.messages, params)
-                seconds, tokens = response.timings.decode_seconds, response.token_ids
+                timings, usage = response.timings, response.usage
                 if number >= 0:
-                    own = configuration.name, prompt.task, index, number, tokens, seconds, response.drafting
-                    runs.append(BenchRun(*own))
+                    own = configuration.name, prompt.task, index, number, response.token_ids, timings.decode_seconds
+                    began = timings.time_to_first_token, usage.prompt_tokens, usage.reused_tokens
+                    runs.append(BenchRun(*own, response.drafting, *began))
                 if configuration.drafting is not None and llm.drafting_report is not None:
                     reports[configuration.name] = llm.drafting_report
                 done += 1

@@ -44,6 +44,10 @@ class BenchOptions(
     repeat: int = option("Times that each prompt is answered.", default=3, least=1)
     output: Path | None = option("Write all figures to this JSON file.")
     plot: Path | None = option("Draw speeds and acceptance into this SVG file.")
+    report: Path | None = option(
+        "Make this folder: a page of speeds, first token, memory and device, beside the board's forecast.",
+        metavar="DIR",
+    )
 
 
 @takes_options
@@ -59,21 +63,31 @@ def bench(given: BenchOptions) -> None:
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
     require_writable(output, "--output")
     require_writable(plot, "--plot")
+    if given.report is not None:
+        _make_folder(given.report)
     from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
-    results = measure(settings, prompts, given.configurations, given.repeat)
+    results = measure(settings, prompts, given.configurations, given.repeat, given.report is not None)
     typer.echo("\n".join(report_lines(results)))
     if output is not None:
         write_result(output, json.dumps(results, indent=2) + "\n", "--output")
     if plot is not None:
         write_result(plot, speed_plot(results), "--plot")
+    if given.report is not None:
+        from edgellm.benchmark.device_report import FIGURES, PAGE, PLOT, page
+
+        texts = {FIGURES: json.dumps(results, indent=2) + "\n", PLOT: speed_plot(results), PAGE: page(results)}
+        for name, text in texts.items():
+            write_result(given.report / name, text, "--report")
 
 
 def measure(
-    settings: Settings, prompts: Sequence[BenchPrompt], configurations: str | None, repeat: int
+    settings: Settings, prompts: Sequence[BenchPrompt], configurations: str | None, repeat: int, of_device: bool = False
 ) -> dict[str, Any]:
-    """Run all configurations and return what there is to report, as JSON values."""
+    """Run all configurations and return what there is to report, as JSON values; `of_device` with what a page says of
+    this device, too."""
+    from edgellm.benchmark import device_report
     from edgellm.benchmark.inputs import parse_configurations
     from edgellm.benchmark.run import run_benchmark, summarize
     from edgellm.drafting.costs import Device
@@ -93,7 +107,7 @@ def measure(
             result = run_benchmark(llm, plain, answered, chosen, params, repeat, _show_answers)
         finally:
             status_line.show("")
-        return {
+        results: dict[str, Any] = {
             "model": model_name(llm),
             "backend": llm.backend_name,
             "machine": Device.present(llm.directory, llm.backend_name).processor,
@@ -103,6 +117,9 @@ def measure(
             "repeat": repeat,
             "configurations": summarize(result, chosen),
         }
+        if of_device:
+            results |= device_report.of_model(llm, result.runs, chosen, results["configurations"])
+    return results | ({"device": device_report.device_facts(results["backend"])} if of_device else {})
 
 
 def with_system_prompt(prompts: Sequence[_Asking], text: str | None) -> list[_Asking]:
@@ -133,6 +150,15 @@ def write_result(path: Path, text: str, option: str) -> None:
     except OSError as error:
         raise RequestError(f"{option} {path} cannot be written: {error.strerror or error}") from error
     write_note(f"{path} written")
+
+
+def _make_folder(path: Path) -> None:
+    """Raises RequestError where a report's folder cannot be made, or written to."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--report {path} cannot be made: {error.strerror or error}") from error
+    require_writable(path / "report.md", "--report")
 
 
 def _show_answers(done: int, total: int) -> None:

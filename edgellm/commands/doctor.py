@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,17 @@ from edgellm.commands.descriptions import draft_in_words, executor_facts, execut
 from edgellm.commands.info import kernel_facts, kernels_in_words
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
+from edgellm.device.proof import checked, made_by, proof
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.errors import CheckpointError, EdgeLLMError
+from edgellm.errors import CheckpointError, EdgeLLMError, RequestError
 from edgellm.hub.inventory import existing_directory
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
@@ -39,6 +43,8 @@ _DRAFTED_TOKENS = 32
 
 
 class DoctorOptions(ModelOptions):
+    full: bool = option("Prove tokens, speed, memory and files on this device with the shipped model; a minute.")
+    against: Path | None = option("A report of --full --json from before, whose tokens are compared.", metavar="FILE")
     as_json: bool = option("Print one JSON object.", "--json")
 
 
@@ -48,6 +54,9 @@ def doctor(given: DoctorOptions) -> None:
 
     Example: edgellm doctor --json
     """
+    if given.against is not None and not given.full:
+        raise typer.BadParameter("it is compared with what --full finds: give that, too", param_hint="--against")
+    earlier = None if given.against is None else _report(given.against)
     facts: dict[str, Any] = {"version": edgellm_version(), "machine": {}}
 
     def say(*lines: str) -> None:
@@ -87,6 +96,13 @@ def doctor(given: DoctorOptions) -> None:
     for found in _self_checks(directory):
         facts["checks"].append(found)
         say(f"  {found['text']}")
+    if given.full:
+        facts["made_by"] = made_by()
+        alone = "; no GPU: NumPy with itself" if gpu is None else ""
+        say(f"\non this device, release {facts['made_by']['release']}, {facts['made_by']['architecture']}{alone}")
+        for found in proof(earlier):
+            facts["checks"].append(found)
+            say(f"  {found['text']}")
     facts["ok"] = all(found["ok"] is not False for found in facts["checks"])
     if given.as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -94,9 +110,13 @@ def doctor(given: DoctorOptions) -> None:
         raise typer.Exit(1)
 
 
-def _checked(name: str, ok: bool | None, text: str, **figures: Any) -> dict[str, Any]:
-    """What a check of the model found, in words and as JSON values; `ok` is None where it could not be made."""
-    return {"name": name, "ok": ok, "text": text, **figures}
+def _report(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote. Raises RequestError."""
+    text = read_text(path, PROMPT_BYTES, RequestError, "the earlier report")
+    found = parse_json(text, str(path), RequestError)
+    if not isinstance(found, dict) or not isinstance(found.get("checks"), list) or "made_by" not in found:
+        raise RequestError(f"{path} is no report of edgellm doctor --full --json")
+    return found
 
 
 def _self_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
@@ -107,7 +127,7 @@ def _self_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
             agrees = agrees and found["ok"] is not False
             yield found
     except CheckpointError as error:
-        yield _checked("weights", False, str(error))
+        yield checked("weights", False, str(error))
         return
     if agrees and directory.draft is not None:
         for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
@@ -245,7 +265,7 @@ def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:
     if different is None:
         found = f"{tokens} tokens equal those of plain decoding"
     ok = different is None or backend != "numpy"
-    return _checked(name, ok, f"{name}: {found}", tokens=tokens, first_difference=different)
+    return checked(name, ok, f"{name}: {found}", tokens=tokens, first_difference=different)
 
 
 def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
@@ -256,11 +276,11 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
         reference = teacher_forced_logits(runner, prompt, answer)
     if not np.isfinite(reference).all():
         text = "NumPy: some logits are not finite: the weights are damaged (edgellm info --verify)"
-        yield _checked("numpy", False, text)
+        yield checked("numpy", False, text)
         return
-    yield _checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", tokens=len(answer))
+    yield checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", tokens=len(answer))
     if find_gpu() is None:
-        yield _checked("tensorrt", None, "no GPU to compare with")
+        yield checked("tensorrt", None, "no GPU to compare with")
         return
     with open_runner("tensorrt", directory) as runner:
         found = teacher_forced_logits(runner, prompt, answer)
@@ -273,4 +293,4 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     )
     figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}
     known = {name: value if np.isfinite(value) else None for name, value in figures.items()}  # JSON has no other
-    yield _checked("tensorrt", agrees, text, **known)
+    yield checked("tensorrt", agrees, text, **known)

@@ -84,6 +84,9 @@ class LimitOptions(Options, panel="Limits"):
     header_seconds: float = option("Time for a request's headers, from connecting on.", default=10.0, least=0.1)
     body_seconds: float = option("Time for a request's body.", default=60.0, least=0.1)
     stall_seconds: float = option("How long a client may take nothing of its answer.", default=30.0, least=0.1)
+    keep_responses: int = option(
+        "Answers of /v1/responses that are kept to go on from; 0 keeps none.", default=0, least=0, metavar="N"
+    )
     shutdown_seconds: float = option("How long answers may go on after SIGTERM.", default=30.0, least=0.0)
 
 
@@ -172,7 +175,7 @@ async def _serve(
         queue_limit=given.queue_limit,
     )
     guard = Guard.of(given.host, given.allowed_host or (), given.allowed_origin or (), keys)
-    service = Service(llm, model, guard, given.max_body_mib * 2**20, template)
+    service = Service(llm, model, guard, given.max_body_mib * 2**20, template, given.keep_responses)
     notifier = Notifier()
 
     async def finish() -> None:

@@ -164,8 +164,17 @@ def event(value: Any, name: str | None = None) -> bytes:
 class Writer:
     """Writes the answers to one request in the form of an endpoint; `index` says which of them something is of."""
 
-    def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
-        self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        asked: ParsedRequest,
+        tokenizer: Tokenizer,
+        readers: Sequence[AnswerReader],
+        sequences: Sequence[DecodingSequence] = (),
+    ) -> None:
+        """`sequences` are the engine's, whose prompts a stream may tell before they have ended."""
+        self._asked, self._tokenizer, self._readers, self._sequences = asked, tokenizer, readers, sequences
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
         """The answers to a request that does not stream."""

@@ -10,7 +10,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,13 @@ from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, completions
+from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
-from edgellm.http.errors import HTTPError, http_error, later, without_folders
+from edgellm.http.errors import MESSAGES, OLLAMA, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
+from edgellm.http.kept_responses import KeptResponses
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
@@ -58,18 +59,25 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 #: How a request is read, and its answers are written.
-EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], type[Writer]]
+Read = Callable[[bytes, ServedModel], ParsedRequest]
+EndpointKind = tuple[Read, Callable[..., Writer]]
+Answers = dict[str, Callable[[Request], Awaitable[Response]]]
 #: What asks the model, by path.
 ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/chat/completions": (completions.chat, ChatWriter),
     "/v1/completions": (completions.completion, CompletionWriter),
     "/v1/responses": (response_request, ResponseWriter),
+    MESSAGES: (messages.message_request, messages.MessageWriter),
+    "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
+    "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
 }
+#: Where a prompt's tokens are counted for Anthropic's clients.
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
+_COUNTED = (*ENDPOINTS, COUNT_TOKENS, "/tokenize", "/v1/models", "/v1", "/version", "/api/tags", "/api/show", *_ALWAYS)
 
 
 class Service:
@@ -86,11 +94,13 @@ class Service:
         guard: Guard,
         body_bytes: int = 32 * 2**20,
         template: ChatTemplate | None = None,
+        keep_responses: int = 0,
     ) -> None:
         """`model` says how the model is called and what it takes; its adapters are known when it is open. A chat
-        `template` takes the place of the model's own."""
+        `template` takes the place of the model's own. Of `/v1/responses` the last `keep_responses` are kept."""
         self._llm, self.guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
         self.model, self._template = model, template
+        self._kept = KeptResponses(keep_responses, BODIES * body_bytes)
         self._runtime: SpecDecodeRuntime | None = None
         self._model_memory: Mapping[str, int] = {}
         #: What the model failed with, when it was loaded or later.
@@ -107,14 +117,20 @@ class Service:
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
-        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()} | {"/tokenize": self._tokenize}
-        shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
-        shown |= {"/v1": self._what_there_is, "/version": self._version}
+        responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
+        kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
+        asked: Answers = {path: partial(self._answer, kind) for path, kind in kinds.items()}
+        asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize, "/api/show": self._show}
+        shown: Answers = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        one = "/v1/responses/{id}"
+        shown |= {one: self._kept.show, "/v1": self._what_there_is, "/version": self._version}
+        shown |= {"/api/tags": self._tags, "/api/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
-        self._endpoints = [*(f"POST {path}" for path in asked), *(f"GET {path}" for path in shown)]
+        methods: dict[str, Answers] = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
+        self._endpoints = [f"{method} {path}" for method, answers in methods.items() for path in answers]
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
-            for method, answers in (("POST", asked), ("GET", shown))
+            for method, answers in methods.items()
             for path, answer in answers.items()
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
@@ -186,6 +202,8 @@ class Service:
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
         self.guard.check(scope["path"], headers)
+        if scope["path"].startswith(MESSAGES):
+            messages.check_version(headers)
         if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
@@ -194,7 +212,7 @@ class Service:
             raise later(503, "the server is ending: ask another one", "ending", 5)
         if self.is_open:
             raise later(503, "all threads that read requests are lost: start the server anew", "stuck", 60)
-        if scope["path"].startswith("/v1/") or scope["path"] == "/tokenize":
+        if scope["path"].startswith(("/v1/", OLLAMA)) or scope["path"] == "/tokenize":
             raise later(503, "the model is being loaded: ask again soon", "loading", 2)
 
     def count(self, scope: Scope, status: int) -> None:
@@ -218,16 +236,17 @@ class Service:
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers))
+        writer = make_writer(asked, tokenizer, readers, [state.sequence for state in states])
+        under_way = AnswersUnderWay(answers, readers, writer)
         with self._telling(asked.fields):
             if not asked.stream:
                 return JSONResponse(await under_way.whole(), headers=headers)
             events = await under_way.begin(lambda error: self._told(error, {}))
         headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events, media_type=writer.media_type, headers=headers)
 
     async def _ask(
-        self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
+        self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
@@ -254,14 +273,20 @@ class Service:
             return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
+        ids = await self._prompt_ids(completions.tokens, request)
+        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+
+    async def _count_tokens(self, request: Request) -> Response:
+        return JSONResponse({"input_tokens": len(await self._prompt_ids(messages.counted_request, request))})
+
+    async def _prompt_ids(self, read: Read, request: Request) -> list[int]:
         def prompt_ids(body: bytes) -> list[int]:
-            asked = completions.tokens(body, self.model)
+            asked = read(body, self.model)
             assert self._runtime is not None
             with self._images.reading(asked.pixels), self._telling(asked.fields):
                 return list(self._runtime.prepare(asked.request).prompt_ids)
 
-        ids = await self._read(request, prompt_ids)
-        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+        return await self._read(request, prompt_ids)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.model.names]})
@@ -276,6 +301,16 @@ class Service:
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "edgellm", "parent": parent}
         about = {} if self.model.description is None else {"description": self.model.description}
         return {**known, "max_model_len": self._llm.context_length, **about}
+
+    async def _tags(self, request: Request) -> Response:
+        assert self._runtime is not None
+        entries = [ollama_answers.model_entry(self.model, name, self._runtime) for name in self.model.names]
+        return JSONResponse({"models": entries})
+
+    async def _show(self, request: Request) -> Response:
+        name = await self._read(request, lambda body: ollama.shown_model(body, self.model))
+        assert self._runtime is not None
+        return JSONResponse(ollama_answers.model_facts(self.model, name, self._runtime, self._llm.context_length))
 
     async def _what_there_is(self, request: Request) -> Response:
         return JSONResponse({"server": "edgellm", "version": __version__, "endpoints": self._endpoints})

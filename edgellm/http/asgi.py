@@ -17,6 +17,8 @@ from edgellm.http.errors import HTTPError, http_error, later
 
 logger = logging.getLogger("edgellm.http")
 
+#: Headers that pages of other, allowed origins may send.
+_HEADERS = "authorization, content-type, x-session-id, x-api-key, anthropic-version, anthropic-beta"
 #: Of a body that is too large so many times more is read, and dropped: a client that still sends reads no answer.
 _DROPPED = 4
 
@@ -155,13 +157,13 @@ class Guarded:
         try:
             is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
             if is_preflight and "access-control-allow-origin" in more:
-                more["access-control-allow-methods"] = "GET, POST"
-                more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
+                more["access-control-allow-methods"] = "GET, POST, DELETE"
+                more["access-control-allow-headers"] = _HEADERS
                 await Response(status_code=204)(scope, receive, counted)
                 return
             self._check(scope, headers)
         except HTTPError as error:
-            await _response(error)(scope, receive, counted)
+            await _response(error, scope["path"])(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
@@ -172,8 +174,8 @@ async def refuse(request: Request, error: Exception) -> Response:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         error = HTTPError(error.status_code, message, headers=error.headers or {})
     assert isinstance(error, HTTPError)
-    return _response(error)
+    return _response(error, request.url.path)
 
 
-def _response(error: HTTPError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, error.headers)
+def _response(error: HTTPError, path: str) -> JSONResponse:
+    return JSONResponse(error.body(path), error.status, error.headers)

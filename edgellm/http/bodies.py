@@ -16,13 +16,17 @@ MOST_VALUES = 300_000
 _STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
 _STRINGS = re.compile(_STRING, re.DOTALL)
 _SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
+#: What the text of an image begins with: a data URL, a field that has such a name, or so much base64 (clients of
+#: ollama's API send neither).
+_DATA = re.compile(rb'"(?:data(?::|"\s*:\s*")|[A-Za-z0-9+/]{4096})')
 _WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
 
 
 def check_body(body: bytes, most: int) -> None:
     """Raise HTTPError for a body of more than `most` bytes of text, or too many values.
 
-    Strings that begin like a data URL do not count here, wherever they stand: see `check_images`.
+    Strings that begin like an image, and those of fields named "data", do not count here, wherever they stand: see
+    `check_images`.
     """
     text = _without_data(body, most)
     if len(text) > most:
@@ -33,16 +37,18 @@ def check_body(body: bytes, most: int) -> None:
 
 
 def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
-    """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside the data URLs of its images."""
-    if len(body) > most and len(body) - _image_bytes(value.get("messages")) - _image_bytes(value.get("input")) > most:
-        raise _too_large(most)
+    """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside its images."""
+    if len(body) > most:
+        shown = [_image_bytes(value.get(name)) for name in ("messages", "input")]
+        if len(body) - sum(shown) - _listed_bytes([value]) - _listed_bytes(value.get("messages")) > most:
+            raise _too_large(most)
 
 
 def _without_data(body: bytes, most: int) -> bytes:
-    """A body in which data URLs are cut off behind their scheme, or its beginning that has more than `most` bytes."""
+    """A body in which images are cut off where they begin, or its beginning that has more than `most` bytes."""
     parts, size, place = [], 0, 0
-    while size <= most and (begin := body.find(b'"data:', place)) >= 0:
-        end = begin + len(b'"data:')
+    while size <= most and (match := _DATA.search(body, place)) is not None:
+        begin, end = match.span()
         parts.append(body[place:end])
         size += end - place
         is_quoted = body[begin - 1 : begin] == b"\\"  # within another string
@@ -70,13 +76,29 @@ def _values(text: bytes) -> int:
 
 
 def _image_bytes(messages: Any) -> int:
-    """The bytes of the data URLs that messages show."""
-    found = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-    contents = (each.get("content") for each in found)
-    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    sources = (part.get("image_url") for part in parts)
-    urls = (source.get("url") if isinstance(source, dict) else source for source in sources)
-    return sum(len(url) - len("data:") for url in urls if isinstance(url, str) and url.startswith("data:"))
+    """The bytes of the images that messages show: their data URLs, or what a `source` has."""
+    size = 0
+    for message in _objects(messages):
+        parts = _objects(message.get("content"))
+        for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
+            source, url = part.get("source"), part.get("image_url")
+            if isinstance(source, dict):
+                data, url = source.get("data"), source.get("url")
+                size += len(data) if isinstance(data, str) else 0
+            url = url.get("url") if isinstance(url, dict) else url
+            size += len(url) - len("data:") if isinstance(url, str) and url.startswith("data:") else 0
+    return size
+
+
+def _objects(values: Any) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def _listed_bytes(objects: Any) -> int:
+    """The bytes of the images that objects have as a list of texts, `images`."""
+    found = [each.get("images") for each in objects if isinstance(each, dict)] if isinstance(objects, list) else []
+    images = (image for listed in found if isinstance(listed, list) for image in listed if isinstance(image, str))
+    return sum(map(len, images))
 
 
 def _too_large(most: int) -> HTTPError:

@@ -1,4 +1,4 @@
-"""What a request over HTTP fails with, in the form of OpenAI's API."""
+"""What a request over HTTP fails with, in the form of the API that it asks by: OpenAI's, Anthropic's or ollama's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from edgellm.errors import (
 from edgellm.errors import TemplateError as ChatTemplateError
 from edgellm.kernels.errors import bounded_message
 
+#: What paths of ollama's API begin with.
+OLLAMA = "/api/"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+#: What paths of Anthropic's API begin with, and the types of its errors that are others.
+MESSAGES = "/v1/messages"
+_MESSAGE_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 #: The folders of a file: of its path the name alone is told.
 _FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/:;,'\"()]+/)+")
 #: The field that a message begins with, and a place in it: "tools[1].function.name is ...".
@@ -47,8 +52,15 @@ class HTTPError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers)
 
-    def body(self) -> dict[str, Any]:
-        """The JSON object of an answer, and of the last event of a stream that fails."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON object of an answer of the endpoint at `path`, and of the last event of a stream that fails."""
+        if path.startswith(OLLAMA):
+            return {"error": self.message}
+        if path.startswith(MESSAGES):
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = (_TYPES | _MESSAGE_TYPES).get(self.status, kind)
+            details = {} if self.code is None else {"details": {"error_code": self.code}}
+            return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

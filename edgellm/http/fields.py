@@ -15,6 +15,7 @@ from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, http_error
+from edgellm.http.kept_responses import Items
 from edgellm.multimodal.image_input import image_of_url, readable_formats
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -85,6 +86,8 @@ class ServedModel:
         """The adapter that answers under a name, None for the model itself; HTTPError for one that there is none of."""
         if name is None:
             raise wrong("model", name, f"one of {', '.join(self.names)}")
+        if isinstance(name, str) and name not in self.names:
+            name = name.removesuffix(":latest")  # as ollama's clients name what has no tag
         if not isinstance(name, str) or name not in self.names:
             message = f"there is no model {shown(name)}{did_you_mean(str(name), self.names)}"
             raise HTTPError(404, message, param="model", code="model_not_found")
@@ -112,6 +115,10 @@ class ParsedRequest:
     echo: bool = False
     #: What drops its oldest turns where it does not fit.
     conversation: OngoingConversation | None = None
+    #: Those of the whole conversation, where the answer is to be kept, and whether reasoning is given to be handed back
+    #: (`/v1/responses`).
+    items: Items | None = None
+    shows_reasoning: bool = False
 
     @property
     def request(self) -> Request:
@@ -122,8 +129,9 @@ class ParsedRequest:
 class Fields:
     """The fields of a body, of which each has to be taken. Null stands for a field that is not there."""
 
-    def __init__(self, body: bytes, model: ServedModel) -> None:
-        """Raises HTTPError for what is no JSON object, or has too much in it."""
+    def __init__(self, body: bytes, model: ServedModel, streams: bool = False) -> None:
+        """`streams` counts where the body has no `stream`. Raises HTTPError for what is no JSON object, or has too much
+        in it."""
         check_body(body, model.text_bytes)
         try:
             value = parse_json(body, "the body", RequestError)
@@ -134,7 +142,7 @@ class Fields:
         check_images(body, value, model.text_bytes)
         self.model = model
         #: What `common` finds: the name of the model, and how the answer is to be streamed.
-        self.name, self.stream, self.include_usage = model.name, False, False
+        self.name, self.stream, self.include_usage = model.name, streams, False
         self._left = {name: item for name, item in value.items() if item is not None}
         self._known: list[str] = []
         self.ignored: list[str] = []
@@ -152,6 +160,12 @@ class Fields:
         if not isinstance(value, (int, float) if kind is float else kind) or (type(value) is bool and kind is not bool):
             raise wrong(name, value, _EXPECTED[kind])
         return value
+
+    def put(self, name: str, value: Any, what: str) -> None:
+        """Have a field that the body has elsewhere, as `what`. HTTPError where it has that field, too."""
+        if name in self._left:
+            raise HTTPError(400, f"{what} and {name} are ways to say one thing: give one of them", param=what)
+        self._left[name] = value
 
     def only(self, name: str, *values: Any, why: str) -> None:
         """Refuse another value of a field than these; the message says why."""
@@ -183,7 +197,8 @@ class Fields:
         priority. The name, and how to stream, are noted."""
         self.name = self.take("model")
         adapter = self.model.adapter_of(self.name)
-        self.stream = bool(self.take("stream", bool))
+        stream = self.take("stream", bool)
+        self.stream = self.stream if stream is None else stream
         self.include_usage = self._include_usage()
         deadline, priority = self.take("deadline", float), self.take("priority")
         priority = 0 if priority is None else checked("priority", checked_priority, priority)
@@ -205,12 +220,14 @@ class Fields:
             self.ignored.append("stream_options.include_obfuscation")
         return bool(options.get("include_usage"))
 
-    def sampling(self, *limits: str) -> SamplingParams:
-        """The parameters of a request on top of the model's; `limits` are the names of its limit of tokens."""
+    def sampling(self, *limits: str, stop: str = "stop") -> SamplingParams:
+        """The parameters of a request on top of the model's; `limits` are the names of its limit of tokens, `stop` that
+        of its stop strings."""
         given: dict[str, Any] = {}
         for name in SAMPLING:
-            if (value := self.take(name)) is not None:
-                given[name] = checked(name, partial(checked_value, name), value)
+            called = stop if name == "stop" else name
+            if (value := self.take(called)) is not None:
+                given[name] = checked(called, partial(checked_value, name), value, name)
         named = {name: value for name in limits if (value := self.take(name)) is not None}
         if len(set(map(repr, named.values()))) > 1:
             raise HTTPError(400, f"{' and '.join(limits)} differ: give one of them", param=limits[0])
@@ -219,7 +236,7 @@ class Fields:
         stops = given.get("stop", ())
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
             expected = f"expected at most {MOST_STOPS}, each of at most {LONGEST_STOP} characters"
-            raise HTTPError(400, f"stop has {len(stops)} texts: {expected}", param="stop")
+            raise HTTPError(400, f"{stop} has {len(stops)} texts: {expected}", param=stop)
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:

@@ -70,13 +70,13 @@ class Guard:
         if origin is not None and not self.is_known_origin(origin, host):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
-        if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers.get("authorization", "")):
-            message = "the key is missing or wrong: expected the header Authorization: Bearer KEY"
+        if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers):
+            message = "the key is missing or wrong: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     def client(self, address: str, headers: Mapping[str, str]) -> str:
         """Who asks: the key where there are some, else the address."""
-        return headers.get("authorization", "") if self.keys else address
+        return _given_key(headers) if self.keys else address
 
     def is_known_origin(self, origin: str, host: str) -> bool:
         """Whether a page is from this server, by the host that it was asked for, or from an origin that is allowed."""
@@ -91,11 +91,16 @@ class Guard:
         told = "edgellm-ignored, edgellm-dropped-messages, retry-after"
         return {"access-control-allow-origin": origin, "access-control-expose-headers": told, "vary": "origin"}
 
-    def _has_key(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        given = sha256(key.strip().encode("latin-1", "replace")).digest()
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        given = sha256(_given_key(headers).encode("latin-1", "replace")).digest()
         matches = [hmac.compare_digest(given, each) for each in self.keys]  # all of them, whichever it is
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
+
+
+def _given_key(headers: Mapping[str, str]) -> str:
+    """The key of a request; "" where it has none. Clients of Anthropic's API may send theirs apart."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (key.strip() if scheme.lower() == "bearer" else "")
 
 
 def host_name(host: str) -> str | None:

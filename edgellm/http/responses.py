@@ -1,7 +1,9 @@
-"""`/v1/responses`, as far as text, images and functions that the request has itself: nothing is stored."""
+"""`/v1/responses`: text, images and functions that the request has itself, and answers that are kept to go on from."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +13,17 @@ from edgellm.errors import shown
 from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.requests import Response
 from edgellm.tool_calls.calls import ToolCallDelta
 from edgellm.tool_calls.values import is_object
 
-_LOGPROBS = "message.output_text.logprobs"
+_LOGPROBS, _REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+#: Of a server that keeps no answers.
+_NONE = KeptResponses()
 _ROLES = ("user", "assistant", "system", "developer")
 #: Fields of a response that are null, or are not yet known.
-_NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "previous_response_id", "usage")
+_NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")
 #: Items of the output by type: what their ids begin with, what they begin as, the part that has their text, and what
 #: the events of that text are called.
 _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
@@ -33,38 +38,46 @@ _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
 }
 
 
-def response_request(body: bytes, model: ServedModel) -> ParsedRequest:
-    """A request to `/v1/responses`. Raises HTTPError."""
+def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NONE) -> ParsedRequest:
+    """A request to `/v1/responses`, which may go on from an answer that was `kept`. Raises HTTPError."""
     fields = Fields(body, model)
+    is_kept = bool(kept.most) and fields.take("store", bool) is not False
     metadata = fields.take("metadata", dict)
     request = fields.common()
     fields.only("n", 1, why="one answer is given to a conversation")
     params = fields.sampling("max_output_tokens")
     include, top = fields.take("include", list) or [], fields.take("top_logprobs", int)
-    fields.ignored += [f"include.{each}" for each in map(str, include) if each != _LOGPROBS]
+    fields.ignored += [f"include.{each}" for each in map(str, include) if each not in (_LOGPROBS, _REASONING)]
     if _LOGPROBS in include or top:
         params = with_logprobs(params, "top_logprobs", top or 0)
     text = fields.take("text", dict) or {}
     request["params"] = _with_text_format(fields, params, text)
     tools = {name: fields.take(name) for name in TOOLS}
     request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"])}
-    why = "answers are not stored: send all of the conversation as input"
-    fields.refuse("previous_response_id", "conversation", "prompt", "context_management", why=why)
-    fields.only("background", False, why=why)
+    previous = fields.take("previous_response_id", str)
+    earlier = kept.conversation(previous)
+    why = "there is nothing here that keeps it: send all of the conversation as input, or previous_response_id"
+    fields.refuse("conversation", "prompt", "context_management", why=why)
+    fields.only("background", False, why="answers are given to who asks for them")
     conversation = fields.truncation()
     fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
     reasoning = fields.take("reasoning", dict) or {}
     fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
     request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")
     instructions = fields.take("instructions", str)
-    request["messages"] = fields.with_images(input_messages(fields.take("input"), instructions), "input")
+    given = fields.take("input")
+    request["messages"] = fields.with_images(input_messages(given, instructions, earlier.items), "input")
     fields.end()
     echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
+    echoed |= {"previous_response_id": previous, "store": is_kept}
     echoed |= {each: tools[each] for each in tools if tools[each] is not None}
     echoed |= {each: fields.unused.get(each) for each in ("user", "safety_identifier", "prompt_cache_key")}
     echoed["reasoning"] = {"effort": None, "summary": None, **reasoning}
     named = {"": "input", "structure": "text.format", ".function": ""}  # functions of tools are flat
-    return fields.parsed(named, request, echoed=echoed, conversation=conversation)
+    added = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = Items((*earlier.items, *added), earlier.size + len(body)) if is_kept else None
+    about: dict[str, Any] = {"conversation": conversation, "items": items, "shows_reasoning": _REASONING in include}
+    return fields.parsed(named, request, echoed=echoed, **about)
 
 
 def _tool_choice(given: Any) -> Any:
@@ -87,8 +100,9 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
     return fields.structured(params, form, "text.format")
 
 
-def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """The messages of an `input`: text, or items: messages, reasoning, calls of functions and what these returned.
+    Items of an `earlier` input, and of its answer, stand before them.
 
     Raises HTTPError for what is none of them.
     """
@@ -96,11 +110,11 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise wrong("input", given, "text, or a list of items")
     reasoning = ""
-    for number, item in enumerate(given):
+    for number, item in enumerate((*earlier, *given), -len(earlier)):
         what = f"input[{number}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "message":
@@ -109,7 +123,7 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
                 message, reasoning = message | {"reasoning_content": reasoning}, ""
             messages.append(message)
         elif kind == "reasoning":
-            reasoning = _texts(item.get("content") or [], what)
+            reasoning = _texts(item.get("content") or [], what) or _unwrapped(item.get("encrypted_content"), what)
         elif kind == "function_call":
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
             entry = {"id": item.get("call_id"), "type": "function", "function": call}
@@ -128,6 +142,19 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
             found = f"{what} is {shown(kind or item)}"
             raise HTTPError(400, f"{found}: expected a message, or a function's call or its output", param="input")
     return messages
+
+
+def _wrapped(reasoning: str) -> str:
+    """Reasoning as text that clients hand back unread. It is no secret: it stands in `content`, too."""
+    return base64.b64encode(reasoning.encode()).decode("ascii")
+
+
+def _unwrapped(given: Any, what: str) -> str:
+    try:
+        return base64.b64decode(given or "", validate=True).decode()
+    except (TypeError, ValueError, binascii.Error) as error:
+        message = f"{what} has an encrypted_content that is not from this server: leave it out, or send content"
+        raise HTTPError(400, message, param="input") from error
 
 
 def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -167,8 +194,9 @@ def _is_cut(response: Response) -> bool:
 class ResponseWriter(Writer):
     """Writes answers of `/v1/responses`."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: Any, kept: KeptResponses = _NONE) -> None:
         super().__init__(*arguments)
+        self._kept = kept
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -250,6 +278,8 @@ class ResponseWriter(Writer):
                 part |= {name: each for name, each in more.items() if each}
             yield self._event(done, **place, text=part["text"], **more)
             yield self._event("response.content_part.done", **place, part=part)
+            if item["type"] == "reasoning" and self._asked.shows_reasoning:
+                item["encrypted_content"] = _wrapped(part["text"])
         else:
             is_cut = not is_object(item["arguments"])
             yield self._event(done, **place, arguments=item["arguments"])
@@ -266,8 +296,9 @@ class ResponseWriter(Writer):
         return event({"type": name, "sequence_number": self._number - 1, **values}, name)
 
     def _finished(self, response: Response) -> dict[str, Any]:
+        """The answer, which is kept where that was asked for."""
         usage, is_cut = response.usage, _is_cut(response)
-        return self._object("incomplete" if is_cut else "completed") | {
+        finished = self._object("incomplete" if is_cut else "completed") | {
             "completed_at": None if is_cut else time.time(),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
@@ -278,6 +309,9 @@ class ResponseWriter(Writer):
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
+        if self._asked.items is not None:
+            self._kept.keep(self._asked.items, finished)
+        return finished
 
     def _object(self, status: str) -> dict[str, Any]:
         params = self._asked.request.params
@@ -299,7 +333,6 @@ class ResponseWriter(Writer):
             "top_logprobs": params.logprobs or 0,
             "max_output_tokens": params.max_tokens,
             "service_tier": "default",
-            "store": False,
             "truncation": "disabled" if self._asked.conversation is None else "auto",
             **self._asked.echoed,
         }

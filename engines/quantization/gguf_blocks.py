@@ -133,17 +133,14 @@ class BlockLayout(Layout):
         data = tensors.blocks("weight").reshape(rows, -1)
         with np.errstate(invalid="ignore", over="ignore"):
             found = reader(data.reshape(rows, -1, form.size))
-            scales = found.scales.reshape(rows, -1)
-            minima, factors = None if found.minima is None else found.minima.reshape(rows, -1), None
-            if found.factors is not None:
-                factors = np.repeat(found.factors, form.columns // LEVEL_COLUMNS, axis=1)
-                numbers = np.stack([scales] if minima is None else [scales, minima], axis=-1)
-                products = Levels(factors, numbers).products(self.group)
-                scales, minima = products[..., 0], None if minima is None else products[..., 1]
-        for values in (scales, minima):
-            if values is not None:
-                tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
-        stored = StoredCodes(data, self.kind, 8, (rows, columns))
+        own = [part.reshape(rows, -1) for part in (found.scales, found.minima) if part is not None]
+        for values in own if found.factors is None else (found.factors,):
+            tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
+        stored, levels = StoredCodes(data, self.kind, 8, (rows, columns)), None
+        if found.factors is not None:
+            levels = Levels(np.repeat(found.factors, form.columns // LEVEL_COLUMNS, axis=1), np.stack(own, axis=-1))
+            if not self._keeps_levels:
+                own, levels = list(np.moveaxis(levels.products(self.group), -1, 0)), None
         if self.order is not None:
             order = np.array(self.order).reshape(-1, self.group)
             if (order - order[:, :1] != np.arange(self.group)).any() or (order[:, 0] % self.group).any():
@@ -152,15 +149,14 @@ class BlockLayout(Layout):
                     "together: no file of such a model is known"
                 )
             groups = order[:, 0] // self.group
-            codes, scales = stored.unpacked().reshape(rows, -1, self.group)[:, groups], scales[:, groups]
+            codes, own = stored.unpacked().reshape(rows, -1, self.group)[:, groups], [part[:, groups] for part in own]
             stored = StoredCodes(codes.reshape(rows, columns), "bytes", 8, (rows, columns))
-            minima = None if minima is None else minima[:, groups]
-            if factors is not None:
+            if levels is not None:
                 of_factor = LEVEL_COLUMNS // self.group
-                numbers, factors = numbers[:, groups], factors[:, groups[::of_factor] // of_factor]
-        format = self.format("float32")
-        levels = Levels(factors, numbers) if factors is not None and format.scaling == "levels" else None
-        return StoredWeight(format, (stored,), scales, minima=minima, levels=levels)
+                factors = levels.factors[:, groups[::of_factor] // of_factor]
+                levels = Levels(factors, levels.numbers[:, groups])
+        scales, minima = (None, None) if levels is not None else (*own, None)[:2]
+        return StoredWeight(self.format("float32"), (stored,), scales, own_minima=minima, levels=levels)
 
 
 class Gguf(Quantization):

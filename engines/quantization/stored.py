@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -48,16 +49,32 @@ class StoredCodes:
 @dataclass(frozen=True)
 class StoredWeight:
     """A `PackedWeight` whose `codes` are as they are published: of one tensor, or of several whose rows follow each
-    other. Their columns are those of the file: `order` has yet to be applied to them."""
+    other. Their columns are those of the file: `order` has yet to be applied to them. `levels` stand for `own_scales`
+    and `own_minima`, which are made of them where something asks."""
 
     format: WeightFormat
     codes: tuple[StoredCodes, ...]
-    scales: np.ndarray
+    own_scales: np.ndarray | None
     zeros: np.ndarray | None = None
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
-    minima: np.ndarray | None = None
+    own_minima: np.ndarray | None = None
     levels: Levels | None = None
+
+    @cached_property
+    def _products(self) -> np.ndarray:
+        assert self.levels is not None and self.format.group is not None
+        return self.levels.products(self.format.group)
+
+    @property
+    def scales(self) -> np.ndarray:
+        """float32 [N, groups]."""
+        return self._products[..., 0] if self.own_scales is None else self.own_scales
+
+    @property
+    def minima(self) -> np.ndarray | None:
+        """float32 [N, groups], or None."""
+        return self._products[..., 1] if self.format.minima and self.own_minima is None else self.own_minima
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,11 +103,10 @@ def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
     if len(parts) == 1:
         return first
     codes = tuple(codes for part in parts for codes in part.codes)
-    scales = np.concatenate([part.scales for part in parts])
-    zeros, minima = _joined([part.zeros for part in parts]), _joined([part.minima for part in parts])
-    found = [part.levels for part in parts if part.levels is not None]
+    scales, minima = _joined([part.own_scales for part in parts]), _joined([part.own_minima for part in parts])
+    zeros, found = _joined([part.zeros for part in parts]), [part.levels for part in parts if part.levels is not None]
     levels = Levels(*map(np.concatenate, zip(*found, strict=True))) if found else None
-    return replace(first, codes=codes, scales=scales, zeros=zeros, minima=minima, levels=levels)
+    return replace(first, codes=codes, own_scales=scales, zeros=zeros, own_minima=minima, levels=levels)
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:

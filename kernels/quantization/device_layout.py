@@ -209,7 +209,7 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     Products are of 16 bits where these hold the scales and round products once, as `PackedWeight.values` does. Raises
     KernelError for a format that kernels do not take.
     """
-    format, scales = weight.format, weight.scales
+    format = weight.format
     compute = dtype or format.dtype
     reason = layout_refusal(format, compute)
     if reason is not None:
@@ -219,14 +219,14 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     if in_float32 or (format.codes in ("int5", "int6", "iq4") and product == "bfloat16"):
         product = "float32"
     else:
-        factor = _FACTORS.get((format.codes, product), 1)
+        factor, scales = _FACTORS.get((format.codes, product), 1), weight.scales
         stored = scales if factor == 1 else scales * np.float64(factor)
         with np.errstate(over="ignore"):
             exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
         product = product if exact else "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
-    small = small and bool(np.abs(scales).max(initial=0) <= SMALL_SCALE)
-    factored = (format.codes, format.group) == ("fp4", 16) and scale_factors(scales) is not None
+    small = small and bool(np.abs(weight.scales).max(initial=0) <= SMALL_SCALE)
+    factored = (format.codes, format.group) == ("fp4", 16) and scale_factors(weight.scales) is not None
     return DeviceLayout(format, *weight.shape, small, compute, product, factored)
 
 

@@ -21,6 +21,7 @@ from edgellm.http.app import Service
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard, host_name
+from edgellm.http.messages import counted_request, message_request
 from edgellm.http.responses import response_request
 from edgellm.opened_model import SHIPPED_MODEL
 
@@ -29,6 +30,8 @@ READERS: dict[str, Callable[[bytes, ServedModel], ParsedRequest]] = {
     "chat": completions.chat,
     "completion": completions.completion,
     "responses": response_request,
+    "messages": message_request,
+    "counted": counted_request,
     "tokens": completions.tokens,
 }
 NAMES = sorted(
@@ -51,6 +54,10 @@ NAMES = sorted(
         "include",
         "instructions",
         "max_output_tokens",
+        "system",
+        "thinking",
+        "output_config",
+        "stop_sequences",
         "unknown",
     }
 )
@@ -69,6 +76,7 @@ KEYS = (
     "function",
     "name",
     "parameters",
+    *("source", "data", "media_type", "input_schema", "id", "tool_use_id", "input", "thinking"),
     "1",
 )
 KINDS = (
@@ -82,6 +90,7 @@ KINDS = (
     "function_call",
     "function",
     "required",
+    *("text", "image", "base64", "thinking", "tool_use", "tool_result", "tool", "any", "enabled"),
     "m",
     "a",
 )
@@ -100,9 +109,16 @@ VALUES = st.recursive(
 @given(body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), needed=st.booleans())
 def test_any_object_is_a_request_or_refused_with_its_field(kind: str, body: dict[str, Any], needed: bool) -> None:
     if needed:
-        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"} | body
-        others = {"chat": ("prompt", "input"), "completion": ("messages", "input"), "tokens": ("messages", "input")}
-        body = {name: value for name, value in body.items() if name not in others.get(kind, ("messages", "prompt"))}
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "x"}],
+            "prompt": "x",
+            "input": "x",
+            "max_tokens": 9,
+        } | body
+        others = {"responses": ("messages", "prompt", "max_tokens"), "completion": ("messages", "input")}
+        others["tokens"] = ("messages", "input", "max_tokens")
+        body = {name: value for name, value in body.items() if name not in others.get(kind, ("prompt", "input"))}
     try:
         found = READERS[kind](json.dumps(body).encode(), MODEL)
     except HTTPError as error:
@@ -159,9 +175,10 @@ def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
         return service
 
     service = asyncio.run(open_service())
-    health, chat, metrics = asked(service, "/health", "/v1/chat/completions", "/metrics")
+    health, chat, message, metrics = asked(service, "/health", "/v1/chat/completions", "/v1/messages", "/metrics")
     assert health[0] == 503 and health[1]["status"] == "failed" and "missing" in health[1]["error"]
     assert chat[0] == 503 and chat[1]["error"]["code"] == "failed"
+    assert message[0] == 503 and message[1]["error"]["type"] == "overloaded_error"
     assert metrics[0] == 200 and "edgellm_requests_total 0" in metrics[1]
 
 

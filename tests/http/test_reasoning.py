@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 from byte_level_tokenizer import byte_level
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
 from edgellm.http.fields import ParsedRequest
-from edgellm.http.responses import ResponseWriter
+from edgellm.http.messages import MessageWriter
+from edgellm.http.ollama_answers import ChatLineWriter
+from edgellm.http.responses import ResponseWriter, input_messages
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
 from edgellm.sampling_params import SamplingParams
 from edgellm.structure.reasoning import ReasoningState, reasoning_marks
@@ -98,10 +102,16 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
     )
     writer, _ = made(ChatWriter, True)
     assert b'"delta":{"reasoning_content":"so"}' in b"".join(writer.piece(0, Piece("so")))
+    writer, _ = made(ChatLineWriter, True)
+    assert b'"message":{"role":"assistant","content":"","thinking":"so"}' in b"".join(writer.piece(0, Piece("so")))
     writer, reader = made(ResponseWriter, False)
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
     assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "hello"}]
+    writer, reader = made(MessageWriter, False)
+    found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
+    assert found["content"][0] == {"type": "thinking", "thinking": "hello", "signature": ""}
+    assert found["content"][1:] == [{"type": "text", "text": "world"}]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40, 100])
@@ -118,8 +128,8 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
     reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
     request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
-    writer = ResponseWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
-    pieces, events = [], b""
+    writer = ResponseWriter(ParsedRequest((request,), "m", True, shows_reasoning=True), tokenizer, [reader])
+    pieces, events = [], b"".join(writer.begin())
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
         text = "".join(map(answer.push, part))
@@ -133,9 +143,39 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     assert [(each.name, each.arguments) for each in deltas] == [("stop", '{"at": "once"}')] * 2
     response = Response(answer.text, tuple(ids), "tool_calls", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
     events += b"".join([*writer.piece(0, pieces[-1]), *writer.ended(0, response)])
-    output = json.loads(events.rpartition(b"data: ")[2])["response"]["output"]
+    blocks = blocks_of(tokenizer, request, reader, pieces, response)
+    assert [kind for kind, _ in blocks][:3] == ["thinking", "text", "tool_use"]
+    assert [text for kind, text in blocks if kind == "tool_use"] == ['{"at": "once"}'] * 2
+    assert "".join(text for kind, text in blocks if kind == "text") == "hello world"
+    lines = [line.removeprefix(b"data: ") for line in events.split(b"\n") if line.startswith(b"data: ")]
+    checked = [TypeAdapter(ResponseStreamEvent).validate_json(line, strict=True) for line in lines]
+    assert [each.sequence_number for each in checked] == list(range(len(lines)))
+    output = json.loads(lines[-1])["response"]["output"]
+    handed_back = [{key: output[0][key] for key in ("type", "encrypted_content")}, output[1]]
+    assert input_messages(handed_back, None)[0]["reasoning_content"] == f"how? {call}"
     assert [item["type"] for item in output[:3]] == ["reasoning", "message", "function_call"]
     assert {item["status"] for item in output} == {"completed"}
     called = [item["arguments"] for item in output if item["type"] == "function_call"]
     said = [item["content"][0]["text"] for item in output if item["type"] == "message"]
     assert called == ['{"at": "once"}'] * 2 and "".join(said) == "hello world"
+
+
+def blocks_of(
+    tokenizer: Tokenizer, request: Request, reader: AnswerReader, pieces: list[Piece], response: Response
+) -> list[tuple[str, str]]:
+    """The blocks of a stream of `/v1/messages`: each begins, has deltas of its own kind, and ends before the next."""
+    writer = MessageWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
+    parts = [*(each for piece in pieces for each in writer.piece(0, piece)), *writer.ended(0, response)]
+    blocks: list[tuple[str, str]] = []
+    is_open = False
+    for event in (json.loads(part.partition(b"data: ")[2]) for part in parts):
+        if event["type"] == "content_block_start":
+            assert not is_open and event["index"] == len(blocks)
+            blocks.append((event["content_block"]["type"], ""))
+        elif event["type"] == "content_block_delta":
+            kind = {"thinking_delta": "thinking", "text_delta": "text", "input_json_delta": "tool_use"}
+            assert is_open and kind[event["delta"].pop("type")] == blocks[-1][0]
+            blocks[-1] = (blocks[-1][0], blocks[-1][1] + "".join(event["delta"].values()))
+        is_open = event["type"] == "content_block_start" or (is_open and event["type"] != "content_block_stop")
+    assert not is_open
+    return blocks

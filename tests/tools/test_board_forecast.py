@@ -10,25 +10,11 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from board_forecast import (
-    CHAIN,
-    MODELS,
-    PUBLISHED,
-    REACHED,
-    TREE,
-    WEIGHTS,
-    Clocks,
-    Cost,
-    Model,
-    forecast,
-    main,
-    measured_clocks,
-    round_shapes,
-    step_cost,
-)
-from boards import BOARDS
+from board_forecast import CHAIN, MODELS, PUBLISHED, TREE, WEIGHTS, Model, forecast, main
 from probes import state_traffic, weight_bytes
 
+from edgellm.device.boards import BOARDS
+from edgellm.device.forecast import CLOCKS, REACHED, Clocks, Cost, round_shapes, step_cost
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 
@@ -71,12 +57,31 @@ def test_half_the_clock_takes_twice_as_long_where_arithmetic_holds() -> None:
     assert fast == pytest.approx(alone, rel=0.15)
 
 
+RESULTS, PART_CLOCKS = PAGE.parent, 1.98e9 * 16  # of 16 multiprocessors of an H200, a second
+
+
+def measured_steps(name: str) -> dict[int, tuple[float, float]]:
+    """By rows, clocks of the steps of the base, and their weights if they are of 16 bits."""
+    found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    found = found.get("llama-8b", found)
+    steps = {key: each for key, each in found.get("table", found)["engines"].items() if key.startswith("base.")}
+    return {
+        int(key.split("-t")[1].split("-")[0]): (each["ms"] * 1e-3 * PART_CLOCKS, each["bytes"] / 2)
+        for key, each in steps.items()
+    }
+
+
 def test_clocks_of_a_weight_are_those_of_the_results() -> None:
-    clocks = measured_clocks()
-    assert set(clocks["dense"].by_rows) == set(clocks["packed"].by_rows) == {1, 8, 16, 32, 64}
-    assert clocks["dense"].of(1) == pytest.approx(13.645e6 * 1.98 * 16 / 7.505e9, rel=1e-3)
-    assert clocks["packed"].of(1) < clocks["dense"].of(1)  # for the part waited for memory where they were dense
-    assert clocks["packed"].of(16) > 1.5 * clocks["packed"].of(1)
+    dense = measured_steps("2026-11-23-h200-as-orin-8b.json")
+    packed = measured_steps("2026-11-23-h200-packed-as-orin.json")
+    head = MODELS["llama-8b"]["vocab_size"] * MODELS["llama-8b"]["hidden_size"]  # which was dense in both
+    assert set(CLOCKS["dense"].by_rows) == set(CLOCKS["packed"].by_rows) == set(dense) == set(packed)
+    for rows, (clocks, weights) in dense.items():
+        assert CLOCKS["dense"].of(rows) == pytest.approx(clocks / weights, rel=1e-6)
+    layers = dense[1][1] - head
+    for rows, (clocks, _) in packed.items():
+        expected = (clocks - CLOCKS["dense"].of(rows) * head) / layers
+        assert CLOCKS["packed"].of(rows) == pytest.approx(expected, rel=1e-6)
     known = Clocks({1: 1.0, 8: 2.0})
     assert [known.of(rows) for rows in (1, 2, 8, 16)] == [1.0, 2.0, 2.0, 4.0]
 
@@ -90,7 +95,7 @@ def test_clocks_of_a_weight_are_those_of_the_results() -> None:
 )
 def test_a_round_has_the_engines_that_it_runs(plan, expected: list[str]) -> None:
     directory = Model("llama-1b", "float16", 512).directory(plan)
-    assert [each.name.split(".")[1].rpartition("-")[0] for each in round_shapes(directory, plan)] == expected
+    assert [each.name.split(".")[1].rpartition("-")[0] for each in round_shapes(directory.limits, plan)] == expected
 
 
 def test_a_row_says_what_fits_and_what_others_published() -> None:

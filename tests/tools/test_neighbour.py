@@ -17,10 +17,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import neighbour
-from boards import BOARDS
-from device_limits import _SOURCE, Reading, Readings, rings_of
+from device_limits import Reading, Readings, rings_of
 from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
 
+from edgellm.device.boards import BOARDS
+from edgellm.device.limits import SOURCE
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.gpu import GPU, find_gpu
 
@@ -258,7 +259,7 @@ def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
     rings = rings_of(gpu)
     assert {each.blocks for each in rings} == blocks
     assert {each.tiles * each.depth * 256 * 16 for each in rings} == {64 << 10}
-    assert {each.kernel for each in rings} == set(_SOURCE.expressions)
+    assert {each.kernel for each in rings} == set(SOURCE.expressions)
 
 
 @pytest.mark.gpu

@@ -167,13 +167,14 @@ def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["sm_90", "compute_87", "compute_86"])
 def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    import device_limits
     import neighbour
 
-    code = compile_module(device_limits._SOURCE, architecture).code
+    from edgellm.device.limits import SOURCE, DeviceLimits
+
+    code = compile_module(SOURCE, architecture).code
     assert all(name in code for name in (b"read_ring", b"multiply", b"count_clocks"))
     assert neighbour.KERNEL.encode() in compile_module(neighbour._SOURCE, architecture).code
-    assert device_limits.DeviceLimits(1000.0, 100.0, 16).mma_share(1e12, 20.0) == 0.5
+    assert DeviceLimits(1000.0, 100.0, 16).mma_share(1e12, 20.0) == 0.5
 
 
 def test_a_packed_checkpoint_is_written_and_runs(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
-from boards import BOARDS
 
+from edgellm.device.boards import BOARDS
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 
@@ -161,8 +161,9 @@ def begin_neighbour() -> None:
     gpu, name = find_gpu(), measured_as()
     if gpu is None or name is None or not is_beside() or neighbour.current() is not None:
         return
-    from device_limits import Reader, fastest_ring
+    from device_limits import fastest_ring
 
+    from edgellm.device.limits import Reader
     from edgellm.engines.backends.cuda_device import CudaDevice
 
     part = getattr(gpu.enter_partition, "__self__", None)

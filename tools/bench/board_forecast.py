@@ -4,14 +4,9 @@
                                          [--context 512] [--chain-tokens 2.57] [--tree-tokens 3.26]
                                          [--output FORECAST.json]
 
-Each step of a model's program takes the larger of two times. One is that of its bytes (weights, KV rows in reach,
-states) at the board's bandwidth. The other is that of its arithmetic at the board's clock: the clocks that a weight
-took in a part of a GPU with bandwidth to spare, by rows and format (results below), and never less than `mma.sync`
-takes for whole tiles of 8 rows. `at most` is that at the whole published bandwidth; what is expected is at the share of
-it that the best published run reads, with the edges between kernels. A round of a draft is an accept, steps that
-propose, and a step that verifies; the tokens that it gives are given to the forecast.
-
-Nothing of this was measured on a board. Beside it stands what others published, for their own weights.
+The arithmetic is that of `edgellm/device/forecast.py`. `at most` is at the whole published bandwidth; what is expected
+is at the share of it that the best published run reads, with the edges between kernels. The tokens that a round gives
+are given to the forecast. Beside it stands what others published, for their own weights.
 """
 
 from __future__ import annotations
@@ -21,34 +16,25 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from boards import BOARDS, Board
 from random_checkpoint import LLAMA_3_2_1B, SHAPES
 from random_model import RandomDirectory, random_directory
 from simulated_acceptance import simulated_mean
 
+from edgellm.device.boards import BOARDS, Board
+from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, Cost, engine_costs, plain_shapes, seconds
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
-from edgellm.engines.model.states import WindowRows, state_bytes
-from edgellm.engines.model.steps import Attention, Stateful, Step
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.quantization.row_runs import PackedLayout
 
-#: The largest share of a board's bandwidth that a published run reads: Qwen2.5-7B by MLC on an Orin Nano Super, 21.75
-#: tokens a second of 3.98 GB of weights, is 85 % of 102 GB/s.
-REACHED = 0.85
-#: Microseconds between two kernels of a graph, an estimate: on a small GPU there is little to drain and to fill.
-EDGE_MICROSECONDS = 2.0
 #: Bytes of a board's memory, in GB, that are not the model's.
 TAKEN_GB = 2.0
 #: A drafted tree's tokens a round are simulated, as in `eagle_speed.py`: those of 10/6/60, and others by them.
@@ -120,94 +106,6 @@ PUBLISHED = (
 )
 
 
-@dataclass(frozen=True)
-class Clocks:
-    """Clocks of one multiprocessor that a weight takes, by rows of activations: at most, for the part in which that was
-    measured may have waited for memory."""
-
-    by_rows: dict[int, float]
-
-    def of(self, rows: int) -> float:
-        """Of so many rows, as kernels of the next larger number that was measured take them."""
-        known = [measured for measured in self.by_rows if measured >= rows]
-        return self.by_rows[min(known)] if known else self.by_rows[max(self.by_rows)] * rows / max(self.by_rows)
-
-
-#: Results of Llama-8B in a part of 16 multiprocessors without a neighbour, at the clock of an H200 in GHz.
-_RESULTS, _PART, _PART_GHZ = Path(__file__).parent / "results", 16, 1.98
-_DENSE_RESULT = "2026-11-23-h200-as-orin-8b.json"
-_PACKED_RESULT = "2026-11-23-h200-packed-as-orin.json"
-
-
-@cache
-def measured_clocks() -> dict[str, Clocks]:
-    """Clocks of dense weights and of packed ones, from the results; of these without the head, which was dense."""
-
-    def clocks(milliseconds: float, weights: float) -> float:
-        return milliseconds * 1e6 * _PART_GHZ * _PART / weights
-
-    dense = {rows: clocks(*each) for rows, each in _measured_steps(_DENSE_RESULT).items()}
-    packed = {}
-    head = math.prod((SHAPES["llama-8b"]["vocab_size"], SHAPES["llama-8b"]["hidden_size"]))
-    layers = next(iter(_measured_steps(_DENSE_RESULT).values()))[1] - head
-    for rows, (milliseconds, _) in _measured_steps(_PACKED_RESULT).items():
-        packed[rows] = clocks(milliseconds, layers) - dense[rows] * head / layers
-    return {"dense": Clocks(dense), "packed": Clocks(packed)}
-
-
-def _measured_steps(name: str) -> dict[int, tuple[float, float]]:
-    """By rows, milliseconds of the steps of the base, and their weights if they are of 16 bits."""
-    found = json.loads((_RESULTS / name).read_text(encoding="utf-8"))
-    found = found.get("llama-8b", found)
-    engines = found.get("table", found)["engines"]
-    steps = {key: each for key, each in engines.items() if key.startswith("base.")}
-    return {int(key.split("-t")[1].split("-")[0]): (each["ms"], each["bytes"] / 2) for key, each in steps.items()}
-
-
-class Cost(NamedTuple):
-    """What a step takes: bytes of memory, clocks of one multiprocessor, and multiply-adds of `mma.sync`."""
-
-    nbytes: float
-    clocks: float
-    multiply_adds: float
-
-    def seconds(self, board: Board, reached: float, edge: float) -> float:
-        """The largest time, at a share of the bandwidth, and what stands between this kernel and the next."""
-        clocks = max(self.clocks, self.multiply_adds / multiply_adds(board))
-        return max(self.nbytes / (reached * board.gb_per_s), clocks / board.multiprocessor_ghz) / 1e9 + edge
-
-
-def step_cost(step: Step, shape: EngineShape, dtype: str, packed: Mapping[str, PackedLayout], context: int) -> Cost:
-    """The cost of one step of a program behind so many tokens of context."""
-    rows = shape.selected if getattr(step, "selects", False) else shape.tokens
-    nbytes = clocks = products = 0.0
-    for spec in step.weights:
-        layout, size = packed.get(spec.name), math.prod(spec.shape)
-        nbytes += spec_bytes(spec, dtype) if layout is None else math.prod(layout.shape)
-        if len(spec.shape) == 2:
-            clocks += size * measured_clocks()["dense" if layout is None else "packed"].of(rows)
-            products += size * _padded(rows)
-    if isinstance(step, Attention):
-        state = step.state(shape)
-        reach = min(context, state.window) if isinstance(state, WindowRows) else context
-        nbytes += state_bytes(state.of_sequence(reach), dtype)
-        heads, _, size = step.heads
-        products += 2 * heads * size * reach * _padded(shape.tokens)  # scores, then values
-    elif isinstance(step, Stateful):
-        nbytes += 2 * state_bytes(step.state(shape).tensors(1, 1), dtype)  # read and written
-    return Cost(nbytes, clocks, products)
-
-
-def multiply_adds(board: Board) -> int:
-    """Of `mma.sync` with 16 bits, in a clock of one multiprocessor: 1,024 of Orin (NVIDIA's 170 TOPS of sparse int8 are
-    42.5 TFLOP/s of dense 16-bit products, by 16 multiprocessors at 1.3 GHz), and no fewer assumed of Thor."""
-    return Capacity(architecture=board.architecture).speeds[1]
-
-
-def _padded(rows: int) -> int:
-    return -(-rows // 8) * 8
-
-
 class Model:
     """A model with weights of a kind, and a draft head of matching shape: what its steps and rounds take on boards."""
 
@@ -226,7 +124,7 @@ class Model:
     @cached_property
     def weight_gb(self) -> float:
         """GB of the weights that a plain step reads."""
-        (shape,) = plain_shapes(self.plain)
+        (shape,) = plain_shapes(self.plain.limits)
         return _gigabytes(model_program(self.plain.config, shape).weights.values(), self.plain)
 
     @cached_property
@@ -237,42 +135,14 @@ class Model:
     def costs(self, plan: DraftPlan | None) -> list[Cost]:
         """Of each step of a plain step's engine, or of the engines of a round of a plan."""
         if plan not in self._costs:
-            directory = self.plain if plan is None else self.directory(plan)
-            shapes = plain_shapes(directory) if plan is None else round_shapes(directory, plan)
-            self._costs[plan] = [cost for shape in shapes for cost in self._engine_costs(directory, shape)]
+            made = self.plain if plan is None else self.directory(plan)
+            given = made.models, made.limits, made.dtype, made.layouts, self.context
+            self._costs[plan] = engine_costs(*given, plan)
         return self._costs[plan]
 
-    def _engine_costs(self, directory: RandomDirectory, shape: EngineShape) -> list[Cost]:
-        program, packed = model_program(directory.model_config(shape.model), shape), directory.layouts
-        given = directory.dtype, packed.get(shape.model, {}), self.context
-        return [step_cost(step, shape, *given) for step in program.steps]
-
-    def seconds(
-        self,
-        board: Board,
-        plan: DraftPlan | None = None,
-        reached: float = REACHED,
-        edge: float = EDGE_MICROSECONDS * 1e-6,
-    ) -> float:
+    def seconds(self, board: Board, plan: DraftPlan | None = None, **assumed: float) -> float:
         """Of a plain step, or of a round of a plan."""
-        return sum(cost.seconds(board, reached, edge) for cost in self.costs(plan))
-
-
-def plain_shapes(directory: RandomDirectory) -> list[EngineShape]:
-    """The engine of a plain step."""
-    return [directory.limits.base_shape("decode", 1, 1, directory.limits.key_ranges[-1])]
-
-
-def round_shapes(directory: RandomDirectory, plan: DraftPlan) -> list[EngineShape]:
-    """The engines of a round of a plan, in their order: what the draft takes of the last one, its levels behind the
-    first, and what the base verifies."""
-    shapes = [
-        each for each in directory.limits.engine_shapes() if each.key_range == directory.limits.tree_key_ranges[-1]
-    ]
-    by_phase = {each.phase: [other for other in shapes if other.phase == each.phase] for each in shapes}
-    propose = next(each for each in by_phase["propose"] if each.tokens >= plan.top_k)
-    verify = next(each for each in by_phase["verify"] if each.tokens >= plan.tree_size)
-    return [by_phase["accept"][0], *[propose] * (plan.steps - 1), verify]
+        return seconds(self.costs(plan), board, **assumed)
 
 
 def _gigabytes(specs: Iterable[WeightSpec], directory: RandomDirectory) -> float:

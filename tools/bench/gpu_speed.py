@@ -36,15 +36,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import is_beside, measured_as, one_of, parse, python
-from boards import BOARDS
 from device_limits import device_limits, read_around
-from gpu_timer import gpu_milliseconds
 from neighbour import resting
 from probes import executor_name, state_traffic, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
 from random_model import WEIGHTS, RandomDirectory, loop_milliseconds, random_prompt, random_runner, shape_directory
 
+from edgellm.device.boards import BOARDS
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig

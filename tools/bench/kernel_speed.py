@@ -25,10 +25,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
 from device_limits import Readings, device_limits, read_around
-from gpu_timer import gpu_milliseconds
 from probes import weight_bytes
 from provenance import provenance
 
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels

@@ -27,11 +27,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
-from gpu_timer import gpu_milliseconds
 from kernel_speed import LLAMA, Bench
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
 
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice

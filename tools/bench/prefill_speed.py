@@ -30,9 +30,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
-from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt

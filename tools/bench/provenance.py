@@ -14,9 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
-from boards import BOARDS
 from device_limits import device_limits
 
+from edgellm.device.boards import BOARDS
 from edgellm.kernels.gpu import find_gpu
 
 _CHECKOUT = Path(__file__).resolve().parents[2]

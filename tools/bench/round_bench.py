@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_timer import gpu_milliseconds
 from probes import enqueue_replaced
 from random_model import WEIGHTS, RandomDirectory, random_prompt, shape_directory
 from simulated_acceptance import ForcedAcceptance
 
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory

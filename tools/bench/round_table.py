@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from device_limits import read_around
-from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from random_model import RandomDirectory, random_prompt, random_runner
 from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 

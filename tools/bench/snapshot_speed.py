@@ -28,7 +28,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
-from gpu_timer import gpu_milliseconds
 from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
 from snapshot_phases import Phases, reading_speed
@@ -37,6 +36,7 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import open_runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
+from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, stored_logits, whole, write_folders
+from golden_folders import VERSIONS, draw_tensors, pack, stored_logits, whole, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from variations import PROMPT_LENGTH, ROTARY_CASES, VARIATIONS, VOCABULARY
@@ -139,6 +139,7 @@ def make_rotary(directory: Path) -> None:
             "attention_factor": float(attention_factor),
         }
     save_file(tensors, directory / "rotary.safetensors", metadata=VERSIONS)
+    pack(directory / "rotary.safetensors")
     written = {"head_dim": _ROTARY_HEAD_DIM, "versions": VERSIONS, "cases": cases}
     (directory / "rotary.json").write_text(json.dumps(written, indent=1) + "\n")
 

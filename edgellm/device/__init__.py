@@ -1,0 +1,1 @@
+"""What a device is, what it should give, and what it gives."""

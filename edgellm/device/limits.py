@@ -1,0 +1,229 @@
+"""What a GPU, or the part of it that is measured, can read and multiply.
+
+Three kernels, compiled as all others are. One reads a gigabyte, which no cache holds, as the decode kernels do: by
+asynchronous copies into rings of shared memory, with as many bytes under way. One multiplies matrices in registers by
+`mma.sync` (16 x 8 x 16, fp16 with sums in fp32). One counts clocks. They take milliseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.arguments import MACROS
+from edgellm.kernels.gpu import GPU, find_gpu
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+
+#: Bytes that are read, and mma.sync of each warp: 4096 multiplications and additions each.
+_BYTES, _TURNS, _CHAINS, _OPERATIONS = 1 << 30, 2048, 8, 4096
+#: Bytes of a tile of weights, of a block's ring, and threads and warps of a block.
+_TILE_BYTES, _RING_BYTES, _THREADS, _WARPS = 1 << 15, 1 << 16, 256, 8
+#: Blocks of a multiprocessor that multiply.
+_BLOCKS = (4, 8)
+#: Nanoseconds in which clocks are counted.
+_COUNTED = 2_000_000
+_CODE = r"""
+#include "decode/common.cuh"
+
+// What came of a tile's 8 rows lies where the next is copied to: nobody reads it.
+template <int TILES, int DEPTH, int PIECE>
+__global__ void __launch_bounds__(256) read_ring(const char* from, int units) {
+    extern __shared__ __align__(16) char shared[];
+    constexpr int STEPS = TILE_BYTES / 512, LANES = PIECE / 16, ROW_BYTES = TILE_BYTES / (32 / LANES);
+    const int lane = threadIdx.x % 32, warps = gridDim.x * 8;
+    const unsigned ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
+    const char* own = from + lane / LANES * ROW_BYTES + lane % LANES * 16;
+    int unit = blockIdx.x * 8 + threadIdx.x / 32, step = 0, slot = 0;
+    const auto copy = [&] {
+        const bool exists = unit < units;
+        const char* at = own + static_cast<long long>(exists ? unit : 0) * TILES * TILE_BYTES + step * PIECE;
+#pragma unroll
+        for (int c = 0; c < TILES; ++c)
+            decode::copy_async_16(ring + (slot * TILES + c) * 4096, at + c * TILE_BYTES, exists);
+        decode::commit_copies();
+        if (++slot == DEPTH) slot = 0;
+        if (++step == STEPS) step = 0, unit += warps;
+    };
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) copy();
+    while (unit < units) {
+        decode::wait_for_copies<DEPTH - 1>();
+        copy();
+    }
+    decode::wait_for_copies<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(256) multiply(unsigned* out) {
+    unsigned a[4] = {threadIdx.x, threadIdx.x ^ 1, 3, 4}, b[2] = {threadIdx.x, 7};
+    float c[CHAINS][4] = {};
+    for (int turn = 0; turn < TURNS; ++turn) {
+#pragma unroll
+        for (int i = 0; i < CHAINS; ++i)
+            asm volatile(
+                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
+                : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+    float sum = 0;
+    for (int i = 0; i < CHAINS; ++i) sum += c[i][0] + c[i][1] + c[i][2] + c[i][3];
+    if (sum == 12345.0f) *out = 1;  // never: what is multiplied is next to zero
+}
+
+// Clocks and nanoseconds of one multiprocessor.
+extern "C" __global__ void count_clocks(unsigned long long* out, unsigned nanoseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    const long long first = clock64();
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begin < nanoseconds);
+    out[0] = clock64() - first, out[1] = now - begin;
+}
+"""
+
+
+class Ring(NamedTuple):
+    """How a block reads: `tiles` of 8 rows that a warp copies at once, `depth` such copies under way, and bytes of a
+    row in one, `piece`; so many `blocks` on a multiprocessor."""
+
+    tiles: int
+    depth: int
+    piece: int
+    blocks: int = 1
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that reads so."""
+        return f"read_ring<{self.tiles}, {self.depth}, {self.piece}>"
+
+
+#: Dense weights come in pieces of 64 bytes, packed ones in whole tiles. The fastest counts.
+_RINGS = (Ring(4, 4, 64), Ring(2, 8, 64), Ring(4, 4, 512), Ring(2, 8, 512))
+SOURCE = ModuleSource(
+    "device_limits",
+    ("device_limits.cu",),
+    tuple(ring.kernel for ring in _RINGS),
+    macros=(*MACROS, ("TURNS", _TURNS), ("CHAINS", _CHAINS), ("TILE_BYTES", _TILE_BYTES)),
+    headers=(("device_limits.cu", _CODE),),
+)
+
+
+class DeviceLimits(NamedTuple):
+    """Read bandwidth in GB/s and arithmetic of `mma.sync` in TFLOP/s, of so many multiprocessors at a clock in GHz."""
+
+    read_gb_per_s: float
+    mma_tflop_per_s: float
+    multiprocessors: int
+    clock_ghz: float = 0.0
+
+    def mma_share(self, operations: float, milliseconds: float) -> float:
+        """What so many multiplications and additions in this time are of the arithmetic."""
+        return operations / (milliseconds * 1e9) / self.mma_tflop_per_s
+
+
+class Reader:
+    """The kernels, in the context that is current, with the memory that they read until it is closed."""
+
+    def __init__(self) -> None:
+        import pycuda.driver as cuda
+
+        gpu = find_gpu()
+        assert gpu is not None
+        self.gpu, self._cuda, self._stream = gpu, cuda, cuda.Stream()
+        self._memory, self._out = cuda.mem_alloc(_BYTES), cuda.mem_alloc(16)
+        cuda.memset_d8_async(int(self._memory), 0, _BYTES, self._stream)
+        self._module = KernelModule(gpu, self._stream)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._module.close()
+        self._memory.free()
+        self._out.free()
+
+    def bandwidth(self, ring: Ring, repeats: int = 2, series: int = 3) -> float:
+        """GB/s that are read through such rings: the median of some series."""
+        blocks = ring.blocks * self.gpu.multiprocessors
+        units = _BYTES // (ring.tiles * _TILE_BYTES) // (blocks * _WARPS) * (blocks * _WARPS)
+        given = ctypes.c_void_p(int(self._memory)), ctypes.c_int(units)
+        span = self._milliseconds(ring.kernel, blocks, given, _RING_BYTES, repeats, series)
+        return units * ring.tiles * _TILE_BYTES / span / 1e6
+
+    def arithmetic(self) -> float:
+        """TFLOP/s of `mma.sync`."""
+
+        def speed(blocks: int) -> float:
+            operations = blocks * _WARPS * _TURNS * _CHAINS * _OPERATIONS
+            return operations / self._milliseconds("multiply", blocks, (ctypes.c_void_p(int(self._out)),)) / 1e9
+
+        return max(speed(blocks * self.gpu.multiprocessors) for blocks in _BLOCKS)
+
+    def clock(self) -> float:
+        """GHz of a multiprocessor."""
+        given = ctypes.c_void_p(int(self._out)), ctypes.c_uint(_COUNTED)
+        self._launch("count_clocks", 1, given, threads=1)()
+        self._stream.synchronize()
+        counted = np.empty(2, np.uint64)
+        self._cuda.memcpy_dtoh(counted, self._out)
+        return float(counted[0] / counted[1])
+
+    def _launch(
+        self, kernel: str, blocks: int, given: tuple[Any, ...], shared: int = 0, threads: int = _THREADS
+    ) -> Launch:
+        return Launch(self._module, Kernel(SOURCE, kernel), (blocks, 1, 1), threads, shared, given)
+
+    def _milliseconds(
+        self, kernel: str, blocks: int, given: tuple[Any, ...], shared: int = 0, repeats: int = 3, series: int = 5
+    ) -> float:
+        launch: Callable[[], None] = self._launch(kernel, blocks, given, shared)
+        return gpu_milliseconds(self._stream, launch, repeats, series, before=launch)
+
+
+def fitting_rings(gpu: GPU) -> list[Ring]:
+    """The rings among which the fastest counts: decode kernels have 64 KB under way on a multiprocessor, one block's,
+    on GPUs like an Orin, and twice as much where kernels overlap. More are not always faster, so both are tried."""
+    blocks = [each for each in (1, 2) if each * (_RING_BYTES + 1024) <= gpu.shared_limit + 1024]
+    return [ring._replace(blocks=each) for ring in _RINGS for each in blocks]
+
+
+@contextmanager
+def some_context() -> Iterator[None]:
+    """A context like that of every backend, the one that pycuda knows as current where there is one."""
+    import pycuda.driver as cuda
+
+    if cuda.Context.get_current() is not None:
+        yield
+        return
+    device = CudaDevice()
+    try:
+        yield
+    finally:
+        device.close()
+
+
+def measured_limits() -> DeviceLimits:
+    """What the GPU reads and multiplies now, through the fastest ring. What is measured first brings the clocks up."""
+    with some_context(), Reader() as reader:
+        ring = max(fitting_rings(reader.gpu), key=reader.bandwidth)
+        found = reader.bandwidth(ring, series=5), reader.arithmetic()
+        return DeviceLimits(*found, reader.gpu.multiprocessors, reader.clock())
+
+
+def memory_bandwidth() -> float | None:
+    """GB/s of a GPU's own memory by what its driver says of clock and bus, twice a clock; None where it shares the
+    host's, of which the driver does not say it."""
+    import pycuda.driver as cuda
+
+    with some_context():
+        said, names = cuda.Device(0), cuda.device_attribute
+        clock, bits = said.get_attribute(names.MEMORY_CLOCK_RATE), said.get_attribute(names.GLOBAL_MEMORY_BUS_WIDTH)
+        return None if said.get_attribute(names.INTEGRATED) else 2 * clock * bits / 8e6 or None

@@ -1,0 +1,189 @@
+"""Requests of clients of ollama's API, to `/api/chat`, `/api/generate` and `/api/show`: options are in an object of
+their own, images beside the text, and arguments of calls are objects."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from edgellm.errors import shown
+from edgellm.http.errors import HTTPError
+from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.sampling_params import SamplingParams
+from edgellm.text.turns import OngoingConversation
+
+#: Options by what they are called elsewhere in this server.
+OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+_SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+OPTIONS |= {name: name for name in _SAME}
+#: What loading a model would be done by, which was loaded already: options that change no answer.
+_LOADING = (
+    *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
+    *("use_mlock", "vocab_only", "logits_all", "embedding_only"),
+)
+#: Values by which an option asks for nothing; -1 tokens are as many as the context has room for, and so are -2.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"num_predict": (-1, -2), "seed": (-1,), "repeat_last_n": (-1,)}
+_NEUTRAL |= {"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "penalize_newline": (True,)}
+
+
+def chat(body: bytes, model: ServedModel) -> ParsedRequest:
+    """A request to `/api/chat`; without messages it asks for the model to be loaded. Raises HTTPError."""
+    fields, request = _begun(body, model)
+    messages = fields.take("messages")
+    tools = fields.take("tools", list) or None
+    drops = fields.take("truncate", bool) is not False
+    fields.only("shift", False, why="an answer ends where the context is full")
+    request["template_variables"] = _thinking(fields)
+    if messages is None or messages == []:
+        return _nothing(fields)
+    found = chat_messages(messages)
+    last = found[-1]
+    request["continue_final_message"] = last.get("role") == "assistant" and not last.get("tool_calls")
+    request |= {"tools": tools, "messages": fields.with_images(found)}
+    fields.end()
+    return fields.parsed(_named("messages"), request, conversation=OngoingConversation() if drops else None)
+
+
+def generate(body: bytes, model: ServedModel) -> ParsedRequest:
+    """A request to `/api/generate`: a question or, `raw`, text that is continued; without it, as `chat` without
+    messages. Raises HTTPError."""
+    fields, request = _begun(body, model)
+    prompt, is_raw = fields.take("prompt", str) or "", bool(fields.take("raw", bool))
+    fields.only("suffix", "", why="text is not filled in")
+    fields.only("template", "", why="the chat template is the model's own, or that of --chat-template")
+    fields.refuse("context", why="send the conversation as messages, to /api/chat")
+    if is_raw:
+        fields.refuse("system", "images", "think", why="a raw prompt is all that the model gets")
+        request |= {"prompt": prompt} if prompt else {}
+    else:
+        request["template_variables"] = _thinking(fields)
+        system, images = fields.take("system", str), fields.take("images", list)
+        asked = [{"role": "system", "content": system}] if system else []
+        asked.append({"role": "user", "content": prompt, "images": images})
+        if prompt or images:
+            request["messages"] = fields.with_images(chat_messages(asked), "images")
+    fields.end()
+    return fields.parsed(_named("prompt"), request) if {"prompt", "messages"} & request.keys() else _nothing(fields)
+
+
+def _begun(body: bytes, model: ServedModel) -> tuple[Fields, dict[str, Any]]:
+    """What both have: a stream where nothing else is said, options, a format, log-probabilities."""
+    fields = Fields(body, model, streams=True)
+    request = fields.common()
+    params = _sampling(fields)
+    logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
+    if top and not logprobs:
+        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
+    if logprobs:
+        params = with_logprobs(params, "top_logprobs", top or 0)
+    given = fields.take("format")
+    if given not in (None, "", "json") and not isinstance(given, dict):
+        raise wrong("format", given, "'json', or a JSON schema")
+    form: dict[str, Any] | None = {"type": "json_object"} if given == "json" else None
+    if isinstance(given, dict):
+        form = {"type": "json_schema", "json_schema": {"name": "format", "schema": given}}
+    request["params"] = fields.structured(params, form, "format")
+    return fields, request
+
+
+def _sampling(fields: Fields) -> SamplingParams:
+    """The parameters that `options` ask for. HTTPError for one that would not be kept."""
+    options = fields.take("options", dict) or {}
+    for name, value in options.items():
+        what, called = f"options.{name}"[:100], OPTIONS.get(name)
+        if value is None or any(value == each for each in _NEUTRAL.get(name, ())):
+            continue
+        if name in _LOADING:
+            fields.ignored.append(what)
+        elif called is None:
+            expected = ", ".join([*OPTIONS, *_LOADING])
+            message = f"{shown(what)} is not served: expected one of {expected}"
+            raise HTTPError(400, message, param=what, code="unsupported_parameter")
+        else:
+            fields.put(called, value, what)
+    try:
+        params = fields.sampling("max_tokens")
+        return replace(params, max_tokens=None) if options.get("num_predict") in _NEUTRAL["num_predict"] else params
+    except HTTPError as error:
+        name = next((name for name, called in OPTIONS.items() if called == error.param), None)
+        if name is None:
+            raise
+        message = f"options.{name}{error.message.removeprefix(error.param or '')}"
+        raise HTTPError(400, message, param=f"options.{name}") from error
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """What `think` means to the chat template: true, false, or an effort."""
+    think = fields.take("think")
+    efforts = {True: "medium", False: "none"}
+    return fields.thinking(efforts[think] if isinstance(think, bool) else think, "think")
+
+
+def _nothing(fields: Fields) -> ParsedRequest:
+    fields.end()
+    return ParsedRequest((), fields.name, ignored=tuple(fields.ignored))
+
+
+def _named(prompt: str) -> dict[str, str]:
+    return {"": prompt, "structure": "format"} | {called: f"options.{name}" for name, called in OPTIONS.items()}
+
+
+def chat_messages(given: Any) -> list[dict[str, Any]]:
+    """Messages as the rest of the server reads them: images as data URLs before the text, arguments of calls as text,
+    and results of tools by the ids of their calls: of those of the tool's name, if they have it, the next one.
+
+    Raises HTTPError for what cannot be read so; what else is wrong with messages the engine says.
+    """
+    if not isinstance(given, list):
+        raise wrong("messages", given, "a list of messages")
+    found: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []
+    for number, each in enumerate(given):
+        what = f"messages[{number}]"
+        if not isinstance(each, dict):
+            raise HTTPError(400, f"{what} is {shown(each)[:80]}: expected an object", param="messages")
+        message = {key: value for key, value in each.items() if value is not None}
+        images, tool_name = message.pop("images", []), message.pop("tool_name", None)
+        message.setdefault("content", "")
+        if images:
+            if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+                raise HTTPError(400, f"{what}.images is not a list of texts in base64", param="messages")
+            parts = [{"type": "image_url", "image_url": f"data:image/png;base64,{each}"} for each in images]
+            said = message["content"]
+            message["content"] = [*parts, {"type": "text", "text": said}] if said else parts
+        if message.get("tool_calls"):
+            message["tool_calls"] = open_calls = _calls(message["tool_calls"], what, number)
+        elif message.get("role") == "tool" and "tool_call_id" not in message:
+            named = [call for call in open_calls if tool_name in (None, call["function"]["name"])]
+            if not named:
+                text = f"{what} is what a tool returned, and no call of it is before it"
+                raise HTTPError(400, text, param="messages")
+            open_calls = [call for call in open_calls if call is not named[0]]
+            message["tool_call_id"] = named[0]["id"]
+        found.append(message)
+    return found
+
+
+def _calls(given: Any, what: str, number: int) -> list[dict[str, Any]]:
+    calls = []
+    for place, call in enumerate(given if isinstance(given, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments", {}), dict):
+            expected = 'expected {"function": {"name": ..., "arguments": {...}}}'
+            raise HTTPError(400, f"{what}.tool_calls[{place}] is {shown(call)[:80]}: {expected}", param="messages")
+        arguments = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+        call_id = call.get("id") or f"call_{number}_{place}"
+        named = {"name": function.get("name"), "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": named})
+    return calls
+
+
+def shown_model(body: bytes, model: ServedModel) -> str:
+    """The name of the model that a request to `/api/show` asks about. Raises HTTPError."""
+    fields = Fields(body, model)
+    name = fields.take("model") or fields.take("name")
+    fields.only("verbose", False, why="vocabularies are not told")
+    fields.end()
+    model.adapter_of(name)
+    return str(name)
