@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -378,17 +379,42 @@ def test_the_modules_that_the_changelog_moves_to_are_there() -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """Its command is one that `edgellm` knows; systemd itself sees the Python of these tests in its place."""
-    unit = (ROOT / "docs" / "configurations" / "edgellm.service").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+def test_the_units_are_those_that_systemd_takes(tmp_path: Path) -> None:
+    """The command is one that `edgellm` knows; systemd itself sees the Python of these tests in its place."""
+    units = {path.name: path.read_text("utf-8") for path in (ROOT / "docs/configurations").glob("edgellm.*")}
+    (command,) = re.findall(r"^ExecStart=(.+)$", units["edgellm.service"], re.MULTILINE)
     program, *words = shlex.split(command)
     parse(words)
     verify = shutil.which("systemd-analyze")
     if verify is None:
         pytest.skip("there is no systemd-analyze on this machine")
-    (tmp_path / "edgellm.service").write_text(unit.replace(program, sys.executable))
-    found = subprocess.run(
-        [verify, "verify", str(tmp_path / "edgellm.service")], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0 and "edgellm.service:" not in found.stderr, found.stderr
+    for name, unit in units.items():
+        (tmp_path / name).write_text(unit.replace(program, sys.executable))
+    files = [str(tmp_path / name) for name in units]
+    found = subprocess.run([verify, "verify", *files], capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and not re.search(r"edgellm\.\w+:", found.stderr), found.stderr
+
+
+@pytest.mark.slow  # it compiles 45 kernels
+def test_what_a_pc_does_for_a_robot(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The commands of the page, but for those that need a board, one after another, with a small model of that name."""
+    checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "models" / "Llama-3.2-1B-Instruct")
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    page = [block for block in blocks(PAGES / "from_pc_to_robot.md") if block.language == "sh"]
+    here = [block.content for block in page if not re.match(r"# (On|To) the robot\n", block.content)]
+    assert 0 < len(here) < len(page)
+    places = {"HOME": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    places["EDGELLM_CACHE_DIR"] = str(tmp_path / "cache")
+    command = ["bash", "-ec", "".join(here)]
+    ran = subprocess.run(command, cwd=tmp_path, env=os.environ | places, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "every file is as described" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_the_page_for_robots_makes_what_the_unit_expects() -> None:
+    page = (PAGES / "from_pc_to_robot.md").read_text("utf-8")
+    unit = (ROOT / "docs/configurations/edgellm.service").read_text("utf-8")
+    expected = re.findall(r"(?:ExecStart=|serve |keys:)(/\S+)", unit)
+    assert len(expected) == 3
+    for path in expected:
+        assert path.removesuffix("/bin/edgellm") in page

@@ -8,6 +8,7 @@ import gc
 import logging
 import resource
 import signal
+import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from edgellm.errors import EdgeLLMError, EngineError, RequestError
 if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Server
+    from edgellm.http.systemd import Notifier
 
 #: A thread that reads a request gives way to the model's, and to the event loop, after so long.
 _SWITCH_SECONDS = 0.001
@@ -113,6 +115,11 @@ def serve(given: ServeOptions) -> None:
 
     Example: edgellm serve --port 8000
     """
+    from edgellm.http.systemd import handed_socket
+
+    handed = handed_socket()
+    if handed is not None:
+        given.host, given.port = handed.getsockname()[:2]
     keys = given.keys()
     settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, None, {})
     if tools or variables:
@@ -124,18 +131,22 @@ def serve(given: ServeOptions) -> None:
     warnings.filterwarnings("ignore", module=r"PIL\..*")  # large images are refused by limits of their own
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys))
+    ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys, handed))
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 
 
-async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -> int | None:
-    """Listen, load the model, and answer until a signal comes, which is returned. Raises what the model fails with."""
+async def _serve(
+    settings: Settings, given: ServeOptions, keys: Sequence[str], handed: socket.socket | None
+) -> int | None:
+    """Listen, on the socket that was handed over if there is one, load the model, and answer until a signal comes,
+    which is returned. Raises what the model fails with."""
     from edgellm.asynchronous import AsyncLLM
     from edgellm.http.app import Service
     from edgellm.http.connections import ConnectionLimits, Server
     from edgellm.http.fields import ServedModel
     from edgellm.http.guard import Guard
+    from edgellm.http.systemd import Notifier
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
 
@@ -166,18 +177,24 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     )
     guard = Guard.of(given.host, given.allowed_host or (), given.allowed_origin or (), keys)
     service = Service(llm, model, guard, given.max_body_mib * 2**20, template, given.keep_responses)
+    notifier = Notifier()
+
+    async def finish() -> None:
+        notifier.tell("STOPPING=1")
+        await service.finish(given.shutdown_seconds)
+
     http = Server(
         service.app(),
         (given.host, given.port),
         ConnectionLimits(given.max_connections, given.header_seconds, given.body_seconds, given.stall_seconds),
-        lambda: service.finish(given.shutdown_seconds),
+        finish,
     )
     service.connections, service.closed_connections = lambda: len(http.server_state.connections), http.closed
-    watching = asyncio.ensure_future(_watch(service, http))
+    watching = asyncio.ensure_future(_watch(service, http, notifier))
     trials = TrialProcess()
     try_apart(trials.check)
     try:
-        await http.serve()
+        await http.serve(None if handed is None else [handed])
     finally:
         trials.close()
         watching.cancel()
@@ -189,7 +206,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     return http.ended_by
 
 
-async def _watch(service: Service, http: Server) -> None:
+async def _watch(service: Service, http: Server, notifier: Notifier) -> None:
     """Say when the model is open, and end the server where it cannot be, or where its thread ends."""
     try:
         await http.listens.wait()
@@ -199,7 +216,12 @@ async def _watch(service: Service, http: Server) -> None:
         gc.collect()
         gc.freeze()  # no collection walks the model again: each took 30 ms, in which no other thread ran
         write_note(f"Ready: {', '.join(service.model.names)}.")
-        await service.wait_for_failure()
+        notifier.tell("READY=1", f"STATUS=Serves {', '.join(service.model.names)}")
+        failing = asyncio.ensure_future(service.wait_for_failure())
+        silence = notifier.watchdog_seconds
+        while not (await asyncio.wait({failing}, timeout=silence / 3 or None))[0]:
+            if service.works(silence):
+                notifier.tell("WATCHDOG=1")
     except Exception:
         pass  # which the service keeps
     http.should_exit = True

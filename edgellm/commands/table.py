@@ -101,6 +101,8 @@ class Option:
         details = {"help": self.help, **self.details}
         if self.type is not bool:
             details = {"parser": self.read, "min": self.least, "max": self.most, **details}
+        if self.choices:
+            details.setdefault("autocompletion", lambda: list(self.choices))
         if self.choices or (self.type is Path and self.flags):
             details.setdefault("metavar", "|".join(self.choices) or "<path>")
         found = typer.Option(*self.flags, **details) if self.flags else typer.Argument(**details)

@@ -152,6 +152,10 @@ class Service:
         """Whether the model was loaded."""
         return self._runtime is not None
 
+    def works(self, seconds: float) -> bool:
+        """Whether the server can answer, and its model's thread is at nothing that has taken so many seconds."""
+        return self.state not in ("failed", "stuck") and self._llm._thread.seconds_at_work < seconds
+
     async def open(self) -> None:
         """Wait until the model is open. Raises what loading it raised, which the server then tells, too."""
         try:

@@ -156,10 +156,12 @@ class Server(uvicorn.Server):
         self.ended_by: int | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. Raises RequestError where that is not possible."""
+        """Listen, on sockets that there are already, or else on the address. Raises RequestError where that is not
+        possible."""
         host, port = self.config.host, self.config.port
         try:
-            (await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)).close()
+            if sockets is None:
+                (await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)).close()
         except OSError as error:
             raise RequestError(f"the server cannot listen on {host}, port {port}: {error.strerror or error}") from error
         await super().startup(sockets)

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ class EngineThread(Generic[OpenedEngine]):
         self._open_engine = open_engine
         self._queue = RequestQueue(queue_limit)
         self._server: RequestServer | None = None
+        self._began: float | None = None
         self._thread = threading.Thread(target=self._main, name="edgellm-engine", daemon=True)
         _all_threads.add(self)
         self._thread.start()
@@ -55,6 +57,12 @@ class EngineThread(Generic[OpenedEngine]):
     def waiting(self) -> int:
         """How many requests wait for their turn."""
         return len(self._queue)
+
+    @property
+    def seconds_at_work(self) -> float:
+        """How long the thread has been at the round, or the call, that it computes; 0 while it waits for one."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def running(self) -> int:
@@ -132,11 +140,13 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server = RequestServer(engine, self._queue, self.metrics)
         while True:
             if not server.running and not server.preempted:
+                self._began = None
                 while not self._queue.wakes and engine.idle():
                     pass
                 self._queue.wait()
             if self._queue.closed:
                 break
+            self._began = time.monotonic()
             server.round()
         server.abandon()
 

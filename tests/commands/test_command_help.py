@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
+import select
+import shutil
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -77,23 +85,71 @@ def test_commands_of_other_programs_name_ours(edgellm: Edgellm) -> None:
         assert code == 2 and named is not None and named[1] in COMMANDS, err
 
 
-def completed(words: str) -> list[str]:
-    environment = {
-        "_EDGELLM_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split(" ")) - 1),
-    }
-    finished = subprocess.run(
-        [sys.executable, "-m", "edgellm"], capture_output=True, text=True, check=False, env=os.environ | environment
-    )
-    return finished.stdout.split()
+#: What shows how a line goes on, in a shell that has read what `--show-completion` says in it.
+_COMPLETING = {
+    "bash": 'script=$(edgellm --show-completion); eval "$script"; COMP_WORDS=({line}); '
+    '[[ "{line}" != *" " ]] || COMP_WORDS+=(""); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); '
+    '_edgellm_completion edgellm; printf "%s\\n" "${{COMPREPLY[@]}}"',
+    "fish": 'edgellm --show-completion | source; complete -C "{line}"',
+}
+#: zsh completes in its editor alone.
+_ZSH = (
+    b'setopt no_list_ambiguous; autoload -Uz compinit; compinit -u; eval "$(edgellm --show-completion)"; echo be""gin\n'
+)
 
 
-def test_shells_complete_commands_and_options() -> None:
-    assert completed("edgellm gen") == ["generate"]
-    assert sorted(completed("edgellm cache ")) == sorted(CACHE)
-    assert completed("edgellm generate --max-t") == ["--max-tokens"]
-    assert completed("edgellm cache verify --mo") == ["--model"]
+def typed_in_zsh(line: str, expected: set[str]) -> str:
+    """What a terminal shows where a line is typed in zsh, and the tabulator pressed, until all that is expected is
+    there, or half a minute later."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execvp("zsh", ["zsh", "-f", "-i"])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    shown, until, typed = "", time.monotonic() + 30, [_ZSH, line.encode() + b"\t"]
+    try:
+        while time.monotonic() < until and not (typed == [] and expected <= words_of(shown.rpartition("begin")[2])):
+            if typed and ("begin" in shown or len(typed) == 2):
+                os.write(terminal, typed.pop(0))
+            if select.select([terminal], [], [], 0.2)[0]:
+                shown += os.read(terminal, 1 << 16).decode(errors="replace")
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(terminal)
+    return shown.rpartition("begin")[2]
+
+
+def words_of(text: str) -> set[str]:
+    """The words of what a shell shows, without what moves the cursor."""
+    return set(re.findall(r"(?<![\w-])-*[a-z][\w-]*", re.sub(r"\x1b\[[0-9;]*[A-Za-z]", " ", text)))
+
+
+@pytest.mark.parametrize("shell", [*_COMPLETING, "zsh"])
+def test_shells_complete_commands_options_and_their_values(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} on this machine")
+    (tmp_path / "edgellm").write_text(f'#!/bin/sh\nexec {sys.executable} -m edgellm "$@"\n')
+    (tmp_path / "edgellm").chmod(0o755)
+    for name, value in {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+
+    def completed(line: str, expected: set[str]) -> set[str]:
+        if shell == "zsh":
+            return words_of(typed_in_zsh(line, expected))
+        told = [shell, "-c", _COMPLETING[shell].format(line=line)]
+        return words_of(subprocess.run(told, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+    for line, expected in {
+        "edgellm gen": {"generate"},
+        "edgellm cache ": set(CACHE),
+        "edgellm generate --max-t": {"--max-tokens"},
+        "edgellm cache verify --mo": {"--model"},
+        "edgellm serve --backend ": {"auto", "numpy", "tensorrt"},
+    }.items():
+        assert expected <= completed(line, expected), line
+    assert "numpy" not in completed("edgellm serve --backend t", {"tensorrt"})
 
 
 def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None:

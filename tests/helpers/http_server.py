@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,26 @@ MODEL = "shipped"
 
 
 class ServerProcess:
-    """A server on a free port of this machine; `said` is what it wrote to its standard error so far."""
+    """A server on a free port of this machine; `said` is what it wrote to its standard error so far.
 
-    def __init__(self, *arguments: object, key: str = "no key") -> None:
-        command = [sys.executable, "-m", "edgellm", "serve", "--port", 0, "--backend", "numpy", *arguments]
+    Its `environment` has further variables; words before its command may be what is `starting` it, and files are handed
+    on to it (`pass_fds`)."""
+
+    def __init__(
+        self,
+        *arguments: object,
+        key: str = "no key",
+        environment: Mapping[str, str] | None = None,
+        starting: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        command = [*starting, sys.executable, "-m", "edgellm", "serve", "--port", 0, "--backend", "numpy", *arguments]
         self.process = subprocess.Popen(
             [str(word) for word in command],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "EDGELLM_CONFIG": os.devnull},
+            env={**os.environ, "EDGELLM_CONFIG": os.devnull, **(environment or {})},
+            pass_fds=pass_fds,
         )
         self.key, self.said = key, ""
         lines: queue.Queue[str] = queue.Queue()
@@ -123,9 +134,9 @@ class ServerProcess:
 
 
 @contextmanager
-def running(*arguments: object, key: str = "no key") -> Iterator[ServerProcess]:
-    """A server that is ready, with these options; it ends well, and in time."""
-    server = ServerProcess(*arguments, key=key)
+def running(*arguments: object, **about: Any) -> Iterator[ServerProcess]:
+    """A server that is ready, with these options, made as `ServerProcess` is; it ends well, and in time."""
+    server = ServerProcess(*arguments, **about)
     try:
         yield server.wait_until_ready()
         if server.process.poll() is None:
