@@ -121,6 +121,6 @@ def _numbers(system: Path, pattern: str) -> list[int]:
 
 def _bus_id() -> bytes | None:
     """The PCI address of CUDA's first GPU, which need not be NVML's first. Raises OSError without a driver."""
-    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
-    refused = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
-    return None if refused or driver.cuDeviceGetPCIBusId(name, len(name), device) else name.value
+    library, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
+    refused = library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), 0)
+    return None if refused or library.cuDeviceGetPCIBusId(name, len(name), device) else name.value
