@@ -96,7 +96,7 @@ def _objects(values: Any) -> list[dict[str, Any]]:
 
 def _listed_bytes(objects: Any) -> int:
     """The bytes of the images that objects have as a list of texts, `images`."""
-    found = [each.get("images") for each in objects if isinstance(each, dict)] if isinstance(objects, list) else []
+    found = (each.get("images") for each in _objects(objects))
     images = (image for listed in found if isinstance(listed, list) for image in listed if isinstance(image, str))
     return sum(map(len, images))
 

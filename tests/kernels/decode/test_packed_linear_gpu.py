@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation
-from edgellm.kernels.quantization.packed_weight import Codes
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
 pytestmark = pytest.mark.gpu
@@ -98,16 +99,23 @@ def test_every_format_gives_the_bits_of_the_dequantized_weight(
     for rows, size in ((1, 0.01), (12, 2.0), (12, 1e-6), (40, 0.01)):
         weight = random_packed(width, columns, group, zeros, scale_dtype, size, codes=codes)
         weight = replace(weight, format=replace(weight.format, dtype=dtype))
-        packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
-        _, x = normal(gpu, compute, rows, columns)
-        output = gpu.empty((rows, width), "float32")
-        kernels.linear(x, LinearWeights(dense), output)()
-        expected = gpu.download(output)
-        assert np.isfinite(expected).all()
-        for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
-            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
-            kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
-            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {size}")
+        assert_gives_the_bits_of_its_values(gpu, kernels, weight, rows, compute, f"{size}")
+
+
+def assert_gives_the_bits_of_its_values(
+    gpu: Any, kernels: CudaTiledKernels, weight: PackedWeight, rows: int, compute: str, case: str
+) -> None:
+    """Of the first tilings, beside a dense weight of its values."""
+    packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
+    _, x = normal(gpu, compute, rows, weight.shape[1])
+    output = gpu.empty((rows, weight.shape[0]), "float32")
+    kernels.linear(x, LinearWeights(dense), output)()
+    expected = gpu.download(output)
+    assert np.isfinite(expected).all()
+    for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
+        gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+        kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
+        np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {case}")
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
@@ -116,16 +124,7 @@ def test_formats_of_gguf_files_give_the_bits_of_the_dequantized_weight(gpu, kind
     kernels = CudaTiledKernels(gpu.kernel_module, compute)
     for rows, columns, size in ((1, 2048, 0.01), (2, 544, 2.0), (8, 2048, 0.2), (16, 1056, 0.01), (64, 2048, 0.01)):
         weight = random_of(GGUF_FORMATS[kind], 72, columns, size)
-        packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
-        _, x = normal(gpu, compute, rows, columns)
-        output = gpu.empty((rows, 72), "float32")
-        kernels.linear(x, LinearWeights(dense), output)()
-        expected = gpu.download(output)
-        assert np.isfinite(expected).all()
-        for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
-            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
-            kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
-            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {columns}")
+        assert_gives_the_bits_of_its_values(gpu, kernels, weight, rows, compute, f"{columns}")
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
