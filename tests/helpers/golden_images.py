@@ -22,11 +22,13 @@ FOLDER = golden_folder("image_prompts")
 WHOLE_IMAGES = sorted(path.name for path in FOLDER.iterdir() if path.name.startswith("gemma3"))
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in WHOLE_IMAGES)
 TOLERANCE = 1e-4
+#: Of the largest logit. Processors sum in other orders, and the delta rule makes most of it: 1.4e-5 without AVX-512.
+RELATIVE = 2e-5
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     """No logit is farther from the expected one than float32's rounding explains."""
-    assert np.abs(found - expected).max() <= TOLERANCE
+    assert np.abs(found - expected).max() <= RELATIVE * np.abs(expected).max()
 
 
 class GoldenModel:

@@ -40,7 +40,8 @@ def expected_of(name: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == np.float32
     assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= TOLERANCE
+    largest = float(np.abs(expected).max())  # up to 80, where processors without AVX-512 are 1.1e-5 of it apart
+    assert np.abs(found - expected).max() <= max(TOLERANCE, 2e-5 * largest)
 
 
 def positions_of(table: np.ndarray, starts: np.ndarray, depths: np.ndarray, visible: np.ndarray) -> dict:
@@ -138,7 +139,7 @@ class Head:
         ProgramGraph(NumpyOperations(bindings, self.weights), draft_program(self.config, shape)).run()
         for output in ("logits", "hidden_states"):
             for row in bindings[output]:
-                np.testing.assert_allclose(row, bindings[output][0], atol=1e-6)
+                assert_close(row, bindings[output][0])
         return bindings["logits"][0], bindings["hidden_states"][0]
 
     def feed(self, phase: str, rows: slice, selected: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
