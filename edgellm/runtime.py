@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -12,6 +13,7 @@ from edgellm.arguments import check_path
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
+from edgellm.embedding import EmbeddingRequest
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, require
@@ -64,6 +66,29 @@ class SpecDecodeRuntime(OpenedModel):
         require_request(request)
         self._open_runner()
         return self._preparation.count_tokens(request)
+
+    def embedding_ids(self, request: EmbeddingRequest) -> list[list[int]]:
+        """See `EmbeddingRequest.token_ids`. Any thread may call it."""
+        self._open_runner().base.adapter_digest(request.adapter)
+        return request.token_ids(self.directory, self.tokenizer)
+
+    def embed(self, request: EmbeddingRequest, token_ids: Sequence[int]) -> np.ndarray:
+        """The embedding [D] float32 of one text of a request, by its tokens, as `embedding_ids` gives them.
+
+        Raises RequestError for a model that embeds nothing, EngineError for tokens that do not fit it.
+        """
+        runner, began = self._open_runner(), time.perf_counter()
+        request.checked_for(self.directory)
+        with self._exclusive():
+            slot = self._least_used_slot()
+            self._contents[slot] = self._empty_contents()
+            runner.base.set_adapter(slot, request.adapter)
+            try:
+                state = runner.base.last_hidden_state(slot, token_ids)
+            finally:
+                runner.stop(slot)
+        self.metrics.embedded(len(token_ids), time.perf_counter() - began)
+        return request.vector(state)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""

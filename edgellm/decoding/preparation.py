@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
+from edgellm.embedding import refusal_to_answer
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -87,6 +88,8 @@ class Preparation:
         loaded.
         """
         require_request(request)
+        if self._directory.config.is_embedding:
+            raise refusal_to_answer(self._directory)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
         drops = conversation is not None and conversation.overflow == "drop_oldest"
