@@ -20,6 +20,7 @@ from edgellm.errors import (
     is_whole,
     require,
     require_kind,
+    shown,
 )
 from edgellm.text.tokenizer import Tokenizer
 
@@ -113,7 +114,7 @@ class EmbeddingRequest:
             return ""
         if not isinstance(prompts.get(name), str):
             known = did_you_mean(str(name), list(prompts)) if prompts else ": the checkpoint has no prompts"
-            raise RequestError(f"there is no prompt {name!r:.80}{known}")
+            raise RequestError(f"prompt is {shown(name)}{known}")
         return prompts[name]
 
 
@@ -158,8 +159,8 @@ def _encoded(text: str, number: int, tokenizer: Tokenizer, capacity: int) -> lis
         ids, count = [0] * (error.needed - 1), "at least "
     if len(ids) > capacity:
         raise ContextError(
-            f"texts[{number}] has {count}{len(ids)} tokens and the context {capacity}: embed it in parts, or build with "
-            "a larger --kv-capacity",
+            f"text {number + 1} has {count}{len(ids)} tokens and the context {capacity}: embed it in parts, or build "
+            "with a larger --kv-capacity",
             len(ids),
             capacity,
         )

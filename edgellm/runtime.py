@@ -61,6 +61,11 @@ class SpecDecodeRuntime(OpenedModel):
         """
         return self._preparation.sequence(request, self._open_runner(), conversation, self._drafters.can_draft)
 
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's prompt, which fits the context. Any thread may call it."""
+        self._open_runner()
+        return self._preparation.prompt_ids(request)
+
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included. Any thread may call it."""
         require_request(request)

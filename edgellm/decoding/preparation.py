@@ -130,6 +130,13 @@ class Preparation:
             system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
         )
 
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's prompt, those of its images included. Raises what `count_tokens` does, and
+        ContextError for a prompt that does not fit."""
+        prompt = self._prompt(request, self._capacity)
+        self._check_length(prompt)
+        return prompt.token_ids
+
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included; more than the context holds, or none,
         are no error. Raises RequestError, ImageError, TemplateError for what cannot be counted."""

@@ -37,7 +37,7 @@ def choose_draft(
     """What drafts for a checkpoint of dimensions `config`: the `draft` that is asked for, its place or `MTP`, else the
     head that ships with the model, where there is one and `limits` (None: not chosen yet) have room for a draft.
 
-    Raises CheckpointError where such a head is asked for and is not there, BuildError for a draft of an embedding model.
+    Raises CheckpointError where such a head is asked for and is not there, BuildError for one of an embedding model.
     """
     if config.is_embedding and draft is not None:
         raise BuildError(f"{source} is an embedding model, which gives no answers to draft: leave --draft out")

@@ -91,7 +91,7 @@ class Checkpoint:
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
-        #: Whether names lack their "model.", as those of a decoder that was saved without its head; an EAGLE head has fc.
+        #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
         if self._is_multimodal:
             self.tensors = _unwrapped(self.tensors)

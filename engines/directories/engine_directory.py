@@ -115,7 +115,7 @@ class EngineDirectory:
 
     `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
     `description_sha256` the digest of `edgellm.json` itself, but for its kernels. With a `draft`,
-    `config.feature_layers` are those that it takes, of an embedding model its last. `adapters` are LoRA adapters by name. With a `vision` encoder the
+    `config.feature_layers` are those that it takes. `adapters` are LoRA adapters by name. With a `vision` encoder the
     model takes images. `kernels` are the digests of the manifests of compiled kernels, by the names of their folders.
     `source` is where the checkpoint comes from, of one that has a name on the hub.
     """
@@ -410,10 +410,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.object("limits").error(f"'window_rows': {problem}")
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
-    features = (config.num_layers,) if config.is_embedding else ()
-    if (draft is None) == limits.has_draft or config.feature_layers != (
-        draft.config.feature_layers if draft else features
-    ):
+    features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
+    if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):

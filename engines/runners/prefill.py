@@ -99,10 +99,7 @@ class PrefillingRunner(AdaptedRunner):
         """Write the states of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes along.
         Gives how many of the tokens the last chunk had (0 without any)."""
         self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
-        last = 0
-        for _, last, _ in self._prompt(slot, token_ids, 0, None, {}):
-            pass
-        return last
+        return [0, *(tokens for _, tokens, _ in self._prompt(slot, token_ids, 0, None, {}))][-1]
 
     def last_hidden_state(self, slot: int, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 [H]: what an embedding model puts out behind the final norm for the last token of a text [N].
