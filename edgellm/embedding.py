@@ -74,17 +74,31 @@ class EmbeddingRequest:
         tokens than the context has.
         """
         self.checked_for(directory)
-        before, vocabulary = self._prompt(directory), directory.config.vocab_size
+        before, vocabulary, capacity = (
+            self._prompt(directory),
+            directory.config.vocab_size,
+            directory.limits.kv_capacity,
+        )
         found = []
         for number, each in enumerate(self.texts):
             if isinstance(each, str):
-                ids = _encoded(before + each, number, tokenizer, directory.limits.kv_capacity)
+                try:
+                    ids, least = tokenizer.encode(before + each, capacity=capacity + 1), ""
+                except ContextError as error:  # far too long to be encoded
+                    ids, least = [0] * (error.needed - 1), "at least "
             else:
                 require(not self.prompt, "prompt", self.prompt, "none beside token ids, which are taken as they are")
-                ids = list(each)
+                ids, least = list(each), ""
                 wrong = next((token for token in ids if token >= vocabulary), 0)
                 require(not wrong, f"texts[{number}]", wrong, f"token ids from 0 to {vocabulary - 1}")
             require(len(ids) > 0, f"texts[{number}]", each, "at least one token")
+            if len(ids) > capacity:
+                raise ContextError(
+                    f"text {number + 1} has {least}{len(ids)} tokens and the context {capacity}: embed it in parts, or "
+                    "build with a larger --kv-capacity",
+                    len(ids),
+                    capacity,
+                )
             found.append(ids)
         return found
 
@@ -149,19 +163,3 @@ def refusal_to_answer(directory: EngineDirectory) -> RequestError:
         f"{directory.name} is an embedding model: it makes vectors of texts (LLM.embed, edgellm embed, /v1/embeddings) "
         "and gives no answers. Open another model for these"
     )
-
-
-def _encoded(text: str, number: int, tokenizer: Tokenizer, capacity: int) -> list[int]:
-    """The tokens of one text; ContextError where the context holds fewer."""
-    try:
-        ids, count = tokenizer.encode(text, capacity=capacity + 1), ""
-    except ContextError as error:
-        ids, count = [0] * (error.needed - 1), "at least "
-    if len(ids) > capacity:
-        raise ContextError(
-            f"text {number + 1} has {count}{len(ids)} tokens and the context {capacity}: embed it in parts, or build "
-            "with a larger --kv-capacity",
-            len(ids),
-            capacity,
-        )
-    return ids

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from edgellm.http.ollama import LOADING
 
 #: Texts of one request, as OpenAI's API has it.
 MOST_INPUTS = 2048
+_FIELDS = {"": "input", "texts": "input", "dimensions": "dimensions", "prompt": "prompt_name"}
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class ParsedEmbedding:
     write: Callable[[ParsedEmbedding, np.ndarray, int, float], dict[str, Any]]
     ignored: tuple[str, ...] = ()
     #: What errors call fields, with the names that the client knows them by.
-    fields: Mapping[str, str] = MappingProxyType(
-        {"": "input", "texts": "input", "dimensions": "dimensions", "prompt": "prompt_name"}
-    )
+    fields: ClassVar[Mapping[str, str]] = _FIELDS
 
     def answer(self, vectors: np.ndarray, tokens: int, seconds: float) -> bytes:
         """The body of the answer, which may take a while."""
