@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -247,7 +248,7 @@ class AsyncLLM(
 
     async def _vectors(self, request: EmbeddingRequest, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """The embeddings of a request, by the tokens of its texts; others have their turn between two of them."""
-        return np.stack([await self.call(request.computed(each)) for each in ids])
+        return np.stack([await self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)) for each in ids])
 
     def _streamed(self, request: Request) -> AsyncGeneration:
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))

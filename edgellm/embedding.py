@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from edgellm.errors import (
     shown,
 )
 from edgellm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from edgellm.runtime import SpecDecodeRuntime
 
 #: A text, or token ids as they are.
 Embeddable = str | Sequence[int]
@@ -102,10 +99,6 @@ class EmbeddingRequest:
             found.append(ids)
         return found
 
-    def computed(self, token_ids: Sequence[int]) -> Callable[[SpecDecodeRuntime], np.ndarray]:
-        """What computes one text's embedding, in the model's thread."""
-        return lambda runtime: runtime.embed(self, token_ids)
-
     def vector(self, state: np.ndarray) -> np.ndarray:
         """The embedding [D] float32 by a text's last hidden state [H] float32: cut, and of length 1. Raises EngineError
         for one that is not finite."""
@@ -122,7 +115,7 @@ class EmbeddingRequest:
         """What stands before each text, as the checkpoint says."""
         path = directory.path / PROMPTS_FILE
         values = JSONObject.read(path, EngineDirectoryError).values if path.exists() else {}
-        prompts = values.get("prompts") if isinstance(values.get("prompts"), dict) else {}
+        prompts: dict[str, Any] = found if isinstance(found := values.get("prompts"), dict) else {}
         name = values.get("default_prompt_name") if self.prompt is None else self.prompt
         if not name:
             return ""

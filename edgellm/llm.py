@@ -366,7 +366,9 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
     def _embedded(self, request: EmbeddingRequest) -> np.ndarray:
         with self._thread.metrics.counting_refusals():
             ids = self._runtime.embedding_ids(request)
-        return np.stack([self.call(request.computed(each)).result() for each in ids])
+        return np.stack(
+            [self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)).result() for each in ids]
+        )
 
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.

@@ -77,7 +77,7 @@ class SpecDecodeRuntime(OpenedModel):
         self._open_runner().base.adapter_digest(request.adapter)
         return request.token_ids(self.directory, self.tokenizer)
 
-    def embed(self, request: EmbeddingRequest, token_ids: Sequence[int]) -> np.ndarray:
+    def embed(self, request: EmbeddingRequest, ids: Sequence[int]) -> np.ndarray:
         """The embedding [D] float32 of one text of a request, by its tokens, as `embedding_ids` gives them.
 
         Raises RequestError for a model that embeds nothing, EngineError for tokens that do not fit it.
@@ -89,10 +89,10 @@ class SpecDecodeRuntime(OpenedModel):
             self._contents[slot] = self._empty_contents()
             runner.base.set_adapter(slot, request.adapter)
             try:
-                state = runner.base.last_hidden_state(slot, token_ids)
+                state = runner.base.last_hidden_state(slot, ids)
             finally:
                 runner.stop(slot)
-        self.metrics.embedded(len(token_ids), time.perf_counter() - began)
+        self.metrics.embedded(len(ids), time.perf_counter() - began)
         return request.vector(state)
 
     def loop(self) -> DecodingLoop:

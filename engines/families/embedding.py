@@ -21,14 +21,11 @@ from edgellm.engines.model.decoder import HEAD
 MODULES_FILE, POOLING_FILE = "modules.json", "1_Pooling/config.json"
 #: The prompts that it was trained with, by their names.
 PROMPTS_FILE = "config_sentence_transformers.json"
-MODULES = [
-    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-]
+MODULES = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
 LAST_TOKEN = {"pooling_mode": "lasttoken"}
 #: Families of which embedding models were compared with transformers.
 _FAMILIES = ("qwen3",)
+#: The modules by the last part of their types, in their order, with their folders (None: whichever).
 _KNOWN = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": None}
 #: What `config.json` of such a model may not say, as its tokens would see others than they do here.
 _OTHERWISE = {"auto_map": None, "is_causal": True, "use_bidirectional_attention": False}
@@ -72,8 +69,9 @@ def read_pooling(path: Path) -> str:
     modules = parse_json(read_file(file, CONFIG_BYTES, CheckpointError), str(file), CheckpointError)
     found: list[str] = []
     for each in modules if isinstance(modules, list) else [None]:
-        kind = str(each.get("type")).rpartition(".")[2] if isinstance(each, dict) else ""
-        if kind not in _KNOWN or _KNOWN[kind] not in (None, each.get("path")):
+        module = each if isinstance(each, dict) else {}
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind not in _KNOWN or _KNOWN[kind] not in (None, module.get("path")):
             raise UnsupportedModelError(
                 f"{file} has {as_json(each)}; supported are a Transformer in the folder itself, a Pooling in "
                 f"{_KNOWN['Pooling']} and a Normalize"

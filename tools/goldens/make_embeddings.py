@@ -7,19 +7,21 @@ Qwen3's family, its random weights only described (`tests/helpers/golden_files.p
 Qwen3-Embedding, tied, and named as a model with a head; `untied` as sentence-transformers writes one now, without any
 head at all. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes of the texts in
 `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", and of the first one `token_ids`
-[T] int64 with `hidden_states` [T, H] float32, behind the final norm: each is the last of a text of so many tokens.
+[T] int64 with `last_states` [T, H / 4] float32: of texts of 1 to T tokens the last hidden state behind the final norm,
+of length 1, of which `golden_files.every_fourth` is stored.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import sentence_transformers
 import torch
-from golden_folders import VERSIONS, draw_tensors, pack, whole, write_folders
+from golden_folders import VERSIONS, draw_tensors, every_fourth, pack, whole, write_folders
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
@@ -78,6 +80,8 @@ def make_model(name: str, directory: Path) -> None:
     SentenceTransformer(modules=layers, prompts=PROMPTS).save(str(directory), create_model_card=False)
     if kind.is_published:
         rewrite_as_published(directory)
+    shutil.rmtree(directory / "2_Normalize")  # it says nothing
+    (directory / "sentence_bert_config.json").unlink()
     draw_tensors(directory / "model.safetensors", kind.seed, 0.3)
     write_json(directory / "texts.json", TEXTS)
     with whole(directory) as complete:
@@ -86,7 +90,7 @@ def make_model(name: str, directory: Path) -> None:
         embed = partial(encoder.encode, TEXTS, batch_size=len(TEXTS), convert_to_tensor=True)
         expected = {"embeddings": embed(), "queries": embed(prompt_name="query")}
         if kind.is_published:
-            expected |= hidden_states(Qwen3Model.from_pretrained(complete, **options))
+            expected |= last_states(Qwen3Model.from_pretrained(complete, **options))
     expected = {key: each.contiguous() for key, each in expected.items()}
     versions = VERSIONS | {"sentence_transformers": sentence_transformers.__version__}
     save_file(expected, directory / "expected.safetensors", metadata=versions)
@@ -94,8 +98,8 @@ def make_model(name: str, directory: Path) -> None:
 
 
 @torch.no_grad()
-def hidden_states(model: Qwen3Model) -> dict[str, torch.Tensor]:
-    """A text of `TOKENS` tokens, and the states behind the final norm; shorter ones in a padded batch agree."""
+def last_states(model: Qwen3Model) -> dict[str, torch.Tensor]:
+    """A text of `TOKENS` tokens, and what is stored of its states; those of shorter texts in a padded batch agree."""
     token_ids = torch.randint(0, 256, (TOKENS,))
     states = model(token_ids[None]).last_hidden_state[0]
     lengths = (1, 2, 33, TOKENS)
@@ -105,7 +109,8 @@ def hidden_states(model: Qwen3Model) -> dict[str, torch.Tensor]:
     batch = model(padded, attention_mask=mask, position_ids=positions).last_hidden_state[:, -1]
     difference = (batch - states[[each - 1 for each in lengths]]).abs().max()
     assert difference < 1e-4, difference
-    return {"token_ids": token_ids, "hidden_states": states}
+    states = torch.nn.functional.normalize(states, dim=-1)
+    return {"token_ids": token_ids, "last_states": torch.from_numpy(every_fourth(states.numpy()))}
 
 
 def rewrite_as_published(directory: Path) -> None:
@@ -125,9 +130,6 @@ def rewrite_as_published(directory: Path) -> None:
     write_json(
         directory / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, **pooling, "include_prompt": True}
     )
-    for path in (directory / "2_Normalize").iterdir():
-        path.unlink()
-    (directory / "2_Normalize").rmdir()
 
 
 def write_json(path: Path, value: object) -> None:
