@@ -27,7 +27,7 @@ def llm(embedding_model: Models) -> Iterator[LLM]:
         yield opened
 
 
-@pytest.mark.parametrize("name", ["published", "untied"])
+@pytest.mark.parametrize("name", ["published", "newer"])
 def test_texts_are_embedded_as_sentence_transformers_does(embedding_model: Models, name: str) -> None:
     model = embedding_model(name)
     with LLM(model.engines, backend="numpy") as llm:

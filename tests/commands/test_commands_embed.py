@@ -33,7 +33,7 @@ def test_texts_and_lines_become_json_lines(
 def test_build_and_info_say_what_it_is(
     edgellm: Edgellm, embedding_model: Callable[[str], EmbeddingModel], tmp_path: Path
 ) -> None:
-    source = embedding_model("untied").checkpoint
+    source = embedding_model("newer").checkpoint
     code, out, err = edgellm("build", source, tmp_path / "robot", "--kv-capacity", 64, "--try")
     assert code == 0, err
     assert "embeddings  of 32 dimensions, by the last token: it gives no answers" in out and "first token" in out

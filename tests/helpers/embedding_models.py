@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,13 +36,16 @@ def normalised(vectors: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="session")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], EmbeddingModel]:
-    """A golden model by its name; prompts are cut into chunks of 32 tokens, two of them in most texts."""
+    """A golden model: "published", or "newer", the same weights with the files that are written now. Texts are cut into
+    chunks of 32 tokens."""
     made: dict[str, EmbeddingModel] = {}
 
     def model(name: str) -> EmbeddingModel:
         if name not in made:
-            checkpoint = golden_folder("embedding") / name
-            engines = tmp_path_factory.mktemp("embedding") / name
+            folder = tmp_path_factory.mktemp("embedding")
+            checkpoint, engines = folder / "checkpoint", folder / name
+            shutil.copytree(golden_folder("embedding") / "published", checkpoint)
+            shutil.copytree(golden_folder("embedding") / name, checkpoint, dirs_exist_ok=True)
             build_engine_directory(checkpoint, engines, EngineLimits(2, 32, 160), [])
             texts: Any = json.loads((checkpoint / "texts.json").read_text())
             made[name] = EmbeddingModel(checkpoint, engines, texts, load_file(checkpoint / "expected.safetensors"))

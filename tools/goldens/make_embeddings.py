@@ -2,20 +2,19 @@
 
     python tools/goldens/make_embeddings.py tests/goldens/embedding
 
-Needs torch, transformers (5.0 or later) and sentence-transformers (6.0 or later). Each folder is an embedding model of
-Qwen3's family, its random weights only described (`tests/helpers/golden_files.py`): `published` with the files of
-Qwen3-Embedding, tied, and named as a model with a head; `untied` as sentence-transformers writes one now, without any
-head at all. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes of the texts in
-`texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", and of the first one `token_ids`
-[T] int64 with `last_states` [T, H / 4] float32: of texts of 1 to T tokens the last hidden state behind the final norm,
-of length 1, of which `golden_files.every_fourth` is stored.
+Needs torch, transformers (5.0 or later) and sentence-transformers (6.0 or later). `published` is an embedding model
+with the files of Qwen3-Embedding, its random weights only described (`tests/helpers/golden_files.py`), tied, and named as a
+model with a head; `newer` has those files that are others where sentence-transformers writes a model now, an untied one
+without a head. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes of the texts
+in `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", `token_ids` [T] int64, and
+`last_states` [T, H / 4] float32: of its first 1 to T tokens the last hidden state behind the final norm, of length 1,
+of which `golden_files.every_fourth` is stored.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 PROMPTS = {"query": "Instruct: Find what answers the query\nQuery:", "document": ""}
 TEXTS = ["Where is the red cup?", "The red cup is on the table.", "", "x", "¿Qué? 日本", "A longer text. " * 5]
-TOKENS, HIDDEN = 70, 32
+TOKENS, HIDDEN, _SEED = 70, 32, 3400
 _SIZES = {
     "vocab_size": 272,
     "hidden_size": HIDDEN,
@@ -46,17 +45,6 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 _POOLINGS = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One golden model; `is_published`: its files are as Qwen3-Embedding's, of earlier releases of the packages."""
-
-    seed: int
-    is_published: bool
-
-
-KINDS = {"published": Kind(3400, True), "untied": Kind(3401, False)}
-
-
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, and a token that ends every text, by the post-processor alone."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -69,28 +57,37 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
-def make_model(name: str, directory: Path) -> None:
-    """Write one checkpoint and what the packages compute with it."""
-    kind = KINDS[name]
-    torch.manual_seed(kind.seed)
-    config = Qwen3Config(**_SIZES, tie_word_embeddings=kind.is_published)
-    Qwen3Model(config).to(torch.bfloat16).save_pretrained(directory)
+def save(directory: Path, is_tied: bool) -> None:
+    """A model of the family, as the packages write one."""
+    torch.manual_seed(_SEED)
+    Qwen3Model(Qwen3Config(**_SIZES, tie_word_embeddings=is_tied)).to(torch.bfloat16).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     layers = [Transformer(str(directory)), Pooling(HIDDEN, "lasttoken"), Normalize()]
     SentenceTransformer(modules=layers, prompts=PROMPTS).save(str(directory), create_model_card=False)
-    if kind.is_published:
-        rewrite_as_published(directory)
     shutil.rmtree(directory / "2_Normalize")  # it says nothing
     (directory / "sentence_bert_config.json").unlink()
-    draw_tensors(directory / "model.safetensors", kind.seed, 0.3)
+
+
+def make_newer(directory: Path) -> None:
+    """What is written of a model now, where that is not as it was published."""
+    save(directory, False)
+    for path in directory.iterdir():
+        if path.is_file() and path.name not in ("config.json", "modules.json"):
+            path.unlink()
+
+
+def make_published(directory: Path) -> None:
+    """Write the checkpoint and what the packages compute with it."""
+    save(directory, True)
+    rewrite_as_published(directory)
+    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
     write_json(directory / "texts.json", TEXTS)
     with whole(directory) as complete:
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
         encoder = SentenceTransformer(str(complete), device="cpu", model_kwargs=options)
         embed = partial(encoder.encode, TEXTS, batch_size=len(TEXTS), convert_to_tensor=True)
         expected = {"embeddings": embed(), "queries": embed(prompt_name="query")}
-        if kind.is_published:
-            expected |= last_states(Qwen3Model.from_pretrained(complete, **options))
+        expected |= last_states(Qwen3Model.from_pretrained(complete, **options))
     expected = {key: each.contiguous() for key, each in expected.items()}
     versions = VERSIONS | {"sentence_transformers": sentence_transformers.__version__}
     save_file(expected, directory / "expected.safetensors", metadata=versions)
@@ -138,4 +135,4 @@ def write_json(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {name: partial(make_model, name) for name in KINDS})
+    write_folders(__doc__, {"published": make_published, "newer": make_newer})
