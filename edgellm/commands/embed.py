@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+
+import typer
 
 from edgellm.commands import options
 from edgellm.commands.models import open_model_with
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
+from edgellm.kernels.user_paths import user_path
 
 
-class EmbedOptions(options.AdapterOptions, options.ComputingOptions, options.LogOptions, panel="Embeddings"):
-    engine_directory: Path = argument(
-        f"{options.MODEL}, of an embedding model.", ..., metavar="ENGINE_DIR", rich_help_panel="Arguments"
-    )
-    texts: list[str] | None = argument(
-        "Texts [default: the lines of standard input].", metavar="TEXT", rich_help_panel="Arguments", is_free=True
+class EmbedOptions(
+    options.ModelOption, options.AdapterOptions, options.ComputingOptions, options.LogOptions, panel="Embeddings"
+):
+    words: list[str] | None = argument(
+        "The engine directory (as --model takes it), unless --model names it, then texts [default: the lines of "
+        "standard input].",
+        metavar="[ENGINE_DIR] [TEXT]...",
+        rich_help_panel="Arguments",
+        is_free=True,
     )
     dimensions: int | None = option("The first N alone, of length 1 again [default: all].", metavar="N", least=1)
     prompt: str | None = option(
@@ -27,10 +32,6 @@ class EmbedOptions(options.AdapterOptions, options.ComputingOptions, options.Log
         is_free=True,
     )
 
-    def chosen_model(self) -> Path:
-        """The model, which has no default: the shipped one embeds nothing."""
-        return self.engine_directory
-
 
 @takes_options
 def embed(given: EmbedOptions) -> None:
@@ -39,10 +40,13 @@ def embed(given: EmbedOptions) -> None:
 
     Example: edgellm embed qwen3-embedding "Where is the cup?" --prompt query
     """
+    texts = list(given.words or ())
+    if given.model is None:
+        if not texts:
+            raise typer.BadParameter("missing: name an embedding model", param_hint="ENGINE_DIR")
+        given.engine_directory = user_path(texts.pop(0))
     settings = chosen_settings(given)
-    if given.texts:
-        texts = given.texts
-    else:
+    if not texts:
         read, _ = options.read_source(None, "as arguments", "TEXT")
         texts = [line for line in read.splitlines() if line.strip()]
     if not texts:

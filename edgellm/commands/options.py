@@ -41,13 +41,13 @@ def _set_debug(value: bool) -> None:
         os.environ["EDGELLM_DEBUG"] = "1"
 
 
-MODEL = "Engine directory, GGUF file, or a name on the hub: ORG/NAME or ORG/NAME:FILE.gguf"
+_MODEL = "Engine directory, GGUF file, or a name on the hub: ORG/NAME or ORG/NAME:FILE.gguf"
 
 
 class ModelOption(Options, panel="Model"):
     """The engine directory, or a name on the hub."""
 
-    model: Path | None = option(f"{MODEL} [default: the shipped model].", "--model", "-m")
+    model: Path | None = option(f"{_MODEL} [default: the shipped model].", "--model", "-m")
     engine_directory: Path | None = None
 
     def chosen_model(self) -> Path | None:
@@ -61,7 +61,7 @@ class ModelOption(Options, panel="Model"):
 class ModelOptions(ModelOption, panel="Model"):
     """The engine directory, as an argument or as the option that all commands share."""
 
-    engine_directory: Path | None = argument(f"{MODEL} [default: the shipped model].")
+    engine_directory: Path | None = argument(f"{_MODEL} [default: the shipped model].")
     model: Path | None = option("The same, in place of the argument.", "--model", "-m")
 
 

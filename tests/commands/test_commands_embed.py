@@ -22,9 +22,10 @@ def test_texts_and_lines_become_json_lines(
     assert [each["text"] for each in lines] == texts
     np.testing.assert_allclose([each["embedding"] for each in lines], expected["embeddings"][:2], atol=TOLERANCE)
     piped = "\n".join([texts[0], "", texts[1], ""])
-    code, out, _ = edgellm("embed", model.engines, "--prompt", "query", "--dimensions", 8, stdin=piped)
+    code, out, _ = edgellm("embed", "-m", model.engines, "--prompt", "query", "--dimensions", 8, stdin=piped)
     found = [json.loads(line)["embedding"] for line in out.splitlines()]
     np.testing.assert_allclose(found, normalised(expected["queries"][:2, :8]), atol=TOLERANCE)
+    assert edgellm("embed")[0] == 2
     assert edgellm("embed", model.engines, stdin="\n \n")[2].startswith("error: there is no text")
     code, out, err = edgellm("embed", model.engines, "a", "--dimensions", 99)
     assert (code, out) == (1, "") and "dimensions is 99: expected a whole number from 1 to 32" in err

@@ -3,12 +3,12 @@
     python tools/goldens/make_embeddings.py tests/goldens/embedding
 
 Needs torch, transformers (5.0 or later) and sentence-transformers (6.0 or later). `published` is an embedding model
-with the files of Qwen3-Embedding, its random weights only described (`tests/helpers/golden_files.py`), tied, and named as a
-model with a head; `newer` has those files that are others where sentence-transformers writes a model now, an untied one
-without a head. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes of the texts
-in `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", `token_ids` [T] int64, and
-`last_states` [T, H / 4] float32: of its first 1 to T tokens the last hidden state behind the final norm, of length 1,
-of which `golden_files.every_fourth` is stored.
+with the files of Qwen3-Embedding, its random weights only described (`tests/helpers/golden_files.py`), tied, and named
+as a model with a head; `newer` has those files that are others where sentence-transformers writes a model now, one that
+is not tied and has no head. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes
+of the texts in `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", `token_ids` [T]
+int64, and `last_states` [T, H / 4] float32: of its first 1 to T tokens the last hidden state behind the final norm, of
+length 1, of which `golden_files.every_fourth` is stored.
 """
 
 from __future__ import annotations

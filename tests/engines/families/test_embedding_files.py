@@ -24,6 +24,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.hub.names import HubName, chosen_files
 
 LIMITS = EngineLimits(1, 32, 160)
 MODELS = "sentence_transformers.models"
@@ -54,6 +55,12 @@ def test_a_checkpoint_says_that_it_is_one(model: EmbeddingModel, checkpoint: Pat
     assert {"modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"} <= set(directory.files)
     with directory.checkpoint() as opened:
         assert {name.split(".")[0] for name in opened.tensors} == {"model"}
+
+
+def test_its_files_come_from_the_hub() -> None:
+    files = ("config.json", "tokenizer.json", "modules.json", "1_Pooling/config.json", "2_Normalize/config.json")
+    found = chosen_files(HubName("org/name"), dict.fromkeys([*files, "model.safetensors"], 1), lambda: ())
+    assert set(found) == {*files[:-1], "model.safetensors"}
 
 
 @pytest.mark.parametrize(
