@@ -48,13 +48,9 @@ class EmbeddingRequest:
         is_one = isinstance(texts, str) or (len(texts) > 0 and all(is_whole(each, 0) for each in texts))
         return cls([texts] if is_one else texts, *more)  # type: ignore[arg-type, list-item]
 
-    def checked_for(self, directory: EngineDirectory) -> EmbeddingRequest:
-        """The same; RequestError for a model that embeds nothing, and for what no text or dimension is."""
-        if not directory.config.is_embedding:
-            raise RequestError(
-                f"{directory.name} is no embedding model: its checkpoint does not say how hidden states become a "
-                "vector. Open one that does, such as Qwen/Qwen3-Embedding-0.6B"
-            )
+    def check(self, directory: EngineDirectory) -> None:
+        """RequestError for a model that embeds nothing, and for what no text or dimension is."""
+        require_embeddings(directory)
         require(len(self.texts) > 0, "texts", self.texts, "at least one text")
         for number, each in enumerate(self.texts):
             is_ids = isinstance(each, (list, tuple)) and all(is_whole(token, 0) for token in each)
@@ -62,21 +58,16 @@ class EmbeddingRequest:
         size, found = directory.config.hidden_size, self.dimensions
         fits = found is None or is_whole(found, 1, size)
         require(fits, "dimensions", found, f"a whole number from 1 to {size}, the model's own")
-        return self
 
     def token_ids(self, directory: EngineDirectory, tokenizer: Tokenizer) -> list[list[int]]:
         """The tokens of each text, with what the tokenizer puts around one. Any thread may ask.
 
-        Raises what `checked_for` does, RequestError for an unknown prompt or token, and ContextError for a text of more
+        Raises what `check` does, RequestError for an unknown prompt or token, and ContextError for a text of more
         tokens than the context has.
         """
-        self.checked_for(directory)
-        before, vocabulary, capacity = (
-            self._prompt(directory),
-            directory.config.vocab_size,
-            directory.limits.kv_capacity,
-        )
-        found = []
+        self.check(directory)
+        vocabulary, capacity = directory.config.vocab_size, directory.limits.kv_capacity
+        before, found = self._prompt(directory), []
         for number, each in enumerate(self.texts):
             if isinstance(each, str):
                 try:
@@ -119,10 +110,11 @@ class EmbeddingRequest:
         name = values.get("default_prompt_name") if self.prompt is None else self.prompt
         if not name:
             return ""
-        if not isinstance(prompts.get(name), str):
+        prompt = prompts.get(name) if isinstance(name, str) else None
+        if not isinstance(prompt, str):
             known = did_you_mean(str(name), list(prompts)) if prompts else ": the checkpoint has no prompts"
             raise RequestError(f"prompt is {shown(name)}{known}")
-        return prompts[name]
+        return prompt
 
 
 class Embedding(Generic[Vectors]):
@@ -148,6 +140,15 @@ class Embedding(Generic[Vectors]):
 
     def _embedded(self, request: EmbeddingRequest) -> Vectors:
         raise NotImplementedError
+
+
+def require_embeddings(directory: EngineDirectory) -> None:
+    """RequestError for a model that embeds nothing."""
+    if not directory.config.is_embedding:
+        raise RequestError(
+            f"{directory.name} is no embedding model: its checkpoint does not say how hidden states become a vector. "
+            "Open one that does, such as Qwen/Qwen3-Embedding-0.6B"
+        )
 
 
 def refusal_to_answer(directory: EngineDirectory) -> RequestError:

@@ -13,7 +13,7 @@ from edgellm.arguments import check_path
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.embedding import EmbeddingRequest
+from edgellm.embedding import EmbeddingRequest, require_embeddings
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, require
@@ -83,7 +83,7 @@ class SpecDecodeRuntime(OpenedModel):
         Raises RequestError for a model that embeds nothing, EngineError for tokens that do not fit it.
         """
         runner, began = self._open_runner(), time.perf_counter()
-        request.checked_for(self.directory)
+        require_embeddings(self.directory)
         with self._exclusive():
             slot = self._least_used_slot()
             self._contents[slot] = self._empty_contents()

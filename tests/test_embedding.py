@@ -99,6 +99,7 @@ def test_what_is_no_text_or_dimension_is_refused(llm: LLM) -> None:
         ("a", {"dimensions": 33}, "dimensions is 33: expected a whole number from 1 to 32"),
         ("a", {"dimensions": True}, "dimensions is True"),
         ("a", {"prompt": "qery"}, "prompt is 'qery': did you mean query"),
+        ("a", {"prompt": ["query"]}, "prompt is"),
         ([[1]], {"prompt": "query"}, "prompt is 'query': expected none beside token ids"),
         ("a", {"adapter": "json"}, "json"),
     ]

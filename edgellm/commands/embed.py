@@ -7,7 +7,7 @@ import json
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.models import open_model_with
+from edgellm.commands.models import chosen_adapters, open_model_with
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
@@ -51,8 +51,7 @@ def embed(given: EmbedOptions) -> None:
         texts = [line for line in read.splitlines() if line.strip()]
     if not texts:
         raise RequestError("there is no text: expected at least one line that is not empty")
-    adapters = settings.adapters if settings.adapter is not None or settings.adapters else None
-    with open_model_with(settings, None, adapters) as llm:
+    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
         vectors = llm.embed(texts, given.dimensions, settings.adapter, prompt=given.prompt)
     for text, vector in zip(texts, vectors, strict=True):
         print(json.dumps({"text": text, "embedding": vector.tolist()}, ensure_ascii=False))

@@ -270,7 +270,7 @@ class Service:
         with self._telling(asked.fields):
             vectors = await self._llm._vectors(asked.request, ids)
         write = partial(asked.answer, vectors, sum(map(len, ids)), time.perf_counter() - began)
-        answer = await self._readers.run(self._client(request), write, len(ids) > 1)
+        answer = await self._readers.run(self._client(request), write, vectors.nbytes > LARGE_BODY)
         return Response(answer, headers=asgi.answer_headers(asked.ignored), media_type=JSONResponse.media_type)
 
     def _client(self, request: Request) -> str:
