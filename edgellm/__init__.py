@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
     from edgellm.drafting.controller import DraftingReport as DraftingReport
+    from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
     from edgellm.errors import ConstraintError as ConstraintError
     from edgellm.errors import ContextError as ContextError
@@ -88,6 +89,7 @@ _NAMES = {
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
     "drafting.controller": "DraftingReport",
+    "embedding": "EmbeddingRequest",
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",
     "llm": "LLM",

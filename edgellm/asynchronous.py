@@ -6,15 +6,19 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from edgellm.drafting.controller import DraftingReport
+from edgellm.embedding import EmbeddingRequest
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.llm import LLM, ServedModel, with_others
+from edgellm.llm import LLM, ServedModel
 from edgellm.requests import Chunk, Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
-from edgellm.serving.batch_handling import failure_of
+from edgellm.serving.batch_handling import failure_of, with_others
 from edgellm.serving.thread import EngineThread
 from edgellm.sessions import Conversation
 from edgellm.snapshots.system_prompt import CachedPrompt
@@ -159,6 +163,7 @@ class AsyncLLM(
         Awaited[CachedPrompt],
         Awaited[DraftingReport | None],
         Awaited[None],
+        Awaited[np.ndarray],
     ]
 ):
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`.
@@ -234,6 +239,16 @@ class AsyncLLM(
 
     def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
         return self.call(function)
+
+    async def _embedded(self, request: EmbeddingRequest) -> np.ndarray:
+        await self.open()
+        with self._thread.metrics.counting_refusals():
+            ids = await asyncio.to_thread(self._runtime.embedding_ids, request)
+        return await self._vectors(request, ids)
+
+    async def _vectors(self, request: EmbeddingRequest, ids: Sequence[Sequence[int]]) -> np.ndarray:
+        """The embeddings of a request, by the tokens of its texts; others have their turn between two of them."""
+        return np.stack([await self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)) for each in ids])
 
     def _streamed(self, request: Request) -> AsyncGeneration:
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))

@@ -38,6 +38,8 @@ def read_built(path: Path) -> list[str]:
     for model, checkpoint in directory.checkpoints.items():
         with checkpoint() as opened:
             opened.check(model_weights(directory.models[model]), unread=("",))
+    if directory.config.is_embedding:
+        return []
     if tokenizer.chat_template is None:
         return ["The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
     try:

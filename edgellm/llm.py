@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -12,14 +11,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import finalize
 
+import numpy as np
+
 from edgellm.drafting.controller import DraftingReport
+from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.serving.batch_handling import handle_requests
+from edgellm.serving.batch_handling import handle_requests, with_others
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
 from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
@@ -51,7 +53,7 @@ def _of_runtime(name: str) -> Any:
     return property(attrgetter(f"_runtime.{name}"))
 
 
-class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
+class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cached, Report, Done, Vectors]):
     """What `LLM` and `AsyncLLM` have in common: how they are opened and asked, what they say of their model."""
 
     def __init__(
@@ -286,7 +288,7 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
         }
 
 
-class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None]):
+class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None, np.ndarray]):
     """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
     on the hub.
 
@@ -361,6 +363,13 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         with self._submit(request) as generation:  # an interrupt while waiting cancels it
             return generation.result()
 
+    def _embedded(self, request: EmbeddingRequest) -> np.ndarray:
+        with self._thread.metrics.counting_refusals():
+            ids = self._runtime.embedding_ids(request)
+        return np.stack(
+            [self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)).result() for each in ids]
+        )
+
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.
 
@@ -388,13 +397,3 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def with_others(answers: Sequence[Response | EdgeLLMError]) -> Response:
-    """The first of several answers of one prompt, which knows the others; raises the first failure among them."""
-    found: list[Response] = []
-    for answer in answers:
-        if isinstance(answer, EdgeLLMError):
-            raise answer
-        found.append(answer)
-    return replace(found[0], others=tuple(found[1:]))

@@ -89,6 +89,7 @@ class Metrics:
             "eagle_generation": _GENERATION | _DRAFTED,
             # Images of a history count again with each turn; those that had been encoded before are reused.
             "multimodal": {"images": 0, "image_tokens": 0, "seconds": 0.0, "reused_images": 0},
+            "embedding": {"texts": 0, "tokens": 0, "seconds": 0.0},
         }
         self._adapters: dict[str, _Counts] = {}
         self._histograms = {name: Histogram() for name in _HISTOGRAMS}
@@ -138,6 +139,11 @@ class Metrics:
                 self._stages["multimodal"],
                 {"images": images, "image_tokens": tokens, "seconds": seconds, "reused_images": reused},
             )
+
+    def embedded(self, tokens: int, seconds: float) -> None:
+        """A text of so many tokens became a vector."""
+        with self._lock:
+            _add(self._stages["embedding"], {"texts": 1, "tokens": tokens, "seconds": seconds})
 
     def ended(self, response: Response | None, adapter: str | None = None) -> None:
         """A request, which was asked of a LoRA adapter (None: of none), has ended with a response, or failed."""

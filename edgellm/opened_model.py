@@ -215,7 +215,7 @@ class OpenedModel:
         with self._exclusive():
             if self._drafters.use(drafting):
                 self._forget_contents()
-            if runner.backend.fixed_shapes:
+            if runner.backend.fixed_shapes and not self.directory.config.is_embedding:
                 runner.forget_planned()
                 runner.plan_captures(*self._drafters.plans)
                 self._capture(CAPTURED_AT_ONCE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -12,6 +13,7 @@ from edgellm.arguments import check_path
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
+from edgellm.embedding import EmbeddingRequest, require_embeddings
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, require
@@ -59,11 +61,39 @@ class SpecDecodeRuntime(OpenedModel):
         """
         return self._preparation.sequence(request, self._open_runner(), conversation, self._drafters.can_draft)
 
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's prompt, which fits the context. Any thread may call it."""
+        self._open_runner()
+        return self._preparation.prompt_ids(request)
+
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included. Any thread may call it."""
         require_request(request)
         self._open_runner()
         return self._preparation.count_tokens(request)
+
+    def embedding_ids(self, request: EmbeddingRequest) -> list[list[int]]:
+        """See `EmbeddingRequest.token_ids`. Any thread may call it."""
+        self._open_runner().base.adapter_digest(request.adapter)
+        return request.token_ids(self.directory, self.tokenizer)
+
+    def embed(self, request: EmbeddingRequest, ids: Sequence[int]) -> np.ndarray:
+        """The embedding [D] float32 of one text of a request, by its tokens, as `embedding_ids` gives them.
+
+        Raises RequestError for a model that embeds nothing, EngineError for tokens that do not fit it.
+        """
+        runner, began = self._open_runner(), time.perf_counter()
+        require_embeddings(self.directory)
+        with self._exclusive():
+            slot = self._least_used_slot()
+            self._contents[slot] = self._empty_contents()
+            runner.base.set_adapter(slot, request.adapter)
+            try:
+                state = runner.base.last_hidden_state(slot, ids)
+            finally:
+                runner.stop(slot)
+        self.metrics.embedded(len(ids), time.perf_counter() - began)
+        return request.vector(state)
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""

@@ -35,6 +35,7 @@ pytest_plugins = (
     "absent_compiler",
     "built_directories",
     "command_line",
+    "embedding_models",
     "hostile_runs",
     "multimodal_engines",
 )

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from embedding_models import EmbeddingModel
 from http_server import running
 from PIL import Image
 
@@ -94,9 +95,12 @@ def edgellm_shipped() -> Path:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedding_model: Callable[[str], EmbeddingModel]
+) -> Path:
     """A folder with the files that the examples name, where they run."""
     (tmp_path / "my-engine-directory").symlink_to(edgellm_shipped())
+    (tmp_path / "qwen3-embedding").symlink_to(embedding_model("published").engines)
     (tmp_path / "system_prompt.txt").write_text("You are Pip, a small tabletop robot.\n", encoding="utf-8")
     (tmp_path / "toys.png").symlink_to(edgellm_shipped() / "scenes" / "toys.png")
     monkeypatch.chdir(tmp_path)

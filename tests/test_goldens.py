@@ -29,6 +29,7 @@ from safetensors.numpy import load_file
 LIMITS = {
     "decoder": 350_000,
     "draft": 120_000,
+    "embedding": 12_000,
     "gguf": 40_000,
     "image_prompts": 280_000,
     "images": 35_000,

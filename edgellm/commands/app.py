@@ -22,6 +22,7 @@ PANELS = {
     "Talk": {
         "chat": "Talk to a model; from a pipe, every line is a question.",
         "generate": "Answer one prompt; the answer alone goes to standard output.",
+        "embed": "Make vectors of texts, or of lines of standard input, with an embedding model.",
         "serve": "Serve a model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs.",
     },
     "Prepare": {

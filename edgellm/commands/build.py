@@ -276,14 +276,18 @@ def _fits_easily(path: Path) -> bool:
 
 
 def _compute_token(path: Path) -> None:
-    """Open a model as a start opens it, on the GPU where there is one, and compute a token; EdgeLLMError where that
-    fails. What is compiled and built for it is kept where the next start finds it."""
+    """Open a model as a start opens it, on the GPU where there is one, and compute a token, or an embedding;
+    EdgeLLMError where that fails. What is compiled and built for it is kept where the next start finds it."""
+    from edgellm.embedding import EmbeddingRequest
     from edgellm.requests import Request
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
 
     with SpecDecodeRuntime(path, drafting="auto") as runtime:
         prompt = runtime.tokenizer.encode(TRIAL_TEXT)[:_TRIAL_TOKENS]
+        if runtime.directory.config.is_embedding:
+            runtime.embed(EmbeddingRequest([prompt]), prompt)
+            return
         runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True)))
 
 

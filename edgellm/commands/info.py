@@ -28,7 +28,7 @@ from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
 from edgellm.engines.formats.strict_formats import plain_values
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import POOLINGS, WeightSpec
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
@@ -286,6 +286,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if config["layer_kinds"]:
         yield "", descriptions.mixers_in_words(config)
+    if config["pooling"] != POOLINGS[0]:
+        yield "embeddings", f"of {config['hidden_size']} dimensions, by the last token: it gives no answers"
     ends = ", ".join(map(str, config["eos_token_ids"])) or "none"
     yield "vocabulary", f"{config['vocab_size']:,} tokens, end of sequence {ends}"
     yield (

@@ -189,7 +189,8 @@ async def _serve(
         ConnectionLimits(given.max_connections, given.header_seconds, given.body_seconds, given.stall_seconds),
         finish,
     )
-    service.connections, service.closed_connections = lambda: len(http.server_state.connections), http.closed
+    counts = service.counts
+    counts.connections, counts.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http, notifier))
     trials = TrialProcess()
     try_apart(trials.check)

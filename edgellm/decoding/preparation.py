@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
+from edgellm.embedding import refusal_to_answer
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -87,6 +88,8 @@ class Preparation:
         loaded.
         """
         require_request(request)
+        if self._directory.config.is_embedding:
+            raise refusal_to_answer(self._directory)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
         drops = conversation is not None and conversation.overflow == "drop_oldest"
@@ -126,6 +129,13 @@ class Preparation:
             calls=reader,
             system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
         )
+
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The tokens of a request's prompt, those of its images included. Raises what `count_tokens` does, and
+        ContextError for a prompt that does not fit."""
+        prompt = self._prompt(request, self._capacity)
+        self._check_length(prompt)
+        return prompt.token_ids
 
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included; more than the context holds, or none,

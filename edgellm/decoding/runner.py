@@ -32,7 +32,7 @@ def open_runner(
     those of tokens that rules force; smaller ones where memory is short.
     """
     opened = partial(DecodingRunner.open, backend, directory, progress, adapters)
-    if drafting is None and not backend.fixed_shapes:
+    if directory.config.is_embedding or (drafting is None and not backend.fixed_shapes):
         return opened(vision_memory, drafts=False)
     if drafting is not None and drafting.needs_draft_model:
         if directory.draft is None:

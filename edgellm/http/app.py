@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import re
-import resource
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,12 +24,13 @@ from starlette.types import Scope
 
 from edgellm import __version__
 from edgellm.asynchronous import AsyncGeneration, AsyncLLM
-from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
+from edgellm.http.counts import ServerCounts
+from edgellm.http.embeddings import EMBEDDINGS, ParsedEmbedding
 from edgellm.http.errors import MESSAGES, OLLAMA, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
@@ -42,7 +39,6 @@ from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.http.under_way import AnswersUnderWay
-from edgellm.metrics import family
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.text.template import ChatTemplate
@@ -54,9 +50,6 @@ T = TypeVar("T")
 #: requests.
 BODIES, IMAGES = 4, 2
 _LONGEST_WAIT = 60
-#: What a header cannot have, and how long one of this server may be.
-_NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
-
 
 #: How a request is read, and its answers are written.
 Read = Callable[[bytes, ServedModel], ParsedRequest]
@@ -77,7 +70,8 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*ENDPOINTS, COUNT_TOKENS, "/tokenize", "/v1/models", "/v1", "/version", "/api/tags", "/api/show", *_ALWAYS)
+_ASKED = (*ENDPOINTS, *EMBEDDINGS, COUNT_TOKENS, "/tokenize", "/api/show")
+_COUNTED = (*_ASKED, "/v1/models", "/v1", "/version", "/api/tags", *_ALWAYS)
 
 
 class Service:
@@ -108,18 +102,17 @@ class Service:
         self._is_ending = False
         self._answers: WeakSet[AsyncGeneration] = WeakSet()  # one that nobody holds is cancelled by itself
         self._working: set[asyncio.Future[None]] = set()
-        self._responses: Counter[tuple[str, int]] = Counter()
+        self.counts = ServerCounts()
         self._created = int(time.time())
         self._endpoints: list[str] = []
         self._readers, self._images = Readers(), ImageMemory(IMAGES * model.request_pixels)
-        self.connections: Callable[[], int] = lambda: 0
-        self.closed_connections: Counter[str] = Counter()
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
         responses = (partial(response_request, kept=self._kept), partial(ResponseWriter, kept=self._kept))
         kinds: dict[str, EndpointKind] = ENDPOINTS | {"/v1/responses": responses}
         asked: Answers = {path: partial(self._answer, kind) for path, kind in kinds.items()}
+        asked |= {path: partial(self._embed, read) for path, read in EMBEDDINGS.items()}
         asked |= {COUNT_TOKENS: self._count_tokens, "/tokenize": self._tokenize, "/api/show": self._show}
         shown: Answers = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         one = "/v1/responses/{id}"
@@ -218,7 +211,7 @@ class Service:
     def count(self, scope: Scope, status: int) -> None:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
-        self._responses[path, status] += 1
+        self.counts.responded(path, status)
         logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
 
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
@@ -230,9 +223,7 @@ class Service:
         tokenizer = self._runtime.tokenizer
         pairs = zip(states, asked.requests, strict=True)
         readers = [AnswerReader.of(tokenizer, state.sequence, each) for state, each in pairs]
-        headers = {"cache-control": "no-store"}
-        if asked.ignored:
-            headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
+        headers = asgi.answer_headers(asked.ignored)
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
@@ -265,12 +256,31 @@ class Service:
         asked, generations = await self._read(request, submit)
         return asked, [await _asynchronous(each) for each in generations], [each.request_state for each in generations]
 
+    async def _embed(self, read: Callable[[bytes, ServedModel], ParsedEmbedding], request: Request) -> Response:
+        """Embed texts, each in its turn among those of other requests."""
+
+        def tokenized(body: bytes) -> tuple[ParsedEmbedding, list[list[int]]]:
+            asked = read(body, self.model)
+            assert self._runtime is not None
+            with self._telling(asked.fields), self._llm._thread.metrics.counting_refusals():
+                return asked, self._runtime.embedding_ids(asked.request)
+
+        began = time.perf_counter()
+        asked, ids = await self._read(request, tokenized)
+        with self._telling(asked.fields):
+            vectors = await self._llm._vectors(asked.request, ids)
+        write = partial(asked.answer, vectors, sum(map(len, ids)), time.perf_counter() - began)
+        answer = await self._readers.run(self._client(request), write, vectors.nbytes > LARGE_BODY)
+        return Response(answer, headers=asgi.answer_headers(asked.ignored), media_type=JSONResponse.media_type)
+
+    def _client(self, request: Request) -> str:
+        return self.guard.client(request.client.host if request.client is not None else "", request.headers)
+
     async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
-        client = self.guard.client(request.client.host if request.client is not None else "", request.headers)
         async with self._bodies.reading(request) as parts:
             is_large = sum(map(len, parts)) > LARGE_BODY
-            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
+            return await self._readers.run(self._client(request), lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
         ids = await self._prompt_ids(completions.tokens, request)
@@ -284,7 +294,7 @@ class Service:
             asked = read(body, self.model)
             assert self._runtime is not None
             with self._images.reading(asked.pixels), self._telling(asked.fields):
-                return list(self._runtime.prepare(asked.request).prompt_ids)
+                return self._runtime.prompt_ids(asked.request)
 
         return await self._read(request, prompt_ids)
 
@@ -327,34 +337,8 @@ class Service:
         return JSONResponse(found, 200 if state == "ready" else 503, headers)
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(
-            self._llm.metrics_text() + "\n".join([*self._metric_lines(), ""]), media_type="text/plain; version=0.0.4"
-        )
-
-    def _metric_lines(self) -> list[str]:
-        """What the server itself counts, in Prometheus's form."""
-        counted = sorted(self._responses.items())
-        responses = {f'{{path="{path}",status="{status}"}}': count for (path, status), count in counted}
-        closed = {f'{{reason="{reason}"}}': count for reason, count in sorted(self.closed_connections.items())}
-        memory = {f'{{part="{part}"}}': size for part, size in self._model_memory.items()}
-        system_bytes = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-        families = (
-            ("http_responses_total", "Responses, by endpoint and status.", responses),
-            ("http_connections_closed_total", "Connections that were closed, by why.", closed),
-            ("http_connections", "Connections that are open.", self.connections()),
-            ("http_answers", "Requests that are being answered, this one too.", len(self._working)),
-            ("http_lost_readers", "Threads that never ended making a request ready.", self._readers.lost),
-            ("http_body_bytes", "Bytes of requests that are being read.", self._bodies.held),
-            ("resident_memory_bytes", "Memory of the process.", _resident_bytes()),
-            ("available_memory_bytes", "Memory of the system that programs can still have.", available_memory() or 0),
-            ("system_memory_bytes", "Memory of the system.", system_bytes),
-            ("model_memory_bytes", "Memory that the model takes on its device, by what for.", memory),
-        )
-        lines = []
-        for name, text, value in families:
-            samples = value if isinstance(value, dict) else {"": value}
-            lines += family(name, "counter" if name.endswith("_total") else "gauge", text, samples)
-        return lines
+        own = self.counts.text(len(self._working), self._readers.lost, self._bodies.held, self._model_memory)
+        return PlainTextResponse(self._llm.metrics_text() + own, media_type="text/plain; version=0.0.4")
 
     @property
     def _said_failure(self) -> str:
@@ -392,11 +376,3 @@ async def _asynchronous(generation: Generation) -> AsyncGeneration:
         return generation
 
     return await AsyncGeneration(ask)
-
-
-def _resident_bytes() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return pages * resource.getpagesize()

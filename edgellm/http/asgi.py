@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.datastructures import Headers
@@ -19,8 +20,16 @@ logger = logging.getLogger("edgellm.http")
 
 #: Headers that pages of other, allowed origins may send.
 _HEADERS = "authorization, content-type, x-session-id, x-api-key, anthropic-version, anthropic-beta"
+#: What a header cannot have, and how long one of this server may be.
+_NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 #: Of a body that is too large so many times more is read, and dropped: a client that still sends reads no answer.
 _DROPPED = 4
+
+
+def answer_headers(ignored: Sequence[str]) -> dict[str, str]:
+    """The headers of an answer: nothing keeps it, and fields that changed nothing are named."""
+    named = {"edgellm-ignored": _NO_HEADER.sub("?", ", ".join(ignored))[:_LONGEST_HEADER]} if ignored else {}
+    return {"cache-control": "no-store", **named}
 
 
 class Bodies:

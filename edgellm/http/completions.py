@@ -88,17 +88,18 @@ def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
     return fields.parsed({"": "prompt"}, request | {"prompt": prompt})
 
 
-def prompt_list(prompts: Any, model: ServedModel) -> list[str | Sequence[int]]:
-    """The prompts of a request: one, or a list of them, each text or token ids of the model. Raises HTTPError."""
+def prompt_list(prompts: Any, model: ServedModel, name: str = "prompt") -> list[str | Sequence[int]]:
+    """The prompts of a request, its field `name`: one, or a list of them, each text or token ids of the model. Raises
+    HTTPError."""
     if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))):
         prompts = [prompts]
     for prompt in prompts:
         if isinstance(prompt, str):
             continue
         if not isinstance(prompt, list) or any(type(each) is not int for each in prompt):
-            raise wrong("prompt", prompt, "text, token ids, or a list of these")
+            raise wrong(name, prompt, "text, token ids, or a list of these")
         for each in prompt:
             if not 0 <= each < model.vocab_size:
-                message = f"prompt has the token id {each}: this model's are 0 to {model.vocab_size - 1}"
-                raise HTTPError(400, message, param="prompt")
+                message = f"{name} has the token id {each}: this model's are 0 to {model.vocab_size - 1}"
+                raise HTTPError(400, message, param=name)
     return prompts

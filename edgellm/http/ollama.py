@@ -18,7 +18,7 @@ OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _SAME = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 OPTIONS |= {name: name for name in _SAME}
 #: What loading a model would be done by, which was loaded already: options that change no answer.
-_LOADING = (
+LOADING = (
     *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap"),
     *("use_mlock", "vocab_only", "logits_all", "embedding_only"),
 )
@@ -94,10 +94,10 @@ def _sampling(fields: Fields) -> SamplingParams:
         what, called = f"options.{name}"[:100], OPTIONS.get(name)
         if value is None or any(value == each for each in _NEUTRAL.get(name, ())):
             continue
-        if name in _LOADING:
+        if name in LOADING:
             fields.ignored.append(what)
         elif called is None:
-            expected = ", ".join([*OPTIONS, *_LOADING])
+            expected = ", ".join([*OPTIONS, *LOADING])
             message = f"{shown(what)} is not served: expected one of {expected}"
             raise HTTPError(400, message, param=what, code="unsupported_parameter")
         else:

@@ -130,7 +130,8 @@ def model_facts(model: ServedModel, name: str, runtime: SpecDecodeRuntime, conte
     """What `/api/show` tells of it: its dimensions, its template, what it can do, and the server's own parameters."""
     entry, config, tokenizer = model_entry(model, name, runtime), runtime.directory.config, runtime.tokenizer
     can = {
-        "completion": True,
+        "embedding": config.is_embedding,
+        "completion": not config.is_embedding,
         "vision": runtime.directory.vision is not None or config.image_token_id is not None,
         "tools": "tools" in model.template_variables,
         "thinking": reasoning_marks(tokenizer) is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError, require_kind
@@ -39,6 +40,16 @@ def handle_requests(
         for generation in unfinished:
             if not generation.finished:
                 generation.cancel()
+
+
+def with_others(answers: Sequence[Response | EdgeLLMError]) -> Response:
+    """The first of several answers of one prompt, which knows the others; raises the first failure among them."""
+    found: list[Response] = []
+    for answer in answers:
+        if isinstance(answer, EdgeLLMError):
+            raise answer
+        found.append(answer)
+    return replace(found[0], others=tuple(found[1:]))
 
 
 def failure_of(error: Exception) -> EdgeLLMError:

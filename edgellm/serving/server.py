@@ -253,7 +253,7 @@ class RequestServer:
                 if self._queue.remove(entry):
                     entry.run()
                     self._loop = self._engine.loop()
-                continue
+                return  # the next one is another round's, before which what is late has ended
             sequence, failure, reason = entry.sequence, None, entry.unwanted(time.perf_counter())
             try:
                 has_place = reason is not None or self._loop.slots.has_place(sequence)

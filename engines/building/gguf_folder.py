@@ -14,7 +14,8 @@ from typing import Any
 from edgellm.engines.checkpoints.weight_files import ENCODER_FILE, GGUF_FILE, is_gguf_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import TEMPLATE_FOLDER
-from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
+from edgellm.engines.families.embedding import LAST_TOKEN, MODULES, MODULES_FILE, POOLING_FILE
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
 from edgellm.engines.gguf.architectures import check_draft, model_config
@@ -29,8 +30,8 @@ _SAMPLING = {
     **{"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"},
     "penalty_repeat": "repetition_penalty",
 }
-
-
+#: The pooling of an embedding model by llama.cpp's number.
+_LAST = 3
 #: What stands for an encoder where there is to be none.
 NO_ENCODER = "none"
 
@@ -116,7 +117,7 @@ def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path
     with _opened(path) as files:
         metadata = Metadata(files)
         check_draft(metadata, False)
-        made: dict[str, dict[str, Any]] = {"config.json": model_config(files)}
+        made: dict[str, Any] = {"config.json": model_config(files), **_pooling_files(metadata)}
         if encoder is not None:
             texts = made["config.json"]
             made["config.json"], made[PREPROCESSOR_FILES[0]] = image_config(texts, metadata, read_metadata(encoder))
@@ -130,6 +131,15 @@ def _write_model(path: Path, folder: Path, tokenizer: Path | None, encoder: Path
     _fill(folder, made, files)
     if encoder is not None:
         (folder / ENCODER_FILE).symlink_to(os.path.realpath(encoder))
+
+
+def _pooling_files(metadata: Metadata) -> dict[str, Any]:
+    """What says of an embedding model how a text becomes a vector; nothing of others. Raises UnsupportedModelError."""
+    found = metadata.whole("pooling_type") or 0
+    if found not in (0, _LAST):
+        name = f"'{metadata.architecture}.pooling_type'"
+        raise UnsupportedModelError(f"{metadata.path}: {name} is {found}, supported is {_LAST}, the last token's")
+    return {MODULES_FILE: MODULES, POOLING_FILE: LAST_TOKEN} if found else {}
 
 
 def _write_draft(path: Path, folder: Path) -> None:
@@ -149,9 +159,10 @@ def _opened(path: Path) -> Iterator[list[GgufFile]]:
             file.close()
 
 
-def _fill(folder: Path, made: Mapping[str, dict[str, Any]], files: Sequence[GgufFile]) -> None:
+def _fill(folder: Path, made: Mapping[str, Any], files: Sequence[GgufFile]) -> None:
     for name, values in made.items():
         indent = None if name == "tokenizer.json" else 1  # a vocabulary takes a second with it
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(values, ensure_ascii=False, indent=indent), encoding="utf-8")
     for number, file in enumerate(files, 1):
         link = GGUF_FILE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.gguf"

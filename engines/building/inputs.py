@@ -32,8 +32,8 @@ from edgellm.engines.directories.engine_parts import (
     is_weight_file,
 )
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
-from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
@@ -131,7 +131,7 @@ class BuildInputs:
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
     """A checkpoint's dimensions; raises CheckpointError, and UnsupportedModelError for an unknown family."""
     with Checkpoint.open(checkpoint) as opened:
-        return decoder_config(opened.config, opened.generation_config, dtype=opened.dtype)
+        return checkpoint_decoder_config(opened)
 
 
 def read_vision_config(

@@ -37,8 +37,10 @@ def choose_draft(
     """What drafts for a checkpoint of dimensions `config`: the `draft` that is asked for, its place or `MTP`, else the
     head that ships with the model, where there is one and `limits` (None: not chosen yet) have room for a draft.
 
-    Raises CheckpointError where such a head is asked for and is not there.
+    Raises CheckpointError where such a head is asked for and is not there, BuildError for one of an embedding model.
     """
+    if config.is_embedding and draft is not None:
+        raise BuildError(f"{source} is an embedding model, which gives no answers to draft: leave --draft out")
     if draft is not None and draft != MTP:
         return Path(draft)
     if draft is None and limits is not None and not limits.has_draft:

@@ -47,7 +47,8 @@ from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.user_paths import printable
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 #: Those whose every value an int64 holds.
@@ -90,8 +91,12 @@ class Checkpoint:
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
+        #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
+        self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
         if self._is_multimodal:
             self.tensors = _unwrapped(self.tensors)
+        elif self._is_bare:
+            self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None, head_file: Path | None = None) -> Checkpoint:
@@ -204,7 +209,8 @@ class Checkpoint:
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
-        return self.quantization.layout(published_names(module) if self._is_multimodal else (module,))
+        alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
+        return self.quantization.layout(published_names(module) if self._is_multimodal else alone)
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""

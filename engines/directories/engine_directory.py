@@ -38,6 +38,7 @@ from edgellm.engines.directories.kernel_folders import (
     parse_kernels,
 )
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError
+from edgellm.engines.families.embedding import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
@@ -76,6 +77,9 @@ PUBLISHED_FILES = (
     "system_prompt_image.txt",
     "preprocessor_config.json",
     "processor_config.json",
+    MODULES_FILE,
+    POOLING_FILE,
+    PROMPTS_FILE,
 )
 #: How a vision encoder wants its images: one of them is required, and the first that is there counts.
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -406,7 +410,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.object("limits").error(f"'window_rows': {problem}")
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
-    if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):
+    features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
+    if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
+from edgellm.engines.families.embedding import POOLING_FILE
 from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
@@ -24,6 +25,7 @@ from edgellm.engines.model.config import (
     MLP_ACTIVATIONS,
     MTP,
     NAMINGS,
+    POOLINGS,
     DecoderConfig,
     DraftConfig,
 )
@@ -259,6 +261,7 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     kinds, layers = config.layer_kinds, config.num_layers
     fits = not kinds or (len(kinds) == layers and set(kinds) <= set(LAYER_KINDS))
     require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(LAYER_KINDS)}")
+    require(config.pooling in POOLINGS, "pooling", f"expected one of {', '.join(POOLINGS)}")
     require(config.naming in NAMINGS, "naming", f"expected one of {', '.join(NAMINGS)}")
     least, most = CONV_WIDTHS
     fits = not config.is_recurrent or least <= config.conv_width <= most
@@ -319,7 +322,7 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by name."""
     files = {}
     for name in values.values:
-        if not _FILE_NAME.fullmatch(name) and not is_template_name(name):
+        if not (_FILE_NAME.fullmatch(name) or is_template_name(name) or name == POOLING_FILE):
             raise values.error(f"{name!r} is not a plain file name")
         entry = values.object(name)
         entry.refuse_other_keys("sha256", "size", "section")

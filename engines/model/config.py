@@ -26,6 +26,8 @@ CONV_WIDTHS = (2, 8)
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2")
+#: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
+POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
 MLP_ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -37,7 +39,7 @@ class DecoderConfig:
     `dtype` is the checkpoint's own ("float16", "bfloat16" or "float32"). `rope_scaling` is the published dictionary
     (None: unscaled); `rotary_dim` is the part of `head_dim` that is rotated. `feature_layers` names the layers whose
     input is output as `hidden_states` (none: no such output), `num_layers` standing for the last hidden state after the
-    final norm; drafting sets it.
+    final norm; drafting sets it, and `pooling`, one of `POOLINGS`: an embedding model puts that last state out.
 
     A model that takes images has an `image_token_id`, which stands for each token of an image; `spatial_merge_size`
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
@@ -118,6 +120,12 @@ class DecoderConfig:
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
     gated_mlp: bool = field(default=True, metadata=ADDED_LATER)
+    pooling: str = field(default=POOLINGS[0], metadata=ADDED_LATER)
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether texts become vectors, and none is continued."""
+        return self.pooling != POOLINGS[0]
 
     @property
     def window(self) -> int | None:

@@ -20,7 +20,7 @@ from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import decoder_config
+from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
@@ -202,7 +202,7 @@ def _quantize_model(
 ) -> QuantizationReport:
     """A language model, layer by layer."""
     _check_options(options, texts)
-    config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+    config = checkpoint_decoder_config(checkpoint)
     checkpoint.check(decoder_weights(config), unread_tensors(config))
     _check_groups(_columns(config), options)
     longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
@@ -377,7 +377,7 @@ def largest_group(source: Path) -> int | None:
         if is_eagle_head(checkpoint):
             fitting = _fitting(shape[1] for shape in head_shapes(checkpoint).values())
         else:
-            config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+            config = checkpoint_decoder_config(checkpoint)
             fitting = _fitting(_columns(config).values())
     return next(iter(fitting), None)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Engine, Transfer
 from edgellm.engines.errors import EngineError
+from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -94,12 +95,27 @@ class PrefillingRunner(AdaptedRunner):
     _image_inputs: ImageInputs
     _arriving: ArrivingRows | None = None
 
-    def fill(self, slot: int, token_ids: np.ndarray) -> None:
-        """Write the states of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes
-        along."""
+    def fill(self, slot: int, token_ids: np.ndarray) -> int:
+        """Write the states of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes along.
+        Gives how many of the tokens the last chunk had (0 without any)."""
         self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
-        for _ in self._prompt(slot, token_ids, 0, None, {}):
-            pass
+        return [0, *(tokens for _, tokens, _ in self._prompt(slot, token_ids, 0, None, {}))][-1]
+
+    def last_hidden_state(self, slot: int, token_ids: Sequence[int]) -> np.ndarray:
+        """Float32 [H]: what an embedding model puts out behind the final norm for the last token of a text [N].
+
+        The slot must be idle; its states are then those of the text, which is computed from its first token on, so that
+        its bits depend on nothing else. Raises EngineError for an empty text, more tokens than the context, and ids
+        that the model has not.
+        """
+        count, most = len(token_ids), self.limits.kv_capacity
+        if not 0 < count <= most:
+            raise EngineError(f"a text of {count} tokens cannot be embedded: 1 to {most} tokens are possible")
+        last = self.fill(slot, self.checked_ids(np.asarray(token_ids, np.int64)))
+        found = self.backend.read(self._buffers.row_features(last - 1)).wait().reshape(-1)
+        state = np.empty(found.shape, np.float32)
+        float32_into(found, "bfloat16" if found.dtype == np.uint16 else found.dtype.name, state)
+        return state
 
     def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
         """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""

@@ -191,7 +191,7 @@ def test_paths_and_methods(server: ServerProcess) -> None:
     for method, path, expected in (
         ("GET", "/v1/chat/completions", 405),
         ("PUT", "/v1/models", 405),
-        ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/embeddings", 405),
         ("GET", "/v1/models/", 404),
         ("GET", "/../../etc/passwd", 404),
         ("GET", "/page.html", 404),
