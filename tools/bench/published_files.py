@@ -56,7 +56,8 @@ def main() -> None:
     found = {folder.name: read_set(folder) for folder in sorted(arguments.sets.iterdir()) if folder.is_dir()}
     counts = Counter(f"{part}: {came.split(':')[0]}" for parts in found.values() for part, came in parts.items())
     refused = {name: {part: came for part, came in parts.items() if is_refusal(came)} for name, parts in found.items()}
-    counts["sets without a refusal"] = sum(not parts for parts in refused.values())
+    refused = {name: parts for name, parts in refused.items() if parts}
+    counts["sets without a refusal"] = len(found) - len(refused)
     results = {"sets": len(found), "counts": dict(sorted(counts.items())), "refused": refused}
     report(provenance() | results, arguments.output)
 
@@ -99,7 +100,8 @@ def said(folder: Path, read: Callable[[], Any], show: Callable[[Any], str | None
     try:
         return show(read()) or "none known"
     except EdgeLLMError as error:
-        return f"refused: {str(error).replace(f'{folder}/', ''):.250}"
+        reason = str(error).replace(f"{folder}/", "").partition("; supported are")[0]
+        return f"refused: {reason:.160}"
     except Exception as error:
         return f"FAILED: {type(error).__name__}: {error}"
 
