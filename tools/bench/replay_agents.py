@@ -102,7 +102,7 @@ def main() -> None:
     conversations = []
     for number, each in enumerate(recordings):
         requests = each["requests"] if given.all else turns_of(each)
-        task = f"{each['task']} This is task {number}."
+        task = f"Task {number}: {each['task']}"
         conversations.append([renamed(request, each["task"], task) if number else request for request in requests])
     print("| agent | tokens | reused | of the prompt before | of the whole | ignored |\n|---|---|---|---|---|---|")
     for number, turn in replay(given.url, conversations, given.tokens):
