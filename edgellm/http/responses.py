@@ -22,7 +22,7 @@ _LOGPROBS, _REASONING = "message.output_text.logprobs", "reasoning.encrypted_con
 #: Of a server that keeps no answers.
 _NONE = KeptResponses()
 _ROLES = ("user", "assistant", "system", "developer")
-#: Types of tools that a server would run itself, which agents offer to every server.
+#: Types of tools that a server would run itself.
 _SEARCHES = ("web_search", "web_search_preview")
 #: Fields of a response that are null, or are not yet known.
 _NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")
@@ -84,8 +84,8 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
 
 
 def _tools(fields: Fields, given: Any) -> Any:
-    """Tools without searches of the web, which a server may be offered that has none, and with the functions of a
-    namespace in its place."""
+    """Tools with the functions of a namespace in its place, and without searches of the web beside others: agents offer
+    these to every server."""
     if not isinstance(given, list):
         return given
     found: list[Any] = []
@@ -98,7 +98,7 @@ def _tools(fields: Fields, given: Any) -> Any:
             found += [_flat(each, tool["name"]) for each in tool["tools"]]
         else:
             found.append(tool)
-    return found or None
+    return found or given
 
 
 def _flat(function: Any, namespace: Any) -> Any:

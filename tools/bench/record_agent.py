@@ -56,7 +56,7 @@ class Stock:
         self._numbers[name] = self._numbers.get(name, 0) - number
         return self._numbers[name]
 ''',
-    "test_stock.py": '''import unittest
+    "test_stock.py": """import unittest
 
 from stock import Stock
 
@@ -76,14 +76,14 @@ class StockTest(unittest.TestCase):
 
 if __name__ == "__main__":
     unittest.main()
-''',
+""",
 }
 _OLD = "        self._numbers[name] = self._numbers.get(name, 0) - number\n"
-_NEW = '''        found = self._numbers.get(name, 0)
+_NEW = """        found = self._numbers.get(name, 0)
         if number > found:
             raise ValueError(f"{name}: {found} found, expected at least {number}")
         self._numbers[name] = found - number
-'''
+"""
 _PATCH = "\n".join(
     [
         *("apply_patch <<'EOF'", "*** Begin Patch", "*** Update File: stock.py", "@@"),
@@ -111,10 +111,6 @@ class Agent:
     calls: Calls
 
 
-def _provider(**about: Any) -> str:
-    return json.dumps(about)
-
-
 AGENTS = {
     "codex": Agent(
         "Codex CLI",
@@ -139,11 +135,13 @@ AGENTS = {
         "0.73.1",
         "MIT",
         {
-            ".pi/agent/models.json": _provider(
-                providers={
-                    "edgellm": {
-                        **{"baseUrl": "SERVER", "api": "anthropic-messages", "apiKey": "none"},
-                        "models": [{"id": "tools", "contextWindow": 32768, "maxTokens": 1024}],
+            ".pi/agent/models.json": json.dumps(
+                {
+                    "providers": {
+                        "edgellm": {
+                            **{"baseUrl": "SERVER", "api": "anthropic-messages", "apiKey": "none"},
+                            "models": [{"id": "tools", "contextWindow": 32768, "maxTokens": 1024}],
+                        }
                     }
                 }
             )
@@ -163,17 +161,17 @@ AGENTS = {
         "1.18.33",
         "MIT",
         {
-            ".config/opencode/opencode.json": _provider(
-                model="edgellm/tools",
-                autoupdate=False,
-                share="disabled",
-                provider={
-                    "edgellm": {
-                        "npm": "@ai-sdk/anthropic",
-                        "options": {"baseURL": "SERVER/v1", "apiKey": "none"},
-                        "models": {"tools": {"limit": {"context": 32768, "output": 1024}}},
-                    }
-                },
+            ".config/opencode/opencode.json": json.dumps(
+                {
+                    **{"model": "edgellm/tools", "autoupdate": False, "share": "disabled"},
+                    "provider": {
+                        "edgellm": {
+                            "npm": "@ai-sdk/anthropic",
+                            "options": {"baseURL": "SERVER/v1", "apiKey": "none"},
+                            "models": {"tools": {"limit": {"context": 32768, "output": 1024}}},
+                        }
+                    },
+                }
             )
         },
         ("run",),
@@ -283,8 +281,9 @@ def record(agent: Agent, program: Path, home: Path) -> list[dict[str, Any]]:
     project.mkdir(parents=True)
     for name, text in PROJECT.items():
         (project / name).write_text(text, "utf-8")
+    git = ["git", "-c", "user.name=user", "-c", "user.email=user@localhost"]
     for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "Stock"]):
-        subprocess.run(["git", "-c", "user.name=user", "-c", "user.email=user@localhost", *words], cwd=project, check=True)
+        subprocess.run([*git, *words], cwd=project, check=True)
     script = Script(json.loads(json.dumps(agent.calls).replace("HOME", str(home))))
     threading.Thread(target=script.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{script.server_port}"

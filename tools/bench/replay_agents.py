@@ -1,6 +1,7 @@
 """Asks a server with the requests that `record_agent.py` recorded, and tells how much of each prompt was reused.
 
-    edgellm build edgellm/shipped long --kv-capacity 20480 --beyond-trained-context --lora tools=edgellm/shipped/lora/tools
+    edgellm build edgellm/shipped long --max-batch 2 --kv-capacity 20480 --beyond-trained-context \\
+        --lora tools=edgellm/shipped/lora/tools
     edgellm serve long --port 8000
     python tools/bench/replay_agents.py http://127.0.0.1:8000 tests/goldens/agents/codex.json.xz
 
