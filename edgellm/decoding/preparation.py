@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Of so many system prompts it is remembered where they end.
 _MOST_SYSTEM_PROMPTS = 16
+#: From so many tokens on it is worth rendering a new system prompt apart, to know what conversations under it share.
+_LONG_PROMPT = 512
 #: What kernels take of a request's sampling as it is.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
@@ -108,7 +110,8 @@ class Preparation:
             params.min_tokens,
         )
         rules = self._rules.rules(params, prompt.token_ids, continued, made)
-        is_used = runner.limits.max_batch > 1 or runner.base.states.is_recurrent  # what conversations share
+        has_choice = runner.limits.max_batch > 1 and len(prompt.token_ids) >= _LONG_PROMPT  # of slots
+        is_used = has_choice or runner.base.states.is_recurrent
         tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,

@@ -174,9 +174,9 @@ def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] 
         elif kind == "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise HTTPError(400, f"{what} has no call_id: expected that of the call", param="input")
-            output = _parts(item.get("output"), what)
-            if all(part["type"] == "text" for part in output if isinstance(part, dict)):
-                output = _texts(item.get("output"), what)
+            parts = _parts(item.get("output"), what)
+            shows_image = isinstance(parts, list) and any(part["type"] != "text" for part in parts)
+            output = parts if shows_image else _texts(item.get("output"), what)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             found = f"{what} is {shown(kind or item)}"
