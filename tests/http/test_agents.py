@@ -21,7 +21,7 @@ from tools.bench.replay_agents import Turn, read_recording, renamed, replay, tur
 
 #: What is reused at least of the prompt that the turn before had.
 LEAST = 0.95
-RECORDED = {file.name.partition(".")[0]: read_recording(file) for file in sorted((GOLDENS / "agents").iterdir())}
+RECORDED = {file.name.partition(".")[0]: read_recording(file) for file in sorted((GOLDENS / "agents").glob("*.xz"))}
 PARAMETERS = {"type": "object", "properties": {"object": {"type": "string"}}, "required": ["object"]}
 LOOK = {"type": "function", "name": "look_at", "description": "Look at an object.", "parameters": PARAMETERS}
 ROBOT = {"type": "namespace", "name": "robot", "description": "What it does.", "tools": [LOOK]}

@@ -22,6 +22,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,9 @@ def main() -> None:
     given = parser.parse_args()
     agent = AGENTS[given.agent]
     requests = record(agent, given.program, given.home)
+    command = f"record_agent.py {given.agent}: {given.program.name} {' '.join(agent.words)} TASK"
     about = {"agent": agent.name, "version": agent.version, "licence": agent.licence, "task": TASK}
+    about |= {"command": command, "recorded": str(date.today())}
     written = json.dumps({**about, "requests": requests}, ensure_ascii=False).encode()
     given.file.write_bytes(lzma.compress(written, preset=9 | lzma.PRESET_EXTREME))
     print(f"{len(requests)} requests, {len(written):,} bytes, packed {given.file.stat().st_size:,}")
