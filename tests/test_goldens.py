@@ -27,6 +27,7 @@ from safetensors.numpy import load_file
 
 #: The most bytes that each folder of goldens may have.
 LIMITS = {
+    "agents": 21_500,
     "decoder": 350_000,
     "draft": 120_000,
     "embedding": 12_000,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.decoding.sequence import Clock, DecodingSequence
@@ -19,9 +20,10 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError, TemplateError
 from edgellm.requests import Request, require_request
 from edgellm.sampling_params import SamplingParams
-from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
+from edgellm.snapshots.system_prompt import SystemPrompt, Tools, beginning_ids, system_prompt_ids
 from edgellm.structure.answers import RuleMaker
 from edgellm.text.messages import (
+    SYSTEM_ROLES,
     ImageReference,
     UnreadVariables,
     checked_messages,
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 
 
 #: Of so many system prompts it is remembered where they end.
-_MOST_SYSTEM_PROMPTS = 64
+_MOST_SYSTEM_PROMPTS = 16
+#: From so many tokens on it is worth rendering a new system prompt apart, to know what conversations under it share.
+_LONG_PROMPT = 512
 #: What kernels take of a request's sampling as it is.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
@@ -109,6 +113,8 @@ class Preparation:
             params.min_tokens,
         )
         rules = self._rules.rules(params, prompt.token_ids, continued, made)
+        has_choice = runner.limits.max_batch > 1 and len(prompt.token_ids) >= _LONG_PROMPT  # of slots
+        is_used = has_choice or runner.base.states.is_recurrent
         tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
@@ -127,7 +133,7 @@ class Preparation:
             priority=request.priority,
             rules=rules,
             calls=reader,
-            system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
+            system_tokens=self._system_tokens(request, prompt) if is_used else 0,
         )
 
     def prompt_ids(self, request: Request) -> list[int]:
@@ -172,22 +178,22 @@ class Preparation:
         return self._ready(prompt_ids, images_of_prompt(request.images))
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
-        """How many of a prompt's first tokens are those of its system prompt of text, as every conversation under it
-        begins; 0 where that is not to be told."""
-        first = next(iter(self._defaults.with_system_prompt(request.messages)), {}) if request.messages else {}
-        content, tools, variables = first.get("content"), request.tools, request.template_variables
-        if first.get("role") != "system" or not isinstance(content, str):
+        """How many of a prompt's first tokens are those of its system messages of text, and of its tools, as every
+        conversation under these begins; 0 where that is not to be told."""
+        messages = self._defaults.with_system_prompt(request.messages) if request.messages else ()
+        system = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+        if not system or images_of_messages(system):
             return 0
-        found = self._system_ids(json.dumps([content, tools, variables]))
-        return len(found) if prompt.token_ids[: len(found)] == found else 0
+        found = self._system_ids(json.dumps([system, request.tools, request.template_variables]))
+        return len(found) if array("i", prompt.token_ids[: len(found)]) == found else 0
 
-    def _ids_of_system_prompt(self, written: str) -> list[int]:
-        """The tokens that conversations begin with, by the JSON of a system prompt, tools and variables; none where the
+    def _ids_of_system_prompt(self, written: str) -> array[int]:
+        """The tokens that conversations begin with, by the JSON of system messages, tools and variables; none where the
         template has no such beginning."""
         try:
-            return system_prompt_ids(self._tokenizer, *json.loads(written))
+            return array("i", beginning_ids(self._tokenizer, *json.loads(written)))
         except (RequestError, TemplateError):
-            return []
+            return array("i")
 
     def _chat_ids(self, request: Request, capacity: int | None = None) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with

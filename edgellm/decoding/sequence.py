@@ -132,7 +132,7 @@ class DecodingSequence:
     calls: ToolReader | None = None
     #: All tokens that were drawn for it, those behind the answer's end, too.
     drawn: list[int] = field(default_factory=list)
-    #: So many of its first tokens are those of a system prompt, as far as that is known.
+    #: So many of its first tokens are those of system messages and tools, as far as that is known.
     system_tokens: int = 0
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0

@@ -203,7 +203,8 @@ class SlotTable:
         bound to its adapter."""
         shortened = sequence.conversation if sequence.dropped.turns else None
         idle = range(slot, len(self._contents))
-        taken, copied = choose_slot(self._contents, idle, tokens, sequence.adapter_digest, shortened)
+        adapter, system = sequence.adapter_digest, sequence.system_tokens
+        taken, copied = choose_slot(self._contents, idle, tokens, adapter, shortened, system)
         if taken != slot:
             self.runner.swap_rows(taken, slot)
             self._exchange_contents(taken, slot)

@@ -54,12 +54,12 @@ def message_request(body: bytes, model: ServedModel, is_answered: bool = True) -
     request["template_variables"] = _thinking(fields, config.get("effort"))
     request |= _tool_choice(fields.take("tool_choice", dict))
     request["tools"] = _tools(fields, fields.take("tools", list))
-    fields.refuse("container", "mcp_servers", "context_management", why="there is nothing here that does it")
+    fields.refuse("container", "mcp_servers", why="there is nothing here that does it")
     if fields.take("thread") is not None:  # by this code its tool runner sends whole conversations from then on
         message = "thread is not served: nothing is stored, send all of the conversation as messages"
         raise HTTPError(400, message, param="thread", code="thread_unsupported_request")
     fields.only("speed", "standard", why="there is one speed")
-    fields.ignore("cache_control", "inference_geo")
+    fields.ignore("cache_control", "inference_geo", "context_management")
     conversation, given = fields.truncation(), fields.take("messages")
     messages = _conversation(fields, given, fields.take("system"))
     fields.end()

@@ -22,6 +22,8 @@ _LOGPROBS, _REASONING = "message.output_text.logprobs", "reasoning.encrypted_con
 #: Of a server that keeps no answers.
 _NONE = KeptResponses()
 _ROLES = ("user", "assistant", "system", "developer")
+#: Types of tools that a server would run itself.
+_SEARCHES = ("web_search", "web_search_preview")
 #: Fields of a response that are null, or are not yet known.
 _NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")
 #: Items of the output by type: what their ids begin with, what they begin as, the part that has their text, and what
@@ -53,11 +55,12 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
     text = fields.take("text", dict) or {}
     request["params"] = _with_text_format(fields, params, text)
     tools = {name: fields.take(name) for name in TOOLS}
-    request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"])}
+    request |= {**tools, "tools": _tools(fields, tools["tools"]), "tool_choice": _tool_choice(tools["tool_choice"])}
     previous = fields.take("previous_response_id", str)
     earlier = kept.conversation(previous)
     why = "there is nothing here that keeps it: send all of the conversation as input, or previous_response_id"
-    fields.refuse("conversation", "prompt", "context_management", why=why)
+    fields.refuse("conversation", "prompt", why=why)
+    fields.ignore("client_metadata", "context_management")
     fields.only("background", False, why="answers are given to who asks for them")
     conversation = fields.truncation()
     fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
@@ -78,6 +81,41 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
     items = Items((*earlier.items, *added), earlier.size + len(body)) if is_kept else None
     about: dict[str, Any] = {"conversation": conversation, "items": items, "shows_reasoning": _REASONING in include}
     return fields.parsed(named, request, echoed=echoed, **about)
+
+
+def _tools(fields: Fields, given: Any) -> Any:
+    """Tools with the functions of a namespace in its place, and without searches of the web beside others: agents offer
+    these to every server."""
+    if not isinstance(given, list):
+        return given
+    found: list[Any] = []
+    for tool in given:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind in _SEARCHES:
+            fields.ignored.append(f"tools.{kind}")
+        elif kind == "namespace" and isinstance(tool.get("tools"), list) and isinstance(tool.get("name"), str):
+            fields.ignored += ["tools.namespace.description"] if tool.get("description") else []
+            found += [_flat(each, tool["name"]) for each in tool["tools"]]
+        else:
+            found.append(tool)
+    return found or given
+
+
+def _flat(function: Any, namespace: Any) -> Any:
+    """A function, or a call of one, of a namespace under the name that the model knows it by."""
+    if not isinstance(function, dict) or not isinstance(namespace, str) or not isinstance(function.get("name"), str):
+        return function
+    return function | {"name": f"{namespace.removesuffix('__')}__{function['name']}"}
+
+
+def _namespaces(given: Any) -> dict[str, dict[str, str]]:
+    """The functions of namespaces, as answers name them, by the names that the model knows."""
+    spaces = [each for each in given or () if isinstance(each, dict) and each.get("type") == "namespace"]
+    return {
+        _flat(each, space["name"])["name"]: {"name": each["name"], "namespace": space["name"]}
+        for space in spaces
+        for each in space["tools"]
+    }
 
 
 def _tool_choice(given: Any) -> Any:
@@ -125,7 +163,7 @@ def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] 
         elif kind == "reasoning":
             reasoning = _texts(item.get("content") or [], what) or _unwrapped(item.get("encrypted_content"), what)
         elif kind == "function_call":
-            call = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"name": _flat(item, item.get("namespace")).get("name"), "arguments": item.get("arguments")}
             entry = {"id": item.get("call_id"), "type": "function", "function": call}
             if not all(isinstance(each, str) for each in (*call.values(), entry["id"])):
                 raise HTTPError(400, f"{what} has no call_id, name or arguments: expected texts", param="input")
@@ -136,7 +174,9 @@ def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] 
         elif kind == "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise HTTPError(400, f"{what} has no call_id: expected that of the call", param="input")
-            output = _texts(item.get("output"), what)
+            parts = _parts(item.get("output"), what)
+            shows_image = isinstance(parts, list) and any(part["type"] != "text" for part in parts)
+            output = parts if shows_image else _texts(item.get("output"), what)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
             found = f"{what} is {shown(kind or item)}"
@@ -161,13 +201,18 @@ def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES or not isinstance(content, (str, list)):
         raise HTTPError(400, f"{what} has no role ({', '.join(_ROLES)}) and content", param="input")
-    if role == "assistant" or isinstance(content, str):
-        return {"role": role, "content": _texts(content, what)}
-    parts = []
-    for part in content:
-        is_image = isinstance(part, dict) and part.get("type") == "input_image"
-        parts.append({**part, "type": "image_url"} if is_image else {"type": "text", "text": _text(part, what)})
-    return {"role": role, "content": parts}
+    return {"role": role, "content": _texts(content, what) if role == "assistant" else _parts(content, what)}
+
+
+def _parts(content: Any, what: str) -> Any:
+    """Text, or a list of parts, images among them, as messages have it."""
+    if not isinstance(content, list):
+        return _texts(content, what)
+    shows = [isinstance(part, dict) and part.get("type") == "input_image" for part in content]
+    return [
+        {**part, "type": "image_url"} if is_image else {"type": "text", "text": _text(part, what)}
+        for part, is_image in zip(content, shows, strict=True)
+    ]
 
 
 def _texts(parts: Any, what: str) -> str:
@@ -196,7 +241,7 @@ class ResponseWriter(Writer):
 
     def __init__(self, *arguments: Any, kept: KeptResponses = _NONE) -> None:
         super().__init__(*arguments)
-        self._kept = kept
+        self._kept, self._namespaces = kept, _namespaces(self._asked.echoed.get("tools"))
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -237,7 +282,8 @@ class ResponseWriter(Writer):
     def _called(self, deltas: Sequence[ToolCallDelta]) -> Iterator[bytes]:
         for call in deltas:
             if call.name is not None:
-                yield from self._opened("function_call", call_id=call.id, name=call.name)
+                named = self._namespaces.get(call.name, {"name": call.name})
+                yield from self._opened("function_call", call_id=call.id, **named)
             if call.arguments:
                 yield from self._added(call.arguments)
 

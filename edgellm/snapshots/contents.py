@@ -114,20 +114,24 @@ def choose_slot(
     tokens: Sequence[TokenIdentity],
     adapter: str | None,
     shortened: OngoingConversation | None = None,
+    system_tokens: int = 0,
 ) -> SlotChoice:
     """The idle slot for a prompt of `tokens`, computed with an adapter's digest (None: without one).
 
-    The slot with the longest common prefix is taken where half of its rows or more are of use: the prompt goes on with
-    what it holds. Else it is another conversation that begins alike: it is left as it is, and the prefix is copied to
-    the slot that was used least recently. Where the prompt is that of a conversation that was `shortened`, nobody needs
-    what its slot holds beyond the prefix: it takes that one.
+    The slot with the longest common prefix is taken where half of its rows or more are of use, those of the prompt's
+    first `system_tokens` apart, with which every conversation of an agent begins: the prompt goes on with what it
+    holds. Else it is another conversation that begins alike: it is left as it is, and the prefix is copied to the slot
+    that was used least recently. So it is of several that hold as much of the prompt, which goes on with none of them.
+    Where the prompt is that of a conversation that was `shortened`, nobody needs what its slot holds beyond the prefix:
+    it takes that one.
     """
     reusable = {slot: contents[slot].reusable(tokens, adapter) for slot in idle}
     own = [slot for slot in idle if shortened is not None and contents[slot].conversation is shortened]
-    best = max(idle, key=lambda slot: (reusable[slot], slot in own, contents[slot].last_use, -slot))
+    best = max(idle, key=lambda slot: (reusable[slot], slot in own, -contents[slot].last_use, -slot))
     spare = min(own or idle, key=lambda slot: (contents[slot].last_use, slot))
     if reusable[best] == 0:
         return SlotChoice(spare)
-    if 2 * reusable[best] >= len(contents[best]) or best == spare:
+    shared = min(system_tokens, reusable[best])
+    if 2 * (reusable[best] - shared) >= len(contents[best]) - shared or best == spare:
         return SlotChoice(best)
     return SlotChoice(spare, best if reusable[best] > reusable[spare] else None)

@@ -137,25 +137,33 @@ def system_prompt_ids(
     template_variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The token ids that the chat template gives a system prompt (None: none), whatever the user says next; one for
-    each image.
-
-    The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
-    assumed of the template, which gets `tools` and `template_variables` as for a conversation. Raises RequestError
-    where that is nothing, TemplateError where the template fails.
+    each image. `tools` and `template_variables` are as those of conversations. Raises RequestError where that is
+    nothing, TemplateError where the template fails.
     """
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    tools, variables = checked_template_inputs(tools, template_variables)
-    first, second = (
-        tokenizer.encode_chat([*system, {"role": "user", "content": question}], tools=tools, **(variables or {}))
-        for question in _QUESTIONS
-    )
-    shared = first[: common_tokens(token_key(first), token_key(second))]
+    shared = beginning_ids(tokenizer, system, *checked_template_inputs(tools, template_variables))
     if not shared:
         raise RequestError(
             "the chat template puts the user's words before everything else: there is no beginning that all "
             "conversations share, and so nothing to keep"
         )
     return shared
+
+
+def beginning_ids(
+    tokenizer: Tokenizer, system: Sequence[dict[str, Any]], tools: Any, variables: Mapping[str, Any] | None
+) -> list[int]:
+    """The token ids that conversations begin with which have these system messages, tools and variables of the chat
+    template; none where it puts the user's words first.
+
+    The conversation is rendered with two different questions, and what both have in common is kept, so that nothing is
+    assumed of the template. Raises RequestError and TemplateError for what cannot be rendered.
+    """
+    first, second = (
+        tokenizer.encode_chat([*system, {"role": "user", "content": question}], tools=tools, **(variables or {}))
+        for question in _QUESTIONS
+    )
+    return first[: common_tokens(token_key(first), token_key(second))]
 
 
 def _check_parts(parts: Any) -> None:

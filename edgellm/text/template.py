@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
-from edgellm.text.messages import SYSTEM_ROLES, shown_texts
+from edgellm.text.messages import SYSTEM_ROLES, show_images, shown_texts
 from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 from edgellm.text.template_trials import TOOL, TemplateTrials
 
@@ -96,9 +97,12 @@ class ChatTemplate:
         A list of text parts stays one where the template writes the text in it, and is else joined by line ends; text
         becomes a part where the template writes nothing else; None beside tool calls becomes empty text, but where the
         template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON. An
-        empty system message is left out, but where the template would have a prompt of its own in its place.
+        empty system message is left out, but where the template would have a prompt of its own in its place. A
+        developer's message is a system message, and several at the beginning are one, where the template would leave
+        out what they say, or fail.
         """
         trials = self.trials(with_tools)
+        messages = _fitted_system(messages, trials)
         found = [
             {**message, "content": _fitted_content(message, trials)}
             for message in messages
@@ -197,6 +201,16 @@ class ChatTemplate:
             raise TemplateError(f"{what} was stopped: it is nested too deeply, or calls itself without end") from error
         except Exception as error:  # a template can fail in as many ways as a program
             raise TemplateError(f"{what} failed: {type(error).__name__}: {str(error)[:500]}") from error
+
+
+def _fitted_system(messages: list[dict[str, Any]], trials: TemplateTrials) -> list[dict[str, Any]]:
+    if any(message["role"] == "developer" for message in messages) and not trials.writes_developer:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+    leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    if len(leading) < 2 or show_images(leading) or trials.writes_several_systems:
+        return messages
+    texts = ("\n".join(shown_texts(message["content"])) for message in leading)
+    return [{"role": leading[0]["role"], "content": "\n\n".join(filter(None, texts))}, *messages[len(leading) :]]
 
 
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:

@@ -60,6 +60,21 @@ class TemplateTrials:
         )
         return _WORDS[0] not in as_text and _WORDS[0] in as_parts
 
+    @cached_property
+    def writes_developer(self) -> bool:
+        """Whether a developer's message at the beginning is written."""
+        return self._writes("developer", 1)
+
+    @cached_property
+    def writes_several_systems(self) -> bool:
+        """Whether two system messages at the beginning are both written."""
+        return self._writes("system", 2)
+
+    def _writes(self, role: str, count: int) -> bool:
+        contents = [[part] if self.wants_parts else part["text"] for part in _parts(count)]
+        written = self._render([*({"role": role, "content": content} for content in contents), _QUESTION], False) or ""
+        return all(word in written for word in _WORDS[:count])
+
     def reads_parts(self, role: str) -> bool:
         """Whether a list of text parts as the content of a message of `role` is written as the text in it."""
         if role not in self._reads_parts:

@@ -253,7 +253,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}}, "has no tools"),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
-    ({"context_management": {"edits": [1]}}, "context_management is not served"),
     ({"messages": [{"role": "user", "content": "cup " * 2000}]}, "maximum context length is 1024"),
 ]  # fmt: skip
 

@@ -66,7 +66,17 @@ def test_few_system_prompts_are_remembered(runtime: SpecDecodeRuntime) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert min(threads.map(prepare, range(300))) > 0
-    assert runtime._preparation._system_ids.cache_info().currsize == 64
+    assert runtime._preparation._system_ids.cache_info().currsize == 16
+
+
+def test_what_developers_say_is_a_system_prompt_too(runtime: SpecDecodeRuntime) -> None:
+    said = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "developer", "content": [{"type": "text", "text": "do"}]},
+    ]
+    question = {"role": "user", "content": "hi"}
+    one, both = (runtime.prepare(Request(messages=[*said[:count], question])).system_tokens for count in (1, 2))
+    assert 0 < one < both
 
 
 def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:

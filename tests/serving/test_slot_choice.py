@@ -42,6 +42,23 @@ def test_another_conversation_that_begins_alike_is_left_as_it_is() -> None:
     assert choose_slot(slots(long, [7, 7]), range(2), [*SYSTEM, 99], None) == SlotChoice(0)  # it is the oldest itself
 
 
+def test_what_all_conversations_of_an_agent_begin_with_makes_none_of_them_another() -> None:
+    """A long system prompt with tools is most of each conversation: what goes on is told by what is behind it."""
+    system = list(range(100, 200))
+    first, second = [*system, 1, 2, 3], [*system, 4, 5]
+    assert choose_slot(slots(first, []), range(2), second, None) == SlotChoice(0)
+    assert choose_slot(slots(first, []), range(2), second, None, None, 100) == SlotChoice(1, copied=0)
+    for held in (first[:102], first, [*first, 9], [*first[:102], 8]):  # an answer, and another question
+        assert choose_slot(slots(held, []), range(2), [*first, 7], None, None, 100) == SlotChoice(0)
+    assert choose_slot(slots(system[:50], []), range(2), second, None, None, 100) == SlotChoice(0)  # nothing is lost
+    other = [*system[:90], 0, *range(12)]
+    assert choose_slot(slots(other, []), range(2), second, None, None, 100) == SlotChoice(1, copied=0)
+    alike = slots(first, [*system, 6, 6, 6], [7])  # as much in two of them: the older is given up
+    assert choose_slot(alike, range(3), second, None, None, 100) == SlotChoice(0)
+    alike[0].replace(first)
+    assert choose_slot(alike, range(2), second, None, None, 100) == SlotChoice(1)
+
+
 def test_a_conversation_that_was_shortened_takes_its_own_slot() -> None:
     mine = OngoingConversation()
     contents = slots([*SYSTEM, *range(20)], [*SYSTEM, *range(30, 50)], [*SYSTEM, 60])
@@ -53,7 +70,7 @@ def test_a_conversation_that_was_shortened_takes_its_own_slot() -> None:
     contents[1].bind("json")  # of no use for the prompt, but of no other use either
     contents[1].conversation = mine
     contents[2].replace([*SYSTEM, *range(60, 80)])
-    assert choose_slot(contents, range(3), prompt, None, mine) == SlotChoice(1, copied=2)
+    assert choose_slot(contents, range(3), prompt, None, mine) == SlotChoice(1, copied=0)
     assert choose_slot(contents, range(2, 3), prompt, None, mine) == SlotChoice(2)  # its slot is running
 
 

@@ -246,3 +246,38 @@ def test_trials_of_an_endless_template_end() -> None:
     trials = template.trials()
     assert not any((trials.wants_parts, trials.reads_parts("user"), trials.tests_for_none))
     assert template._trial_seconds == 0
+
+
+#: As templates have it that take one system message, at the beginning, or know the developer; and one that takes parts.
+FIRST_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}"
+    "{% elif m.role in ('system', 'user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+ANY_SYSTEM = "{% for m in messages if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+ANY_ROLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+PARTS_OF_FIRST = (
+    "{% for m in messages %}{% if loop.first or m.role == 'user' %}[{{ m.role }}]"
+    "{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (FIRST_SYSTEM, "[system]Be brief.\n\nUse\ntools.[user]Hi"),
+        (ANY_SYSTEM, "[system]Be brief.[system]Use\ntools.[user]Hi"),
+        (ANY_ROLE, "[developer]Be brief.[developer]Use\ntools.[user]Hi"),
+        (PARTS_OF_FIRST, "[developer]Be brief.\n\nUse\ntools.[user]Hi"),
+    ],
+)
+def test_what_developers_say_is_written_by_every_template(source: str, expected: str) -> None:
+    """Agents send several such messages; a template that does not know them would leave out what the agent is."""
+    said: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "developer", "content": text_parts("Use", "tools.")},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert rendered(source, said) == expected
+    empty = {"role": "developer", "content": ""}
+    assert rendered(source, [empty, *said[2:]]) == "[user]Hi"
+    assert rendered(FIRST_SYSTEM, [empty, *said[1:]]) == "[system]Use\ntools.[user]Hi"
