@@ -155,6 +155,15 @@ def damaged(path: Path | str, cause: str) -> SnapshotError:
     return SnapshotError(f"the snapshot {path} is damaged: {cause}. {_ADVICE}", DAMAGED)
 
 
+def too_large(snapshot: Snapshot, kind: str, budget: int) -> SnapshotError:
+    """The error for a snapshot that is larger than a whole budget of bytes, of this `kind`."""
+    return SnapshotError(
+        f"the snapshot {snapshot.facts.label!r} takes {snapshot.nbytes:,} bytes, more than the whole {kind} budget of "
+        f"{budget:,}: shorten the prompt or raise the budget",
+        "too large",
+    )
+
+
 def _not_finite(what: str, snapshot: Snapshot, name: str, index: int, reason: str) -> SnapshotError:
     values = value_and_place(snapshot.tensor(name), snapshot.places[name].dtype, index)
     return SnapshotError(

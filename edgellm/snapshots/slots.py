@@ -34,7 +34,7 @@ logger = logging.getLogger("edgellm.snapshots")
 
 
 class SlotSnapshots:
-    """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
+    """Snapshots for one runner, kept in its `store`. Used from the runner's thread.
 
     An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
     """
@@ -55,7 +55,6 @@ class SlotSnapshots:
         self._checked: WeakSet[Snapshot] = WeakSet()
         self._taken: dict[int, StoredSnapshot] = {}
         self._uploader = Uploader(runner.backend)
-        self._reserve(store.snapshots())
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
@@ -104,7 +103,7 @@ class SlotSnapshots:
                 self._write(slot, match.stored, common, match.stored.facts.binding)
             except SnapshotError as error:
                 logger.warning("%s", error)
-                self.store.discard(match.stored, error)
+                self.store.discard(match.stored)
                 continue
             contents.replace(tokens[:common], self._draft_rows(common), place, held)
             self._taken[slot] = match.stored
@@ -121,7 +120,7 @@ class SlotSnapshots:
                 "logits are infinite or NaN, so that values in it are far too large. Build it anew, or leave it out",
                 NOT_FINITE,
             )
-            self.store.discard(stored, error)
+            self.store.discard(stored)
             raise error
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
@@ -166,25 +165,6 @@ class SlotSnapshots:
         self._fill(slot, snapshot)
         tokens = token_ids if images is None else images.identities(token_ids)
         contents.replace(tokens, self._draft_rows(len(token_ids)), len(token_ids))
-        return snapshot
-
-    def take(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        label: str,
-        adapter: str | None = None,
-        images: PromptImages | None = None,
-        prompt: PromptRecord | None = None,
-    ) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], of which recurrent states
-        have taken N - 1, computed with an adapter and with the `images` of a prompt that begins with these tokens.
-
-        Raises DeviceMemoryError.
-        """
-        snapshot = self._unfilled(token_ids, label, adapter, images, prompt)
-        self._fill(slot, snapshot, of_states=True)
-        self._fill(slot, snapshot)
         return snapshot
 
     def _unfilled(
@@ -234,9 +214,8 @@ class SlotSnapshots:
         self._check(path, mapped, expected)
         if mapped.nbytes > self.store.memory_budget:
             verify_snapshot(path, mapped)
-            stored = self.store.add_file(path)
-            self._reserve([stored])
-            return stored
+            self._uploader.reserve(mapped.nbytes)  # before a request waits for it
+            return self.store.add_file(path)
         snapshot = mapped.unread(self._backend.host_memory)
         with opened_unchanged(path, identity) as descriptor:
             verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
@@ -247,10 +226,7 @@ class SlotSnapshots:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
         self._uploader.close()
-        for stored in self.store.snapshots():
-            binding = stored.facts.binding
-            if replace(binding, images=NONE) in self._bindings.values():
-                self.store.forget_memory(binding)
+        self.store.forget_memory()
 
     def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
@@ -278,12 +254,6 @@ class SlotSnapshots:
         assert stored.path is not None  # which it is a map of
         with opened_unchanged(stored.path, stored.identity) as descriptor:
             yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
-
-    def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
-        """Make what files are read through before a request waits for it."""
-        largest = max((each.nbytes for each in stored if each.path is not None), default=0)
-        if largest:
-            self._uploader.reserve(largest)
 
     def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
         """Raise SnapshotError unless the snapshot has this binding and holds what this runner's states take."""
