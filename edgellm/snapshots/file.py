@@ -34,7 +34,6 @@ from edgellm.snapshots.snapshot import (
     TOKEN_IDS,
     Snapshot,
     SnapshotFacts,
-    TensorPlace,
 )
 from edgellm.snapshots.staging import StagedFile
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -79,12 +78,12 @@ def read_snapshot(path: Path) -> Snapshot:
     file = _map_file(path)
     try:
         facts, prompt = _read_metadata(path, file)
-        places = _checked_places(path, facts, file.tensors)
+        _check_tensors(path, facts, file.tensors)
         whole = max(info.offset + info.nbytes for info in file.tensors.values())  # which the header was checked for
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
-    return Snapshot(facts, content, places, is_mapped=True, prompt=prompt)
+    return Snapshot(facts, content, file.tensors, is_mapped=True, prompt=prompt)
 
 
 def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | None = None) -> None:
@@ -229,8 +228,8 @@ class _DamagedError(SnapshotError):
         super().__init__(message, DAMAGED)
 
 
-def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorInfo]) -> dict[str, TensorPlace]:
-    """The tensors, each of the dtype and length in tokens that the facts say; raises SnapshotError."""
+def _check_tensors(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorInfo]) -> None:
+    """Raise SnapshotError unless each tensor has the dtype and length in tokens that the facts say."""
     wanted: object
     found: object
     expected = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
@@ -253,7 +252,6 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
             raise damaged(path, f"the tensor {name!r} has {found}, expected {wanted}, as its metadata say")
     if any(info.offset > tensors[DIGEST].offset for info in tensors.values()):
         raise damaged(path, f"the tensor {DIGEST!r} is not the last")
-    return {name: TensorPlace(info.dtype, info.shape, info.offset) for name, info in tensors.items()}
 
 
 def _rows_dtype(name: str, binding: SnapshotBinding) -> str | None:

@@ -16,12 +16,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgellm.engines.formats.digests import is_known_finite_content
-from edgellm.engines.formats.safetensors_file import DTYPES
+from edgellm.engines.formats.safetensors_file import DTYPES, TensorInfo
 from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.limits import LARGEST_CONTEXT
@@ -62,22 +63,8 @@ class SnapshotFacts:
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
 
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor of the image: the project's name of its dtype, its shape, and where it begins, in bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
-
-
 class Snapshot:
-    """Facts, and the image `content` [bytes] uint8 with its tensors' places by name.
+    """Facts, and the image `content` [bytes] uint8 with its tensors' places by name; in memory it has no file.
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
     `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
@@ -89,7 +76,7 @@ class Snapshot:
         self,
         facts: SnapshotFacts,
         content: np.ndarray,
-        places: Mapping[str, TensorPlace],
+        places: Mapping[str, TensorInfo],
         is_mapped: bool,
         prompt: PromptRecord | None = None,
     ) -> None:
@@ -115,8 +102,8 @@ class Snapshot:
         header: dict[str, Any] = {"__metadata__": metadata}
         ends = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
         for name, (dtype, shape) in {**tensors, **ends}.items():
-            places[name] = TensorPlace(dtype, tuple(shape), position)
-            end = position + places[name].nbytes
+            nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+            places[name], end = TensorInfo(name, dtype, tuple(shape), Path(), position, nbytes), position + nbytes
             header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [position, end]}
             position = end
         encoded = json.dumps(header, separators=(",", ":")).encode()
