@@ -28,7 +28,7 @@ from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, 
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
-from edgellm.snapshots.transfer import RowCopy, Uploader, download
+from edgellm.snapshots.transfer import RowCopy, Uploader
 
 logger = logging.getLogger("edgellm.snapshots")
 
@@ -198,7 +198,10 @@ class SlotSnapshots:
         """Take the rows of a slot into its snapshot, or its recurrent states."""
         self._runner.base.await_rows()
         copies = self._copies(slot, snapshot, snapshot.facts.tokens)
-        download(self._backend, (copy for copy in copies if copy.name.startswith(STATE_PREFIX) == of_states))
+        wanted = [copy for copy in copies if copy.name.startswith(STATE_PREFIX) == of_states]
+        download = self._backend.download_rows
+        for transfer in [download(each.cache, each.values, each.rows, each.first) for each in wanted]:
+            transfer.wait()
 
     def load(self, path: Path, adapters: Sequence[str | None] = (None,)) -> StoredSnapshot:
         """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.

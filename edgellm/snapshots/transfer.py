@@ -36,12 +36,6 @@ class RowCopy:
     first: int = 0
 
 
-def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
-    """Fill the values from the caches; they are there when this returns."""
-    for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows, copy.first) for copy in copies]:
-        transfer.wait()
-
-
 class Uploader:
     """Fills caches from snapshots beside what the backend computes. Used from the backend's thread.
 
