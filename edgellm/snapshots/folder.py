@@ -10,7 +10,7 @@ from pathlib import Path
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import binding_key
 from edgellm.snapshots.file import read_snapshot, too_large, write_snapshot
-from edgellm.snapshots.prefix_index import token_key
+from edgellm.snapshots.prefixes import token_key
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import SUFFIX, delete_file, file_identity, last_used, remove_abandoned, touch
 

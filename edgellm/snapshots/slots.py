@@ -23,7 +23,7 @@ from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, ima
 from edgellm.snapshots.content_digest import Findings
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import NOT_FINITE, check_binding, damaged, read_snapshot, verify_snapshot
-from edgellm.snapshots.prefix_index import reusable_rows
+from edgellm.snapshots.prefixes import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot

@@ -13,7 +13,7 @@ import numpy as np
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.file import read_snapshot, too_large
-from edgellm.snapshots.prefix_index import PrefixIndex, token_key
+from edgellm.snapshots.prefixes import common_tokens, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, same_content, touch
 
@@ -61,7 +61,8 @@ class SnapshotStore:
 
     def __init__(self, memory_budget: int = MEMORY_BUDGET) -> None:
         self.memory_budget = memory_budget
-        self._indexes: dict[SnapshotBinding, PrefixIndex[StoredSnapshot]] = {}
+        #: By binding and the tokens' key.
+        self._known: dict[SnapshotBinding, dict[bytes, StoredSnapshot]] = {}
         # By use, the least recent first.
         self._memory: OrderedDict[StoredSnapshot, None] = OrderedDict()
         self._maps: OrderedDict[StoredSnapshot, None] = OrderedDict()
@@ -95,16 +96,20 @@ class SnapshotStore:
         a whole is of use. A snapshot with states of recurrent layers is of use only as a whole, and its states are
         those before its last token.
         """
-        prompt, index = token_key(prompt_ids), self._indexes.get(binding)
-        if index is None:
+        prompt = token_key(prompt_ids)
+        shared = {stored: common_tokens(key, prompt) for key, stored in self._known.get(binding, {}).items()}
+        common = max(shared.values(), default=0)
+        if common == 0:
             return None
-        common, found = index.longest(prompt)
+        found = [stored for stored, tokens in shared.items() if tokens == common]
         if cut is not None:
             found = [stored for stored in found if cut(stored.facts.tokens, common)]
         if not found or found[0].has_states:
-            common, found = index.longest_whole(prompt)
-        if not found:
-            return None
+            wholes = [stored for stored, tokens in shared.items() if tokens == stored.facts.tokens]
+            if not wholes:
+                return None
+            found = [max(wholes, key=lambda stored: stored.facts.tokens)]
+            common = found[0].facts.tokens
         return Match(next((stored for stored in found if stored.memory is not None), found[0]), common)
 
     def open(self, stored: StoredSnapshot) -> Snapshot:
@@ -145,7 +150,7 @@ class SnapshotStore:
 
     def snapshots(self) -> list[StoredSnapshot]:
         """All that can be used."""
-        return [stored for index in self._indexes.values() for stored in index]
+        return [stored for known in self._known.values() for stored in known.values()]
 
     @property
     def memory_bytes(self) -> int:
@@ -155,24 +160,20 @@ class SnapshotStore:
     def _stored(self, snapshot: Snapshot) -> StoredSnapshot:
         """The entry of a snapshot's binding and tokens, new or not."""
         binding, key = snapshot.facts.binding, token_key(snapshot.token_ids)
-        index = self._indexes.setdefault(binding, PrefixIndex())
-        stored = index.get(key)
-        if stored is None:
-            stored = StoredSnapshot(snapshot.facts, key, snapshot.nbytes, bool(snapshot.states))
-            index.add(key, stored)
-        else:
-            stored.facts, stored.nbytes = snapshot.facts, snapshot.nbytes
+        new = StoredSnapshot(snapshot.facts, key, snapshot.nbytes, bool(snapshot.states))
+        stored = self._known.setdefault(binding, {}).setdefault(key, new)
+        stored.facts, stored.nbytes = snapshot.facts, snapshot.nbytes
         return stored
 
     def _forget_memory(self, stored: StoredSnapshot) -> None:
         """Let go of what is in memory of a snapshot, and of all of it where it has no file."""
         self._memory.pop(stored, None)
         stored.memory = None
-        index = self._indexes.get(stored.facts.binding)
-        if stored.path is None and index is not None and index.get(stored.key) is stored:
-            index.remove(stored.key)
-            if not len(index):  # a binding for each set of images would add up
-                del self._indexes[stored.facts.binding]
+        known = self._known.get(stored.facts.binding, {})
+        if stored.path is None and known.get(stored.key) is stored:
+            del known[stored.key]
+            if not known:  # a binding for each set of images would add up
+                del self._known[stored.facts.binding]
 
     def _close_map(self, stored: StoredSnapshot) -> None:
         """Let go of a file's map; who uses it still keeps it alive."""

@@ -126,11 +126,11 @@ def test_nothing_is_left_of_bindings_that_are_gone(make_snapshot: MakeSnapshot) 
     store = SnapshotStore(memory_budget=2 * size)
     for number in range(9):
         store.put(make_snapshot([1, 2, 3], adapter=f"{number}" * 64))
-    assert len(store.snapshots()) == len(store._indexes) <= 2
+    assert len(store.snapshots()) == len(store._known) <= 2
     for stored in store.snapshots():
         store.discard(stored)
         store.discard(stored)
-    assert store._indexes == {}
+    assert store._known == {}
 
 
 def test_what_is_in_memory_is_preferred_among_equals(
