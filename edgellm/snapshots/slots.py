@@ -59,8 +59,7 @@ class SlotSnapshots:
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
         computed = backend.name, backend.compute_dtype
-        unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
-        self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
+        self._unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
         self._encoder = encoder_digest(directory, vision_directory)
         self._whole_images = config.image_tokens > 0
         self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
@@ -68,10 +67,7 @@ class SlotSnapshots:
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
         `images_digest`."""
-        if adapter is not None and adapter not in self._bindings:
-            self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
-        bound = self._bindings[adapter]
-        return bound if images == NONE else replace(bound, images=images)
+        return replace(self._unadapted, adapter=adapter or NONE, images=images)
 
     def restore(
         self,
