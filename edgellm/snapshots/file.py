@@ -40,7 +40,6 @@ from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
 _ADVICE = "Remove it and make it again: edgellm cache build"
-_WRITE_BYTES = 8 << 20
 _LENGTH_BYTES = 8
 #: A file whose first bytes differ from `BEGINNING` by no more bits is a snapshot that was damaged there.
 _MOST_FLIPPED_BITS = 8
@@ -57,13 +56,11 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
             examined = beside.submit(content_findings, snapshot.body, snapshot.sections)
-            body = memoryview(snapshot.body)
-            for start in range(0, len(body), _WRITE_BYTES):
-                staged.write(body[start : start + _WRITE_BYTES])
+            staged.file.write(snapshot.body)
             found = examined.result()
             if found.not_finite is not None:
                 raise _not_finite(f"{path} is not written", snapshot, *found.not_finite, "not written")
-            staged.write(memoryview(found.digest))
+            staged.file.write(found.digest)
             staged.sync()
             _check_written(staged.path, path, snapshot, found.digest)
             staged.commit()

@@ -108,7 +108,7 @@ class StagedFile:
         remove_abandoned(self._target.parent, self._target.name)
         while True:
             self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
-            self.file = self.path.open("xb", buffering=0)
+            self.file = self.path.open("xb")
             fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
             if self.path.exists():  # not taken for an abandoned one before it was locked
                 return self
@@ -121,13 +121,9 @@ class StagedFile:
             self.path.unlink()
         self.file.close()
 
-    def write(self, data: memoryview) -> None:
-        """Write all of `data`."""
-        while data:
-            data = data[self.file.write(data) :]
-
     def sync(self) -> None:
         """Put what was written on the disk, and have what is read of it come from there."""
+        self.file.flush()
         os.fsync(self.file.fileno())
         with suppress(OSError):
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -156,7 +156,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp
     with StagedFile(tmp_path / "x") as first:
         with StagedFile(tmp_path / "x") as second:
             assert first.path.exists() and second.path.exists()
-            second.write(memoryview(b"second"))
+            second.file.write(b"second")
             second.sync()
             second.commit()
         remove_abandoned(tmp_path)
