@@ -104,13 +104,12 @@ def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | Non
     snapshot.is_verified = True
 
 
-def check_binding(path: Path | None, snapshot: Snapshot, expected: SnapshotBinding) -> None:
+def check_binding(path: Path, snapshot: Snapshot, expected: SnapshotBinding) -> None:
     """Raise SnapshotError that names every difference from the `expected` binding."""
     differences = snapshot.facts.binding.differences(expected)
     if differences:
-        name = repr(snapshot.facts.label) if path is None else path
         raise SnapshotError(
-            f"the snapshot {name} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
+            f"the snapshot {path} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
             "edgellm cache build",
             f"other {next(iter(differences)).replace('_', ' ')}",
         )

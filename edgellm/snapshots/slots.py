@@ -96,7 +96,7 @@ class SlotSnapshots:
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
             try:
-                self._write(slot, match.stored, common, match.stored.facts.binding)
+                self._write(slot, match.stored, common)
             except SnapshotError as error:
                 logger.warning("%s", error)
                 self.store.discard(match.stored)
@@ -210,7 +210,8 @@ class SlotSnapshots:
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
         shown = mapped.facts.binding.images if self._sees else NONE
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
-        self._check(path, mapped, expected)
+        check_binding(path, mapped, expected)
+        self._check(path, mapped)
         if mapped.nbytes > self.store.memory_budget:
             verify_snapshot(path, mapped)
             self._uploader.reserve(mapped.nbytes)  # before a request waits for it
@@ -227,13 +228,13 @@ class SlotSnapshots:
         self._uploader.close()
         self.store.forget_memory()
 
-    def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
+    def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 
         The content of a file is hashed while it is copied, unless that was done and the file is still the same.
         """
         snapshot = self.store.open(stored)
-        self._check(stored.path, snapshot, binding)
+        self._check(stored.path, snapshot)
         copies = self._copies(slot, snapshot, tokens)
         found: list[Findings] = []
         if not snapshot.is_mapped:
@@ -254,9 +255,8 @@ class SlotSnapshots:
         with opened_unchanged(stored.path, stored.identity) as descriptor:
             yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
 
-    def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
-        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's states take."""
-        check_binding(path, snapshot, binding)
+    def _check(self, path: Path | None, snapshot: Snapshot) -> None:
+        """Raise SnapshotError unless the snapshot holds what this runner's states take."""
         if snapshot in self._checked:
             return
         expected = {name: shape for name, (shape, _) in self._saved(snapshot.facts.tokens).items()}
