@@ -119,8 +119,7 @@ class SnapshotStore:
         if stored.memory is not None:
             self._memory.move_to_end(stored)
             return stored.memory
-        if stored.path is None:
-            raise SnapshotError(f"the snapshot {stored.facts.label!r} is no longer there", "missing")
+        assert stored.path is not None  # or it would not be known any more
         identity = file_identity(stored.path)
         if stored.mapped is None or identity is None or stored.identity != identity:
             mapped = read_snapshot(stored.path)
