@@ -22,18 +22,23 @@ from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.kernels.compilations import usable_cores
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, content_digest, content_findings, examine
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
+    DIGEST_BYTES,
     FORMAT_VERSION,
     METADATA_KEY,
     PROMPT_KEY,
     READABLE_VERSIONS,
     STATE_PREFIX,
     TOKEN_IDS,
+    Findings,
+    Section,
     Snapshot,
     SnapshotFacts,
+    content_digest,
+    content_findings,
+    examine,
 )
 from edgellm.snapshots.staging import StagedFile
 from edgellm.snapshots.system_prompt import PromptRecord

@@ -11,9 +11,8 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, combined_findings
 from edgellm.snapshots.file import Part, SectionReader
-from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.snapshot import DIGEST_BYTES, Findings, Section, Snapshot, combined_findings
 
 #: A section, its place [lines, n] uint8 in the staging memory, and where that begins, in bytes.
 Placed = tuple[Section, np.ndarray, int]

@@ -16,13 +16,12 @@ from edgellm.engines.formats.digests import is_known_finite_content, remember_fi
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.snapshots import content_digest as digests
-from edgellm.snapshots.content_digest import content_digest
+from edgellm.snapshots import snapshot as digests
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.snapshot import DIGEST, Snapshot
+from edgellm.snapshots.snapshot import DIGEST, Snapshot, content_digest
 from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]

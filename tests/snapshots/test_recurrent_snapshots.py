@@ -19,11 +19,10 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
-from edgellm.snapshots.content_digest import content_digest
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.snapshot import DIGEST
+from edgellm.snapshots.snapshot import DIGEST, content_digest
 from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.snapshots.store import SnapshotStore
 

@@ -19,9 +19,9 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import content_digest, snapshot, transfer
 from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
+from edgellm.snapshots import snapshot, transfer
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
@@ -105,8 +105,8 @@ def test_a_file_is_hashed_once_unless_it_changes(slots: Slots, tmp_path: Path, m
     path = save(snapshots.store, snapshots.compute(1, SYSTEM, KVContents(), "system"), tmp_path)
     expected = rows_of(runner, 1, len(SYSTEM))
     hashed = []
-    digest = content_digest.section_digest
-    monkeypatch.setattr(content_digest, "section_digest", lambda part: hashed.append(part.nbytes) or digest(part))
+    digest = snapshot.section_digest
+    monkeypatch.setattr(snapshot, "section_digest", lambda part: hashed.append(part.nbytes) or digest(part))
 
     def restored() -> int:
         forget(runner)

@@ -16,7 +16,7 @@ from kept_snapshots import flip_what_is_written
 from safetensors import safe_open
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import content_digest as digests
+from edgellm.snapshots import snapshot as digests
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import StagedFile, remove_abandoned
