@@ -13,7 +13,7 @@ import pytest
 
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import snapshot
-from edgellm.snapshots.file import Part, SectionReader
+from edgellm.snapshots.transfer import Part, SectionReader
 
 SIZE, COUNT = 1000, 40
 

@@ -19,7 +19,6 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
 from edgellm.snapshots import snapshot, transfer
 from edgellm.snapshots.contents import KVContents
@@ -116,8 +115,8 @@ def test_a_file_is_hashed_once_unless_it_changes(slots: Slots, tmp_path: Path, m
         return sum(hashed)
 
     read = []
-    reading = section_reading.SectionReader.read
-    monkeypatch.setattr(section_reading.SectionReader, "read", lambda *a: read.append(1) or reading(*a))
+    reading = transfer.SectionReader.read
+    monkeypatch.setattr(transfer.SectionReader, "read", lambda *a: read.append(1) or reading(*a))
     assert [restored() for _ in range(3)] == [path.stat().st_size - 32, 0, 0]
     assert len(read) == 1  # what the memory still holds is not read again
     save(snapshots.store, snapshots.compute(1, SYSTEM[::-1], KVContents(), "another"), tmp_path)
@@ -185,13 +184,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(
         assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
         runner.base.await_rows()
         snapshots._uploader.forget()
-    read = section_reading.SectionReader.read
+    read = transfer.SectionReader.read
 
     def shrink(reader: Any, descriptor: int, parts: Any, is_hashed: bool) -> Any:
         os.truncate(path, path.stat().st_size - 32 - missing)
         return read(reader, descriptor, parts, is_hashed)
 
-    monkeypatch.setattr(section_reading.SectionReader, "read", shrink)
+    monkeypatch.setattr(transfer.SectionReader, "read", shrink)
     assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
     assert "shorter" in caplog.text
     runner.base.await_rows()
