@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from edgellm.engines.formats.small_files import decoded_ids
 from edgellm.errors import RequestError
@@ -14,11 +14,17 @@ from edgellm.text.token_sizes import stages
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from edgellm.tool_calls.reader import ToolReader
-
 #: Why an answer ended; see `edgellm.requests.Response`.
 FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context", "cancelled", "deadline"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+
+
+class CallReader(Protocol):
+    """What an answer needs of a reader of calls, such as `edgellm.tool_calls.reader.ToolReader`."""
+
+    def push(self, token_id: int, text: str) -> str: ...
+
+    def finish(self) -> str: ...
 
 
 class StopStrings:
@@ -78,7 +84,7 @@ class OutputText:
         stop_token_ids: Collection[int] = (),
         eos_token_ids: Collection[int] = (),
         max_tokens: int | None = None,
-        calls: ToolReader | None = None,
+        calls: CallReader | None = None,
         min_tokens: int = 0,
     ) -> None:
         """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit; no
