@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory
@@ -114,9 +113,7 @@ class StagedFile:
                 return self
             self.file.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(OSError):  # after a commit this name is gone
             self.path.unlink()
         self.file.close()
