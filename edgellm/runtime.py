@@ -159,10 +159,11 @@ class SpecDecodeRuntime(OpenedModel):
         path, store = None if path is None else user_path(path), self._open_snapshots().store
         if path is not None:
             write_snapshot(path, snapshot)
-        if path is None or snapshot.nbytes <= store.memory_budget:
-            store.put(snapshot)
-        else:
-            store.add_file(path)
+        with self._exclusive():
+            if path is None or snapshot.nbytes <= store.memory_budget:
+                store.put(snapshot)
+            else:
+                store.add_file(path)
         return CachedPrompt(tuple(snapshot.token_ids.tolist()), snapshot.nbytes, path)
 
     def system_prompt_snapshot(

@@ -106,7 +106,7 @@ def build(given: BuildOptions) -> None:
     adapters = settings.adapters | cache_prompts.adapter_directories(wanted)
     # What a settings file says of answers does not choose what is computed here.
     settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
-    from edgellm.snapshots.store import DISK_BUDGET
+    from edgellm.snapshots.folder import DISK_BUDGET
 
     budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
     folder = cache_prompts.chosen_folder(given.folder)

@@ -16,8 +16,8 @@ from edgellm.commands.console import mebibytes, progress_display
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.file import require_snapshot_file, write_snapshot
+from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.staging import delete_file
-from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import Tools
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def build_snapshots(
     from edgellm.commands.models import open_model  # what a name in use need not load
 
     replaced = _replaced_files(wanted, folder, replaces)
-    store = SnapshotStore(0, folder, disk_budget)
+    place = SnapshotFolder(folder, disk_budget)
     adapters = [item.adapter for item in wanted if item.adapter is not None]
     lines: list[str] = []
     try:
@@ -56,7 +56,7 @@ def build_snapshots(
                     inputs = item.text, item.adapter, item.label, tools, template_variables
                     snapshot = llm.call(methodcaller("system_prompt_snapshot", *inputs)).result()
                     display(printable(item.label), 1, 2)
-                    path, removed = _keep(snapshot, item, store, old, replaces)
+                    path, removed = _keep(snapshot, item, place, old, replaces)
                 except EdgeLLMError as error:
                     if len(wanted) == 1:
                         raise
@@ -105,7 +105,7 @@ def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool)
 
 
 def _keep(
-    snapshot: Snapshot, item: CachePrompt, store: SnapshotStore, replaced: Sequence[Path], replaces: bool
+    snapshot: Snapshot, item: CachePrompt, folder: SnapshotFolder, replaced: Sequence[Path], replaces: bool
 ) -> tuple[Path, Sequence[Path]]:
     """Write a snapshot in the place of the files that are `replaced`; returns its file, and which ones went to keep
     within the disk budget.
@@ -119,7 +119,7 @@ def _keep(
             if os.path.realpath(old) != os.path.realpath(item.output):
                 delete_file(old)
         return item.output, ()
-    path = store.path_of(snapshot)
+    path = folder.path_of(snapshot)
     if os.path.lexists(path):
         require_snapshot_file(path)
         label = read_snapshot_file(path).label
@@ -128,4 +128,4 @@ def _keep(
                 f"this prompt is kept already, under the name {label!r}: {printable(path)}. Use that one, or give it "
                 f"the name {item.label!r} with --replace"
             )
-    return path, store.save(snapshot, replaced)[1]
+    return path, folder.save(snapshot, replaced)[1]

@@ -42,7 +42,7 @@ def open_model(
     llm = open_model_with(settings, chosen_drafting(settings), chosen_adapters(settings, adapters, every_adapter))
     if settings.system_cache is None:
         return llm
-    from edgellm.snapshots.prefix_index import common_tokens, token_key
+    from edgellm.snapshots.prefixes import common_tokens, token_key
     from edgellm.snapshots.system_prompt import system_prompt_ids
 
     try:

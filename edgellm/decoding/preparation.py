@@ -25,11 +25,11 @@ from edgellm.structure.answers import RuleMaker
 from edgellm.text.messages import (
     SYSTEM_ROLES,
     ImageReference,
-    UnreadVariables,
     checked_messages,
     images_of_messages,
     images_of_prompt,
     require_tools_shown,
+    warn_of_unread,
 )
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class Preparation:
     ) -> None:
         """Images are refused without `vision`."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
-        self._capacity, self._unread = directory.limits.kv_capacity, UnreadVariables()
+        self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
@@ -216,7 +216,8 @@ class Preparation:
         if tools or variables:
             names, origin = self._tokenizer.template_variables(), self._tokenizer.template_origin
             require_tools_shown(tools, names, origin)
-            self._unread.report(variables, names, origin)
+            for name in sorted(variables.keys() - names):
+                self._warn_once(name, origin)
 
     def _fitted(self, request: Request, whole: _Prompt, max_tokens: int | None) -> tuple[_Prompt, Dropped]:
         """The prompt of messages, of which `whole` is that of all, without the turns that leave, and what these are.

@@ -75,9 +75,7 @@ class AnswerReader:
     def of(cls, tokenizer: Tokenizer, sequence: DecodingSequence, request: Request) -> AnswerReader:
         """The reader of the answer to a request; a prompt without messages is continued with whatever comes."""
         marks = None if request.messages is None else reasoning_marks(tokenizer)
-        state: ReasoningState = "closed"
-        if marks is not None:
-            state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
+        state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
         shown_ids = () if sequence.calls is None else sequence.calls.shown_ids
         return cls(tokenizer, sequence.answer, marks, state, shown_ids)
 

@@ -155,18 +155,14 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
             found = _asked(name, commit or name.revision, api)
         known = record.find(found.commit, found.file)
         found = _with_what_is_missing(found if known is None else known)
-        _write(record.with_download(found, name.revision), folder)  # what is left of an interrupted one is known, too
+        try:
+            record.with_download(found, name.revision).write(folder)  # what is left of an interrupted one is known, too
+        except OSError as error:
+            raise HubError(
+                f"{folder} cannot be written: {error.strerror or error}. Take another EDGELLM_CACHE_DIR"
+            ) from error
         _download(found, api, progress)
     return found
-
-
-def _write(record: Record, folder: Path) -> None:
-    try:
-        record.write(folder)
-    except OSError as error:
-        raise HubError(
-            f"{folder} cannot be written: {error.strerror or error}. Take another EDGELLM_CACHE_DIR"
-        ) from error
 
 
 def _asked(name: HubName, revision: str, api: HfApi) -> Download:

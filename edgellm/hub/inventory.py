@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, ModelSource, file_folder
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, file_folder
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
@@ -53,7 +53,7 @@ def models() -> list[Model]:
         if directory is not None:
             found.append(Model.of("built", directory.name, directory))
     found += [Model.of("cached", str(file), directory) for directory, file in _file_directories()]
-    for folder in _repository_folders():
+    for folder in sorted(path for path in (user_cache_directory() / "models").glob("*") if path.is_dir()):
         for directory in _cached_directories(folder):
             source = directory.source
             assert source is not None
@@ -78,10 +78,7 @@ def gguf_file(directory: EngineDirectory) -> Path | None:
 
 def _file_directories() -> list[tuple[EngineDirectory, Path]]:
     """The directories in the cache that were made of GGUF files, each with its file."""
-    folder = file_folder()
-    places = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [each for path in places if not path.is_symlink() and (each := _described(path)) is not None]
-    return [(each, gguf_file(each) or each.path) for each in found]
+    return [(each, gguf_file(each) or each.path) for each in _directories_in(file_folder())]
 
 
 def existing_directory(model: str | Path) -> Path:
@@ -246,20 +243,17 @@ def _remove_empty(folder: Path) -> None:
             Path(place).rmdir()
 
 
-def _repository_folders() -> list[Path]:
-    models_folder = user_cache_directory() / "models"
-    return sorted(path for path in models_folder.iterdir() if path.is_dir()) if models_folder.is_dir() else []
-
-
 def _cached_directories(folder: Path, file: str = "") -> list[EngineDirectory]:
     """The engine directories in a repository's folder that were made for a name, of this GGUF file ("": of any)."""
-    places = sorted(folder.iterdir()) if folder.is_dir() else []
-    found = [_described(path) for path in places if not path.is_symlink()]
-    return [each for each in found if each and each.source and _is_made_for(each.source, folder, file)]
+    found = [(each, each.source) for each in _directories_in(folder)]
+    own = [(each, source) for each, source in found if source and repository_folder(source.repository) == folder]
+    return [each for each, source in own if not file or stands_for(file, source.file)]
 
 
-def _is_made_for(source: ModelSource, folder: Path, file: str) -> bool:
-    return repository_folder(source.repository) == folder and (not file or stands_for(file, source.file))
+def _directories_in(folder: Path) -> list[EngineDirectory]:
+    """The engine directories in a folder, not those that are linked there."""
+    found = (_described(path) for path in sorted(folder.glob("*")) if not path.is_symlink())
+    return [each for each in found if each is not None]
 
 
 def _described(path: Path) -> EngineDirectory | None:

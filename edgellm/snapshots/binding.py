@@ -78,19 +78,10 @@ _NAMES = {
 
 
 def snapshot_binding(
-    directory: EngineDirectory,
-    backend: str,
-    dtype: str,
-    with_draft: bool,
-    adapter: str = NONE,
-    image_digests: Sequence[str] = (),
-    executor: str = "auto",
+    directory: EngineDirectory, backend: str, dtype: str, with_draft: bool, adapter: str = NONE, executor: str = "auto"
 ) -> SnapshotBinding:
     """The binding of rows that the `backend` computes in `dtype`, by an `executor`, with the model of an engine
-    directory.
-
-    `adapter` is the digest of a LoRA adapter, `image_digests` those of the images among the tokens, in their order.
-    """
+    directory and the adapter of a digest; there are no images among the tokens."""
     draft = directory.draft if with_draft else None
     configs = [directory.config] + ([draft.config.decoder] if draft else [])
     # No row depends on a packed head, unless tokens are looked up in it.
@@ -101,7 +92,7 @@ def snapshot_binding(
         config=hash_bytes(canonical_json(plain_values(replace(config, feature_layers=())))),
         adapter=adapter,
         draft=NONE if draft is None else _draft_digest(draft, config),
-        images=images_digest(image_digests, encoder_digest(directory)),
+        images=NONE,
         dtype=dtype,
         layout=LAYOUT,
         backend=backend,

@@ -7,7 +7,7 @@ from itertools import count
 from typing import NamedTuple
 
 from edgellm.engines.runners.prompt_images import TokenIdentity, before_image
-from edgellm.snapshots.prefix_index import reusable_rows
+from edgellm.snapshots.prefixes import reusable_rows
 from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.text.turns import OngoingConversation
 

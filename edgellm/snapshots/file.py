@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import stat
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,28 +16,28 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
-from edgellm.kernels.compilations import usable_cores
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, content_digest, content_findings, examine
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
+    DIGEST_BYTES,
     FORMAT_VERSION,
     METADATA_KEY,
     PROMPT_KEY,
     READABLE_VERSIONS,
     STATE_PREFIX,
     TOKEN_IDS,
+    Findings,
     Snapshot,
     SnapshotFacts,
-    TensorPlace,
+    content_digest,
+    content_findings,
 )
 from edgellm.snapshots.staging import StagedFile
 from edgellm.snapshots.system_prompt import PromptRecord
 
 DAMAGED, NO_SNAPSHOT, UNREADABLE, NOT_FINITE = "damaged", "no snapshot", "unreadable", "not finite"
 _ADVICE = "Remove it and make it again: edgellm cache build"
-_WRITE_BYTES = 8 << 20
 _LENGTH_BYTES = 8
 #: A file whose first bytes differ from `BEGINNING` by no more bits is a snapshot that was damaged there.
 _MOST_FLIPPED_BITS = 8
@@ -58,13 +54,11 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
             examined = beside.submit(content_findings, snapshot.body, snapshot.sections)
-            body = memoryview(snapshot.body)
-            for start in range(0, len(body), _WRITE_BYTES):
-                staged.write(body[start : start + _WRITE_BYTES])
+            staged.file.write(snapshot.body)
             found = examined.result()
             if found.not_finite is not None:
                 raise _not_finite(f"{path} is not written", snapshot, *found.not_finite, "not written")
-            staged.write(memoryview(found.digest))
+            staged.file.write(found.digest)
             staged.sync()
             _check_written(staged.path, path, snapshot, found.digest)
             staged.commit()
@@ -79,12 +73,12 @@ def read_snapshot(path: Path) -> Snapshot:
     file = _map_file(path)
     try:
         facts, prompt = _read_metadata(path, file)
-        places = _checked_places(path, facts, file.tensors)
+        _check_tensors(path, facts, file.tensors)
         whole = max(info.offset + info.nbytes for info in file.tensors.values())  # which the header was checked for
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
-    return Snapshot(facts, content, places, is_mapped=True, prompt=prompt)
+    return Snapshot(facts, content, file.tensors, is_mapped=True, prompt=prompt)
 
 
 def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | None = None) -> None:
@@ -108,13 +102,12 @@ def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | Non
     snapshot.is_verified = True
 
 
-def check_binding(path: Path | None, snapshot: Snapshot, expected: SnapshotBinding) -> None:
+def check_binding(path: Path, snapshot: Snapshot, expected: SnapshotBinding) -> None:
     """Raise SnapshotError that names every difference from the `expected` binding."""
     differences = snapshot.facts.binding.differences(expected)
     if differences:
-        name = repr(snapshot.facts.label) if path is None else path
         raise SnapshotError(
-            f"the snapshot {name} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
+            f"the snapshot {path} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
             "edgellm cache build",
             f"other {next(iter(differences)).replace('_', ' ')}",
         )
@@ -153,6 +146,15 @@ def require_snapshot_file(path: Path) -> None:
 def damaged(path: Path | str, cause: str) -> SnapshotError:
     """The error for a file that is not what was written."""
     return SnapshotError(f"the snapshot {path} is damaged: {cause}. {_ADVICE}", DAMAGED)
+
+
+def too_large(snapshot: Snapshot, kind: str, budget: int) -> SnapshotError:
+    """The error for a snapshot that is larger than a whole budget of bytes, of this `kind`."""
+    return SnapshotError(
+        f"the snapshot {snapshot.facts.label!r} takes {snapshot.nbytes:,} bytes, more than the whole {kind} budget of "
+        f"{budget:,}: shorten the prompt or raise the budget",
+        "too large",
+    )
 
 
 def _not_finite(what: str, snapshot: Snapshot, name: str, index: int, reason: str) -> SnapshotError:
@@ -220,8 +222,8 @@ class _DamagedError(SnapshotError):
         super().__init__(message, DAMAGED)
 
 
-def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorInfo]) -> dict[str, TensorPlace]:
-    """The tensors, each of the dtype and length in tokens that the facts say; raises SnapshotError."""
+def _check_tensors(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorInfo]) -> None:
+    """Raise SnapshotError unless each tensor has the dtype and length in tokens that the facts say."""
     wanted: object
     found: object
     expected = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
@@ -244,7 +246,6 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
             raise damaged(path, f"the tensor {name!r} has {found}, expected {wanted}, as its metadata say")
     if any(info.offset > tensors[DIGEST].offset for info in tensors.values()):
         raise damaged(path, f"the tensor {DIGEST!r} is not the last")
-    return {name: TensorPlace(info.dtype, info.shape, info.offset) for name, info in tensors.items()}
 
 
 def _rows_dtype(name: str, binding: SnapshotBinding) -> str | None:
@@ -266,95 +267,3 @@ def _check_written(staged: Path, path: Path, snapshot: Snapshot, expected: bytes
             "memory",
             "not written",
         )
-
-
-#: More threads than these do not hash, or read, faster; the thread that launches needs a core of its own.
-_MOST_THREADS, _MOST_READERS = 16, 8
-
-
-class Part(NamedTuple):
-    """What one thread reads at a time: `target` [lines, n] uint8 is filled from the file, line i from `offset` +
-    i * `stride` on; all in bytes. Where parts are hashed each is one `section`."""
-
-    target: np.ndarray
-    offset: int
-    stride: int
-    section: Section = Section(0, 0)
-
-
-class Reading:
-    """`parts` of an open file on their way into memory. Belongs to one thread, which is not one of those that read."""
-
-    def __init__(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> None:
-        self._descriptor, self._parts, self._is_hashed = descriptor, parts, is_hashed
-        self._numbers = itertools.count()
-        self._results: list[Future[Findings]] = [Future() for _ in parts]
-        self._stopped = False
-        self.workers: list[Future[None]] = []
-
-    def wait_for(self, number: int) -> None:
-        """Return once the part is there. Raises SnapshotError where the file cannot be read to its end."""
-        self._results[number].result()
-
-    def findings(self) -> list[Findings]:
-        """Those of all parts, in their order, once all are there; they are empty unless the parts are hashed."""
-        return [result.result() for result in self._results]
-
-    def stop(self) -> None:
-        """Leave out what has not begun; nothing is read or written afterwards."""
-        self._stopped = True
-        wait(self.workers)
-
-    def work(self) -> None:
-        """Read until nothing is left; several threads do this at a time."""
-        while not self._stopped and (number := next(self._numbers)) < len(self._parts):
-            part, result = self._parts[number], self._results[number]
-            try:
-                for line, target in enumerate(part.target):
-                    _read(self._descriptor, memoryview(target), part.offset + line * part.stride)
-                result.set_result(examine(part.target.reshape(-1), part.section) if self._is_hashed else Findings(b""))
-            except Exception as error:
-                result.set_exception(error)
-
-
-class SectionReader:
-    """Threads that read; they are made once, which takes milliseconds."""
-
-    def __init__(self, threads: int | None = None) -> None:
-        """`threads` of them; by default as many as there are cores besides the one that launches, and are of use."""
-        self._threads = threads or max(1, min(_MOST_THREADS, usable_cores() - 1))
-        self._readers = threads or min(_MOST_READERS, self._threads)
-        self._pool = ThreadPoolExecutor(self._threads, "edgellm-snapshot")
-
-    def reserve(self) -> None:
-        """Start the threads now."""
-        barrier = Barrier(self._threads)
-        try:
-            wait([self._pool.submit(barrier.wait) for _ in range(self._threads)])
-        except BaseException:  # there is no room for so many threads: those that wait for the others go on
-            barrier.abort()
-            raise
-
-    def read(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> Reading:
-        """Begin to read; the descriptor stays open until all parts are there, or the reading is stopped."""
-        reading = Reading(descriptor, parts, is_hashed)
-        count = min(len(parts), self._threads if is_hashed else self._readers)
-        reading.workers = [self._pool.submit(reading.work) for _ in range(count)]
-        return reading
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
-
-def _read(descriptor: int, target: memoryview, offset: int) -> None:
-    while target:
-        try:
-            count = os.preadv(descriptor, [target], offset)
-        except OSError as error:
-            raise SnapshotError(
-                f"the file of a snapshot cannot be read: {error.strerror or error}", "unreadable"
-            ) from error
-        if count == 0:
-            raise SnapshotError("the file of a snapshot is shorter than it was when it was opened", "damaged")
-        target, offset = target[count:], offset + count

@@ -20,21 +20,20 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
-from edgellm.snapshots.content_digest import Findings
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import NOT_FINITE, check_binding, damaged, read_snapshot, verify_snapshot
-from edgellm.snapshots.prefix_index import reusable_rows
-from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Snapshot, SnapshotFacts
+from edgellm.snapshots.prefixes import reusable_rows
+from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Findings, Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
-from edgellm.snapshots.transfer import RowCopy, Uploader, download
+from edgellm.snapshots.transfer import RowCopy, Uploader
 
 logger = logging.getLogger("edgellm.snapshots")
 
 
 class SlotSnapshots:
-    """Snapshots for one runner, kept in a `store` that others may share. Used from the runner's thread.
+    """Snapshots for one runner, kept in its `store`. Used from the runner's thread.
 
     An `adapter` is meant by its digest unless it is said to be a name; None is no adapter.
     """
@@ -55,13 +54,11 @@ class SlotSnapshots:
         self._checked: WeakSet[Snapshot] = WeakSet()
         self._taken: dict[int, StoredSnapshot] = {}
         self._uploader = Uploader(runner.backend)
-        self._reserve(store.snapshots())
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
         computed = backend.name, backend.compute_dtype
-        unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
-        self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
+        self._unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
         self._encoder = encoder_digest(directory, vision_directory)
         self._whole_images = config.image_tokens > 0
         self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
@@ -69,10 +66,7 @@ class SlotSnapshots:
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
         `images_digest`."""
-        if adapter is not None and adapter not in self._bindings:
-            self._bindings[adapter] = replace(self._bindings[None], adapter=adapter)
-        bound = self._bindings[adapter]
-        return bound if images == NONE else replace(bound, images=images)
+        return replace(self._unadapted, adapter=adapter or NONE, images=images)
 
     def restore(
         self,
@@ -101,10 +95,10 @@ class SlotSnapshots:
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
             try:
-                self._write(slot, match.stored, common, match.stored.facts.binding)
+                self._write(slot, match.stored, common)
             except SnapshotError as error:
                 logger.warning("%s", error)
-                self.store.discard(match.stored, error)
+                self.store.discard(match.stored)
                 continue
             contents.replace(tokens[:common], self._draft_rows(common), place, held)
             self._taken[slot] = match.stored
@@ -121,7 +115,7 @@ class SlotSnapshots:
                 "logits are infinite or NaN, so that values in it are far too large. Build it anew, or leave it out",
                 NOT_FINITE,
             )
-            self.store.discard(stored, error)
+            self.store.discard(stored)
             raise error
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
@@ -168,25 +162,6 @@ class SlotSnapshots:
         contents.replace(tokens, self._draft_rows(len(token_ids)), len(token_ids))
         return snapshot
 
-    def take(
-        self,
-        slot: int,
-        token_ids: Sequence[int],
-        label: str,
-        adapter: str | None = None,
-        images: PromptImages | None = None,
-        prompt: PromptRecord | None = None,
-    ) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], of which recurrent states
-        have taken N - 1, computed with an adapter and with the `images` of a prompt that begins with these tokens.
-
-        Raises DeviceMemoryError.
-        """
-        snapshot = self._unfilled(token_ids, label, adapter, images, prompt)
-        self._fill(slot, snapshot, of_states=True)
-        self._fill(slot, snapshot)
-        return snapshot
-
     def _unfilled(
         self,
         token_ids: Sequence[int],
@@ -218,7 +193,10 @@ class SlotSnapshots:
         """Take the rows of a slot into its snapshot, or its recurrent states."""
         self._runner.base.await_rows()
         copies = self._copies(slot, snapshot, snapshot.facts.tokens)
-        download(self._backend, (copy for copy in copies if copy.name.startswith(STATE_PREFIX) == of_states))
+        wanted = [copy for copy in copies if copy.name.startswith(STATE_PREFIX) == of_states]
+        download = self._backend.download_rows
+        for transfer in [download(each.cache, each.values, each.rows, each.first) for each in wanted]:
+            transfer.wait()
 
     def load(self, path: Path, adapters: Sequence[str | None] = (None,)) -> StoredSnapshot:
         """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.
@@ -231,12 +209,12 @@ class SlotSnapshots:
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
         shown = mapped.facts.binding.images if self._sees else NONE
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
-        self._check(path, mapped, expected)
+        check_binding(path, mapped, expected)
+        self._check(path, mapped)
         if mapped.nbytes > self.store.memory_budget:
             verify_snapshot(path, mapped)
-            stored = self.store.add_file(path)
-            self._reserve([stored])
-            return stored
+            self._uploader.reserve(mapped.nbytes)  # before a request waits for it
+            return self.store.add_file(path)
         snapshot = mapped.unread(self._backend.host_memory)
         with opened_unchanged(path, identity) as descriptor:
             verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
@@ -247,18 +225,15 @@ class SlotSnapshots:
         """Let go of memory that belongs to the backend; call it before the runner is closed."""
         self._backend.synchronize()
         self._uploader.close()
-        for stored in self.store.snapshots():
-            binding = stored.facts.binding
-            if replace(binding, images=NONE) in self._bindings.values():
-                self.store.forget_memory(binding)
+        self.store.forget_memory()
 
-    def _write(self, slot: int, stored: StoredSnapshot, tokens: int, binding: SnapshotBinding) -> None:
+    def _write(self, slot: int, stored: StoredSnapshot, tokens: int) -> None:
         """Put the rows of the first `tokens` tokens into a slot; raises SnapshotError, and the rows are then anything.
 
         The content of a file is hashed while it is copied, unless that was done and the file is still the same.
         """
         snapshot = self.store.open(stored)
-        self._check(stored.path, snapshot, binding)
+        self._check(stored.path, snapshot)
         copies = self._copies(slot, snapshot, tokens)
         found: list[Findings] = []
         if not snapshot.is_mapped:
@@ -279,15 +254,8 @@ class SlotSnapshots:
         with opened_unchanged(stored.path, stored.identity) as descriptor:
             yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
 
-    def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
-        """Make what files are read through before a request waits for it."""
-        largest = max((each.nbytes for each in stored if each.path is not None), default=0)
-        if largest:
-            self._uploader.reserve(largest)
-
-    def _check(self, path: Path | None, snapshot: Snapshot, binding: SnapshotBinding) -> None:
-        """Raise SnapshotError unless the snapshot has this binding and holds what this runner's states take."""
-        check_binding(path, snapshot, binding)
+    def _check(self, path: Path | None, snapshot: Snapshot) -> None:
+        """Raise SnapshotError unless the snapshot holds what this runner's states take."""
         if snapshot in self._checked:
             return
         expected = {name: shape for name, (shape, _) in self._saved(snapshot.facts.tokens).items()}

@@ -5,28 +5,35 @@ Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`, and beside it 
 `base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim] (of int8 also their scales,
 `base.k_scale_0` [n_kv, N, 1] float32), recurrent states after N - 1 tokens under `base.state.*` (float32; see
 `edgellm.engines.runners.states.ModelStates.saved`), so that N tokens are of use for a prompt of them alone, too,
-`token_ids` [N] int32, and last `sha256` [32] uint8, the `content_digest` of every byte before it, which is cut into
-`Snapshot.sections` for that.
+`token_ids` [N] int32, and last `sha256` [32] uint8, the `content_digest` of every byte before it.
+
+One SHA-256 reads half a gigabyte to two gigabytes a second, less than a bus moves, and cannot be divided. So the digest
+is that of a list: SHA-256 of the SHA-256s, 32 bytes each, of all `Snapshot.sections` in their order, which threads hash
+side by side, and search for infinities and NaN.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgellm.engines.formats.digests import is_known_finite_content
-from edgellm.engines.formats.safetensors_file import DTYPES
+from edgellm.engines.formats.safetensors_file import DTYPES, TensorInfo
 from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.limits import LARGEST_CONTEXT
+from edgellm.kernels.compilations import usable_cores
+from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord
 
 FORMAT_VERSION = 3
@@ -45,6 +52,7 @@ _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 _ALIGNMENT = 64
 #: A section is hashed by one thread, and copied in one piece.
 _SECTION_BYTES = 2 << 20
+DIGEST_BYTES, _MOST_THREADS = 32, 16
 
 
 @dataclass(frozen=True)
@@ -62,22 +70,29 @@ class SnapshotFacts:
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
 
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor of the image: the project's name of its dtype, its shape, and where it begins, in bytes."""
+class Section(NamedTuple):
+    """A part of a snapshot's image that is hashed by itself: `nbytes` from `offset` on, which are `groups` of the
+    tensor `name`, from the group `first` on (the empty name: what is before the tensors). Of the format `dtype` (a key
+    of `STORAGE`) are values that must be finite; the empty text: there are none."""
 
-    dtype: str
-    shape: tuple[int, ...]
     offset: int
+    nbytes: int
+    name: str = ""
+    first: int = 0
+    groups: int = 1
+    dtype: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
+
+class Findings(NamedTuple):
+    """The digest of a section or a content, 32 bytes, and its first value that is infinite or NaN, if there is one: its
+    tensor's name and its index there, in C order."""
+
+    digest: bytes
+    not_finite: tuple[str, int] | None = None
 
 
 class Snapshot:
-    """Facts, and the image `content` [bytes] uint8 with its tensors' places by name.
+    """Facts, and the image `content` [bytes] uint8 with its tensors' places by name; in memory it has no file.
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
     `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
@@ -89,7 +104,7 @@ class Snapshot:
         self,
         facts: SnapshotFacts,
         content: np.ndarray,
-        places: Mapping[str, TensorPlace],
+        places: Mapping[str, TensorInfo],
         is_mapped: bool,
         prompt: PromptRecord | None = None,
     ) -> None:
@@ -115,8 +130,8 @@ class Snapshot:
         header: dict[str, Any] = {"__metadata__": metadata}
         ends = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
         for name, (dtype, shape) in {**tensors, **ends}.items():
-            places[name] = TensorPlace(dtype, tuple(shape), position)
-            end = position + places[name].nbytes
+            nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+            places[name], end = TensorInfo(name, dtype, tuple(shape), Path(), position, nbytes), position + nbytes
             header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [position, end]}
             position = end
         encoded = json.dumps(header, separators=(",", ":")).encode()
@@ -182,3 +197,39 @@ class Snapshot:
             data = self.content[place.offset : place.offset + place.nbytes]
             self._views[name] = data.view(NUMPY_DTYPES[place.dtype]).reshape(place.shape)
         return self._views[name]
+
+
+def content_findings(content: np.ndarray, sections: Sequence[Section]) -> Findings:
+    """What threads find in `content` [n] uint8, which must not change meanwhile."""
+    parts = (content[section.offset : section.offset + section.nbytes] for section in sections)
+    with ThreadPoolExecutor(max(1, min(usable_cores(), _MOST_THREADS, len(sections))), "edgellm-digest") as pool:
+        return combined_findings(pool.map(examine, parts, sections))
+
+
+def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
+    """The digest of `content` [n] uint8, whatever its values are."""
+    return content_findings(content, [section._replace(dtype="") for section in sections]).digest
+
+
+def examine(content: np.ndarray, section: Section) -> Findings:
+    """Hash a section's bytes `content` [n] uint8 and look at its values while they are in the processor's cache."""
+    digest = section_digest(content)
+    if not section.dtype:
+        return Findings(digest)
+    values = content.view(STORAGE[section.dtype])
+    found = first_not_finite(values)
+    return Findings(
+        digest, (section.name, section.first * (len(values) // section.groups) + found) if found >= 0 else None
+    )
+
+
+def section_digest(content: np.ndarray | memoryview) -> bytes:
+    """The digest of one section's bytes."""
+    return hashlib.sha256(content).digest()
+
+
+def combined_findings(sections: Iterable[Findings]) -> Findings:
+    """What is found in a content by what is in its sections, in their order."""
+    found = list(sections)
+    not_finite = next((each.not_finite for each in found if each.not_finite is not None), None)
+    return Findings(hashlib.sha256(b"".join(each.digest for each in found)).digest(), not_finite)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory
@@ -108,26 +107,20 @@ class StagedFile:
         remove_abandoned(self._target.parent, self._target.name)
         while True:
             self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")
-            self.file = self.path.open("xb", buffering=0)
+            self.file = self.path.open("xb")
             fcntl.flock(self.file, fcntl.LOCK_EX)  # says, until the process ends, that it is being written
             if self.path.exists():  # not taken for an abandoned one before it was locked
                 return self
             self.file.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with suppress(OSError):  # after a commit this name is gone
             self.path.unlink()
         self.file.close()
 
-    def write(self, data: memoryview) -> None:
-        """Write all of `data`."""
-        while data:
-            data = data[self.file.write(data) :]
-
     def sync(self) -> None:
         """Put what was written on the disk, and have what is read of it come from there."""
+        self.file.flush()
         os.fsync(self.file.fileno())
         with suppress(OSError):
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

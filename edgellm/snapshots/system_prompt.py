@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.errors import RequestError
-from edgellm.snapshots.prefix_index import common_tokens, token_key
+from edgellm.snapshots.prefixes import common_tokens, token_key
 from edgellm.text.messages import check_encodable, checked_tools, checked_variables, is_image, strings_in, text_of_part
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools

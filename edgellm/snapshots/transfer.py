@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from operator import itemgetter
+from threading import Barrier
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Transfer
+from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, combined_findings
-from edgellm.snapshots.file import Part, SectionReader
-from edgellm.snapshots.snapshot import Snapshot
+from edgellm.kernels.compilations import usable_cores
+from edgellm.snapshots.snapshot import DIGEST_BYTES, Findings, Section, Snapshot, combined_findings, examine
 
 #: A section, its place [lines, n] uint8 in the staging memory, and where that begins, in bytes.
 Placed = tuple[Section, np.ndarray, int]
@@ -34,12 +39,6 @@ class RowCopy:
     values: np.ndarray
     rows: int
     first: int = 0
-
-
-def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
-    """Fill the values from the caches; they are there when this returns."""
-    for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows, copy.first) for copy in copies]:
-        transfer.wait()
 
 
 class Uploader:
@@ -229,3 +228,95 @@ def _parts(placed: Iterable[Placed], staging: np.ndarray, most: int) -> tuple[li
         parts.append(Part(target, section.offset, section.nbytes // len(target), section))
         numbers.append(len(parts) - 1)
     return parts, numbers
+
+
+#: More threads than these do not hash, or read, faster; the thread that launches needs a core of its own.
+_MOST_THREADS, _MOST_READERS = 16, 8
+
+
+class Part(NamedTuple):
+    """What one thread reads at a time: `target` [lines, n] uint8 is filled from the file, line i from `offset` +
+    i * `stride` on; all in bytes. Where parts are hashed each is one `section`."""
+
+    target: np.ndarray
+    offset: int
+    stride: int
+    section: Section = Section(0, 0)
+
+
+class Reading:
+    """`parts` of an open file on their way into memory. Belongs to one thread, which is not one of those that read."""
+
+    def __init__(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> None:
+        self._descriptor, self._parts, self._is_hashed = descriptor, parts, is_hashed
+        self._numbers = itertools.count()
+        self._results: list[Future[Findings]] = [Future() for _ in parts]
+        self._stopped = False
+        self.workers: list[Future[None]] = []
+
+    def wait_for(self, number: int) -> None:
+        """Return once the part is there. Raises SnapshotError where the file cannot be read to its end."""
+        self._results[number].result()
+
+    def findings(self) -> list[Findings]:
+        """Those of all parts, in their order, once all are there; they are empty unless the parts are hashed."""
+        return [result.result() for result in self._results]
+
+    def stop(self) -> None:
+        """Leave out what has not begun; nothing is read or written afterwards."""
+        self._stopped = True
+        wait(self.workers)
+
+    def work(self) -> None:
+        """Read until nothing is left; several threads do this at a time."""
+        while not self._stopped and (number := next(self._numbers)) < len(self._parts):
+            part, result = self._parts[number], self._results[number]
+            try:
+                for line, target in enumerate(part.target):
+                    _read(self._descriptor, memoryview(target), part.offset + line * part.stride)
+                result.set_result(examine(part.target.reshape(-1), part.section) if self._is_hashed else Findings(b""))
+            except Exception as error:
+                result.set_exception(error)
+
+
+class SectionReader:
+    """Threads that read; they are made once, which takes milliseconds."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads` of them; by default as many as there are cores besides the one that launches, and are of use."""
+        self._threads = threads or max(1, min(_MOST_THREADS, usable_cores() - 1))
+        self._readers = threads or min(_MOST_READERS, self._threads)
+        self._pool = ThreadPoolExecutor(self._threads, "edgellm-snapshot")
+
+    def reserve(self) -> None:
+        """Start the threads now."""
+        barrier = Barrier(self._threads)
+        try:
+            wait([self._pool.submit(barrier.wait) for _ in range(self._threads)])
+        except BaseException:  # there is no room for so many threads: those that wait for the others go on
+            barrier.abort()
+            raise
+
+    def read(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> Reading:
+        """Begin to read; the descriptor stays open until all parts are there, or the reading is stopped."""
+        reading = Reading(descriptor, parts, is_hashed)
+        count = min(len(parts), self._threads if is_hashed else self._readers)
+        reading.workers = [self._pool.submit(reading.work) for _ in range(count)]
+        return reading
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+
+def _read(descriptor: int, target: memoryview, offset: int) -> None:
+    while target:
+        try:
+            count = os.preadv(descriptor, [target], offset)
+        except OSError as error:
+            raise SnapshotError(
+                f"the file of a snapshot cannot be read: {error.strerror or error}", "unreadable"
+            ) from error
+        if count == 0:
+            raise SnapshotError("the file of a snapshot is shorter than it was when it was opened", "damaged")
+        target, offset = target[count:], offset + count

@@ -68,7 +68,7 @@ class RuleMaker:
             structured = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
         if structured is not None:
             marks = reasoning_marks(self._tokenizer)
-            state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
+            state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
             if marks is None or state == "closed":
                 constraints.append(structured)
             else:

@@ -234,8 +234,9 @@ class GrammarVocabulary:
     ) -> None:
         """`vocab_size` is the width of the logits, `tokenizer` was made with it and the same ends of sequence by the
         `definition`; None is that of single bytes."""
-        self._definition = definition
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._definition, self._eos_token_ids = definition, tuple(eos_token_ids)
+        #: How many tokens there are, and what knows them: its `is_special_token` are those known by their ids alone.
+        self.size, self.tokenizer = vocab_size, tokenizer
         self._grammars: RecentlyUsed[str, Grammar] = RecentlyUsed(MOST_GRAMMARS)
 
     @classmethod
@@ -251,7 +252,7 @@ class GrammarVocabulary:
         try:
             vocabulary = cls.of_definition(definition)
             sample = model.encode(_SAMPLE, add_special_tokens=False)
-            read = vocabulary._tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
+            read = vocabulary.tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
             if read != _SAMPLE:
                 raise ValueError(f"it reads {_SAMPLE} as {read[:80]!r}")
         except BaseException as error:
@@ -277,23 +278,6 @@ class GrammarVocabulary:
         named = TokenizerWrapper(_NamesAsText(tokenizer, size, definition.special_token_ids))
         return cls(LLTokenizer(named, n_vocab=size, eos_token=ends), size, ends, definition)
 
-    @property
-    def size(self) -> int:
-        """How many tokens there are: the width of the logits."""
-        return self._vocab_size
-
-    def bytes_of(self, token: int) -> bytes:
-        """What a token of the vocabulary is; of a special one its name."""
-        return self._tokenizer.decode_bytes([token])
-
-    def is_special(self, token: int) -> bool:
-        """Whether grammars know a token by its id alone."""
-        return self._tokenizer.is_special_token(token)
-
-    def spelled(self, data: bytes) -> list[int]:
-        """Tokens that are these bytes together."""
-        return self._tokenizer.tokenize_bytes(data)
-
     def constraint_for(self, grammar: str, what: str = "the structure") -> GrammarConstraint:
         """The rules of a grammar (`Structure.grammar_text`), which errors call `what`.
 
@@ -315,13 +299,13 @@ class GrammarVocabulary:
         limits = LLParserLimits(verbose_errors=False, **FUEL)
 
         def make() -> LLMatcher:
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
             if matcher.is_error():
                 raise RequestError(f"{what} cannot be enforced ({matcher_error(matcher)}): say it in another way")
             return matcher
 
-        compiled = Grammar(make, self._eos_token_ids, self._vocab_size)
-        trial, row = GrammarConstraint(compiled), np.empty(mask_words(self._vocab_size), np.int32)
+        compiled = Grammar(make, self._eos_token_ids, self.size)
+        trial, row = GrammarConstraint(compiled), np.empty(mask_words(self.size), np.int32)
         try:
             for _ in range(TRIED_TOKENS):
                 trial.fill_mask(row)

@@ -233,18 +233,9 @@ def require_tools_shown(tools: Sequence[Mapping[str, Any]] | None, names: frozen
         )
 
 
-class UnreadVariables:
-    """Reports variables that a chat template never reads: a warning is logged, once for each variable."""
-
-    def __init__(self) -> None:
-        self._reported: set[tuple[str, str]] = set()
-
-    def report(self, variables: Mapping[str, Any], names: frozenset[str], origin: str) -> None:
-        """Says which of `variables` the chat template of `origin` reads: those in `names`."""
-        for name in sorted(variables):
-            if name not in names and (name, origin) not in self._reported:
-                self._reported.add((name, origin))
-                logger.warning("the chat template of %s never reads %s: setting it changes nothing", origin, name)
+def warn_of_unread(name: str, origin: str) -> None:
+    """Log that the chat template of `origin` never reads a variable."""
+    logger.warning("the chat template of %s never reads %s: setting it changes nothing", origin, name)
 
 
 def _checked_tool(tool: Any, place: str, copy: JSONCopy) -> dict[str, Any]:

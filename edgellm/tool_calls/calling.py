@@ -87,7 +87,7 @@ class ToolCalling:
         ids = {mark: token_id for mark, token_id in known if token_id is not None}
         hidden = self._tokenizer.special_token_ids.intersection(ids.values())
         marks = reasoning_marks(self._tokenizer)
-        state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
+        state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
         reader = ToolReader(found, choice.schemas, marks, state, hidden, structure is not None)
         return reader, partial(_constraint, found, choice, ids, structure)
 

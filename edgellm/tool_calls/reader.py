@@ -68,13 +68,11 @@ class ToolReader(CharacterReader):
         self._held: list[str] = []  # whitespace: in front of a call and behind one it is not text
         self._at_beginning = True  # where a call without a mark may begin
         self._behind_call = False
-        self._is_between = True  # in text, with nothing held back
         self._calls_first = calls_first
         # Qwen3-Coder leaves its mark out now and then.
         begins = (tool_format.begin, FUNCTION_TAG if tool_format.body == "tags" else "")
         self._begins_with = tool_format.openings(schemas) if calls_first else tuple(filter(None, begins))
         self._behind_value = (ARGUMENT_TAG, FUNCTION_END, tool_format.end)
-        self._firsts = frozenset(each[0] for each in self._begins_with)
         self._reading = self._read()
         next(self._reading)
 
@@ -90,7 +88,9 @@ class ToolReader(CharacterReader):
             self._reasoning = "open" if thinks and token_id != self._marks.end else "closed"
             if thinks:
                 return text
-        return self._add(text)
+        self._characters += text
+        next(self._reading)
+        return self._taken()
 
     def finish(self) -> str:
         """The answer has ended; return the text that was held back."""
@@ -103,17 +103,6 @@ class ToolReader(CharacterReader):
         """The pieces of calls since this was last asked for."""
         found, self._deltas = joined_deltas(self._deltas), []
         return found
-
-    def _add(self, text: str) -> str:
-        if self._is_between and not (self._at_beginning and self._format.bare):
-            start = next((place for place, each in enumerate(text) if each in self._firsts), len(text))
-            start = len(text[:start].rstrip(" \t\r\n"))
-            if start:
-                self._show(text[:start])
-                text = text[start:]
-        self._characters += text
-        next(self._reading)
-        return self._taken()
 
     def _taken(self) -> str:
         text, self._text = "".join(self._text), []
@@ -131,9 +120,7 @@ class ToolReader(CharacterReader):
                 self._characters.clear()
                 self._at = 0
             self._start = self._at
-            self._is_between = not self._held and not self._characters
             character = yield from self._next()
-            self._is_between = False
             if character == END:
                 if not self._behind_call:
                     self._text += self._held

@@ -39,7 +39,7 @@ def call_constraint(
     """The rules of an answer that calls one of the tools, or may; `mark_ids` are those of the format's marks that are
     one token. An answer that need not call has the `structure` where it does not. Raises RequestError for tools that
     cannot be enforced on this model."""
-    special_ids = {mark: token for mark, token in mark_ids.items() if vocabulary.is_special(token)}
+    special_ids = {mark: token for mark, token in mark_ids.items() if vocabulary.tokenizer.is_special_token(token)}
     grammar = call_grammar(tool_format, choice, special_ids, may_lack_mark=choice.mode == "auto" and structure is None)
     compiled = vocabulary.constraint_for(grammar, "the tools")
     if choice.mode == "required":
@@ -264,7 +264,7 @@ class FromCall(LateRules):
         is_known = super()._advance_freely(token)
         if is_known:
             begin = len(self._text)
-            self._text += self._vocabulary.bytes_of(token)
+            self._text += self._vocabulary.tokenizer.decode_bytes([token])
             self._rules = self._begun_with(token, begin)
         return is_known
 
@@ -274,7 +274,7 @@ class FromCall(LateRules):
         super().rollback(count)
         if taken_back:
             self._rules = None
-            del self._text[len(self._text) - sum(len(self._vocabulary.bytes_of(each)) for each in taken_back) :]
+            del self._text[len(self._text) - len(self._vocabulary.tokenizer.decode_bytes(taken_back)) :]
 
     def _begun_with(self, token: int, begin: int) -> TokenConstraint | None:
         """The rules, where a call begins with this token, whose text is that from `begin` on."""
@@ -284,7 +284,7 @@ class FromCall(LateRules):
             start = next((each.start(1) for each in found if each.end() > begin), None)
             if start is None:
                 return None
-            first = self._vocabulary.spelled(bytes(self._text[start:]))
+            first = self._vocabulary.tokenizer.tokenize_bytes(bytes(self._text[start:]))
         rules = self._vocabulary.constraint_for(self._grammar, "the tools")
         with suppress(ConstraintError):
             if all(map(rules.try_advance, first)):

@@ -9,7 +9,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
-from edgellm.errors import EngineDirectoryError, ImageError
+from edgellm.errors import ImageError
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import image_of_url, read_image
 from edgellm.multimodal.image_processor import PreparedImage, expand_image_tokens, open_image_processor
@@ -28,8 +28,7 @@ class VisionEncoder:
         self, backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
     ) -> None:
         vision, config = vision_directory.vision, directory.config
-        if vision is None:
-            raise EngineDirectoryError(f"{vision_directory.path} has no vision model")
+        assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
         self.image_token_id = vision.config.image_token_id

@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.file import write_snapshot
+from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import StagedFile
+from edgellm.snapshots.store import SnapshotStore
 
 
 def keep(snapshots: SlotSnapshots, made: Snapshot, place: str, folder: Path) -> None:
-    """Keep a snapshot in the "memory" or on the "disk" of the store, or in a "file" of the folder that is loaded."""
+    """Keep a snapshot in the "memory" of the store, on the "disk" in a file that it uses, or load such a "file"."""
     if place == "memory":
         snapshots.store.put(made)
     elif place == "disk":
-        snapshots.store.save(made)
+        save(snapshots.store, made, folder)
     else:
         write_snapshot(folder / "x", made)
         assert snapshots.load(folder / "x").memory is not None
+
+
+def save(store: SnapshotStore, made: Snapshot, folder: Path) -> Path:
+    """Save a snapshot in a folder, and let a store use it from there."""
+    path, _ = SnapshotFolder(folder).save(made)
+    store.add_file(path)
+    return path
+
+
+def taken(
+    snapshots: SlotSnapshots,
+    slot: int,
+    token_ids: Sequence[int],
+    label: str,
+    adapter: str | None = None,
+    images: PromptImages | None = None,
+) -> Snapshot:
+    """A snapshot of a slot whose first rows hold these tokens, computed with an adapter's digest and with images."""
+    snapshot = snapshots._unfilled(token_ids, label, adapter, images, None)
+    snapshots._fill(slot, snapshot)
+    return snapshot
 
 
 def forget(runner: DecodingRunner) -> None:

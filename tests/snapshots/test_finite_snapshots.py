@@ -16,12 +16,12 @@ from edgellm.engines.formats.digests import is_known_finite_content, remember_fi
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.snapshots import content_digest as digests
-from edgellm.snapshots.content_digest import content_digest
+from edgellm.snapshots import snapshot as digests
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
+from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.snapshot import DIGEST, Snapshot
+from edgellm.snapshots.snapshot import DIGEST, Snapshot, content_digest
 from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]
@@ -159,9 +159,7 @@ def slots(open_slots: Callable[..., object], tiny_draft_engines: Path) -> Iterat
 def bad(slots: Slots, tmp_path: Path) -> Path:
     """A snapshot of 20 tokens for the slots, base and draft, with a NaN in the last row of the draft."""
     folder = tmp_path / "snapshots"
-    path, _ = SnapshotStore(folder=folder).save(
-        SlotSnapshots(SnapshotStore(), *slots).compute(0, IDS, KVContents(), "bad")
-    )
+    path, _ = SnapshotFolder(folder).save(SlotSnapshots(SnapshotStore(), *slots).compute(0, IDS, KVContents(), "bad"))
     return damage(path, "draft.v_cache_0", (1, 18, 15), np.nan)
 
 
@@ -180,7 +178,7 @@ def test_a_good_file_is_looked_at_once_by_all_runners(
     slots: Slots, tmp_path: Path, looked: list[int], budget: int
 ) -> None:
     made = SlotSnapshots(SnapshotStore(), *slots).compute(0, IDS, KVContents(), "good")
-    path, _ = SnapshotStore(folder=tmp_path / "snapshots").save(made)
+    path, _ = SnapshotFolder(tmp_path / "snapshots").save(made)
     found = []
     for _ in range(2):
         looked.clear()
@@ -192,16 +190,17 @@ def test_a_good_file_is_looked_at_once_by_all_runners(
     assert found == [rows, 0]
 
 
-def test_a_file_of_the_folder_is_left_out_and_the_prompt_computed(
+def test_a_file_that_was_not_verified_yet_is_left_out_and_the_prompt_computed(
     slots: Slots, bad: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is hashed while it is copied into a slot: the slot then counts as empty."""
-    store = SnapshotStore(folder=bad.parent)
+    store = SnapshotStore()
+    store.add_file(bad)
     snapshots, contents = SlotSnapshots(store, *slots), KVContents()
     assert snapshots.restore(0, PROMPT, contents) == 0
     assert contents.reusable(PROMPT) == 0
     assert "is nan at [1, 18, 15]" in caplog.text
-    assert store.snapshots() == [] and store.refused[bad].reason == "not finite"
+    assert store.snapshots() == []
 
 
 def test_the_api_and_the_command_refuse_it(edgellm: Edgellm, tiny_engines: Path, tmp_path: Path) -> None:

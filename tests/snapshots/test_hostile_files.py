@@ -20,6 +20,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
+from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 
@@ -316,7 +317,9 @@ def without_privileges(folder: Path) -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_folder_of_hostile_files_hides_no_good_one(slots: Slots, good: Path, tmp_path: Path) -> None:
+def test_a_folder_of_hostile_files_hides_no_good_one(
+    slots: Slots, good: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = good.read_bytes()
     (tmp_path / "a.safetensors").write_bytes(data[:1000])
     (tmp_path / "b.safetensors").mkdir()
@@ -324,18 +327,20 @@ def test_a_folder_of_hostile_files_hides_no_good_one(slots: Slots, good: Path, t
     flipped = bytearray(change_tokens(data))
     (tmp_path / "d.safetensors").write_bytes(flipped)
     shutil.copy(good, tmp_path / "e.safetensors")
-    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
-    assert {path.name[0]: error.reason for path, error in snapshots.store.refused.items()} == {
-        "a": "damaged",
-        "b": "no snapshot",
-        "c": "unreadable",
-    }
+    found = SnapshotFolder(tmp_path)._files()
+    assert {path.name[0] for path in found} == {"d", "e"}
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 3  # once each, though they were met twice
+    for file, what in (("a", "is damaged"), ("b", "is a directory"), ("c", "cannot be read")):
+        assert any(f"{file}.safetensors {what}" in message for message in warned)
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    for path in found:
+        snapshots.store.add_file(path)
     contents = KVContents()
     prompt = [*IDS, 200, 201, 202]  # the flipped file claims the longer prefix
     assert snapshots.restore(0, prompt, contents) == 19
     assert contents.reusable(prompt) == 19
-    assert {path.name[0]: error.reason for path, error in snapshots.store.refused.items()}["d"] == "damaged"
-    snapshots.store.scan()
+    assert "d.safetensors is damaged" in caplog.text
     assert [stored.path.name for stored in snapshots.store.snapshots()] == ["e.safetensors"]
 
 

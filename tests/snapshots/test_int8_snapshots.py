@@ -30,7 +30,7 @@ Opened = tuple[DecodingRunner, SlotSnapshots]
 def opened(path: Path, kv_cache: str, folder: Path) -> Iterator[Opened]:
     directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
     runner = DecodingRunner.open(open_backend("numpy", directory), directory)
-    yield runner, SlotSnapshots(SnapshotStore(folder=folder), runner, directory)
+    yield runner, SlotSnapshots(SnapshotStore(), runner, directory)
     runner.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kept_snapshots import forget, keep
+from kept_snapshots import forget, keep, save
 from tiny_families import RECURRENT
 
 from edgellm import LLM, SamplingParams
@@ -19,11 +19,10 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
-from edgellm.snapshots.content_digest import content_digest
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.snapshot import DIGEST
+from edgellm.snapshots.snapshot import DIGEST, content_digest
 from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.snapshots.store import SnapshotStore
 
@@ -82,7 +81,7 @@ def restored(snapshots: SlotSnapshots, prompt: list[int], slot: int = 0) -> tupl
 @pytest.mark.parametrize("place", ["memory", "disk", "file"])
 def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Path, place: str) -> None:
     runner, _ = slots
-    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path / "folder"), *slots)
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
     plan = tree(4, 3, 12) if runner.draft is not None else None
     expected = [answer(runner, prompt, 0, plan=plan) for prompt in (*PROMPTS, SYSTEM)]
     made = snapshots.compute(0, SYSTEM, KVContents(nothing()), "system")
@@ -111,8 +110,8 @@ def test_rows_and_states_are_restored_bit_by_bit(slots: Slots, tmp_path: Path) -
 
     runner.start(1, SYSTEM, 0, SamplingValues(), stops={PLACE: take}).wait()
     runner.stop(1)
-    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), *slots)
-    snapshots.store.save(snapshots.compute(1, SYSTEM, KVContents(nothing()), "system"))
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    save(snapshots.store, snapshots.compute(1, SYSTEM, KVContents(nothing()), "system"), tmp_path)
     rows = {name: tensor[1].copy() for name, tensor in runner.base.states.tensors.items()}
     forget(runner)
     assert restored(snapshots, PROMPTS[0])[0] == PLACE

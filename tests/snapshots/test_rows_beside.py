@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_snapshots import save, taken
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
@@ -111,9 +112,9 @@ def test_the_prefill_waits_for_the_rows_that_it_reads(
     backend = LateBackend(directory, by_layer)
     runner = opened(backend, directory)
     expected = answer_of(runner, directory, None).answer.token_ids
-    snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path), runner, directory)
+    snapshots = SlotSnapshots(SnapshotStore(), runner, directory)
     snapshot = snapshots.compute(0, SYSTEM, KVContents(), "system")
-    snapshots.store.put(snapshot) if place == "memory" else snapshots.store.save(snapshot)
+    snapshots.store.put(snapshot) if place == "memory" else save(snapshots.store, snapshot, tmp_path)
     for cache in runner.base.states.tensors.values():
         cache.fill(7)
     backend.waited = 0
@@ -135,7 +136,7 @@ def test_a_snapshot_of_rows_on_their_way_has_them(directory: EngineDirectory) ->
     for cache in runner.base.states.tensors.values():
         cache.fill(7)
     assert snapshots.restore(0, PROMPT, KVContents()) > 0
-    again = snapshots.take(0, SYSTEM, "again")
+    again = taken(snapshots, 0, SYSTEM, "again")
     for name in made.rows:
         np.testing.assert_array_equal(again.tensor(name), made.tensor(name))
     runner.close()

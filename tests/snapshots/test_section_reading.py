@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import content_digest
-from edgellm.snapshots.file import Part, SectionReader
+from edgellm.snapshots import snapshot
+from edgellm.snapshots.transfer import Part, SectionReader
 
 SIZE, COUNT = 1000, 40
 
@@ -96,8 +96,8 @@ def test_nothing_is_read_after_a_stop(
     descriptor, _ = file
     memory = np.zeros((COUNT, 1, SIZE), np.uint8)
     begun = []
-    digest = content_digest.section_digest
-    monkeypatch.setattr(content_digest, "section_digest", lambda part: begun.append(1) or digest(part))
+    digest = snapshot.section_digest
+    monkeypatch.setattr(snapshot, "section_digest", lambda part: begun.append(1) or digest(part))
     reading = reader.read(descriptor, [Part(memory[i], i * SIZE, SIZE) for i in range(COUNT)], True)
     reading.wait_for(0)
     reading.stop()

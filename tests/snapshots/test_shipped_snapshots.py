@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from kept_snapshots import save
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -80,8 +81,8 @@ def compare(slots: tuple[DecodingRunner, EngineDirectory], folder: Path, questio
     """Ask with and without a snapshot; how many answers differ after a gap too small to tell. Fails at any other."""
     runner, _ = slots
     system, asked = prompts(questions)
-    snapshots = SlotSnapshots(SnapshotStore(folder=folder), *slots)
-    snapshots.store.save(snapshots.compute(0, system, KVContents(), "system"))
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    save(snapshots.store, snapshots.compute(0, system, KVContents(), "system"), folder)
     close = 0
     for number, prompt in enumerate(asked):
         assert prompt[: len(system)] == system

@@ -16,7 +16,7 @@ from kept_snapshots import flip_what_is_written
 from safetensors import safe_open
 
 from edgellm.errors import SnapshotError
-from edgellm.snapshots import content_digest as digests
+from edgellm.snapshots import snapshot as digests
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import StagedFile, remove_abandoned
@@ -156,7 +156,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp
     with StagedFile(tmp_path / "x") as first:
         with StagedFile(tmp_path / "x") as second:
             assert first.path.exists() and second.path.exists()
-            second.write(memoryview(b"second"))
+            second.file.write(b"second")
             second.sync()
             second.commit()
         remove_abandoned(tmp_path)

@@ -1,10 +1,8 @@
-"""The store: budgets, what goes first, files that come and go, and many threads."""
+"""The store and the folder: budgets, what goes first, and files that come and go."""
 
 from __future__ import annotations
 
-import random
 import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept_snapshots import save
 
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import store as stores
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.file import verify_snapshot, write_snapshot
+from edgellm.snapshots.folder import SnapshotFolder
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 
@@ -69,39 +69,37 @@ def test_the_disk_budget_keeps_what_any_process_used_last(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:
     made = [make_snapshot([number, 1, 2], label=f"{number}") for number in range(4)]
-    store = SnapshotStore(folder=tmp_path, disk_budget=3 * made[0].nbytes + 10)
-    paths = [store.save(snapshot) for snapshot in made[:3]]
+    folder, store = SnapshotFolder(tmp_path, 3 * made[0].nbytes + 10), SnapshotStore()
+    paths = [folder.save(snapshot) for snapshot in made[:3]]
     assert all(removed == [] for _, removed in paths)
-    other = SnapshotStore(folder=tmp_path)  # as another process would see it
-    assert labels(other) == {"0", "1", "2"}
-    other.open(other.find(binding, [0]).stored)
-    path, removed = store.save(made[3])
+    for path, _ in paths:  # as another process would use them
+        store.add_file(path)
+    assert labels(store) == {"0", "1", "2"}
+    store.open(store.find(binding, [0]).stored)
+    path, removed = folder.save(made[3])
     assert removed == [paths[1][0]] and not removed[0].exists()
-    assert labels(store) == {"0", "2", "3"}
-    other.scan()
-    assert labels(other) == {"0", "2", "3"} and other.find(binding, [1, 1, 2]) is None
-    assert store.disk_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) <= store.disk_budget
+    assert set(tmp_path.iterdir()) == {paths[0][0], paths[2][0], path}
     with pytest.raises(SnapshotError, match="more than the whole disk budget"):
-        store.save(make_snapshot([9] * 1000))
+        folder.save(make_snapshot([9] * 1000))
     assert path.exists()
 
 
 def test_files_of_other_processes_count(make_snapshot: MakeSnapshot, tmp_path: Path) -> None:
     first, second = make_snapshot([1, 2]), make_snapshot([3, 4])
-    store = SnapshotStore(folder=tmp_path, disk_budget=first.nbytes + 10)
-    SnapshotStore(folder=tmp_path).save(first)
-    path, removed = store.save(second)
+    folder = SnapshotFolder(tmp_path, first.nbytes + 10)
+    SnapshotFolder(tmp_path).save(first)
+    path, removed = folder.save(second)
     assert len(removed) == 1 and list(tmp_path.iterdir()) == [path]
 
 
 def test_saving_the_same_tokens_again_replaces_the_file(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:
-    store = SnapshotStore(folder=tmp_path)
-    first, _ = store.save(make_snapshot([1, 2], seed=1))
+    store = SnapshotStore()
+    first = save(store, make_snapshot([1, 2], seed=1), tmp_path)
     old = store.open(store.find(binding, [1, 2]).stored)
     verify_snapshot(first, old)
-    second, _ = store.save(make_snapshot([1, 2], seed=2, label="second"))
+    second = save(store, make_snapshot([1, 2], seed=2, label="second"), tmp_path)
     assert first == second and len(list(tmp_path.iterdir())) == 1
     new = store.open(store.find(binding, [1, 2]).stored)
     assert not new.is_verified and new.facts.label == "second"
@@ -111,9 +109,9 @@ def test_saving_the_same_tokens_again_replaces_the_file(
 def test_a_binding_of_its_own_has_snapshots_of_its_own(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:
-    store = SnapshotStore(folder=tmp_path)
-    store.save(make_snapshot([1, 2, 3], label="plain"))
-    store.save(make_snapshot([1, 2], label="adapted", adapter="a" * 64))
+    store = SnapshotStore()
+    save(store, make_snapshot([1, 2, 3], label="plain"), tmp_path)
+    save(store, make_snapshot([1, 2], label="adapted", adapter="a" * 64), tmp_path)
     adapted = replace(binding, adapter="a" * 64)
     assert store.find(binding, [1, 2, 3, 4]).stored.facts.label == "plain"
     match = store.find(adapted, [1, 2, 3, 4])
@@ -128,18 +126,18 @@ def test_nothing_is_left_of_bindings_that_are_gone(make_snapshot: MakeSnapshot) 
     store = SnapshotStore(memory_budget=2 * size)
     for number in range(9):
         store.put(make_snapshot([1, 2, 3], adapter=f"{number}" * 64))
-    assert len(store.snapshots()) == len(store._indexes) <= 2
+    assert len(store.snapshots()) == len(store._known) <= 2
     for stored in store.snapshots():
         store.discard(stored)
         store.discard(stored)
-    assert store._indexes == {}
+    assert store._known == {}
 
 
 def test_what_is_in_memory_is_preferred_among_equals(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:
-    store = SnapshotStore(folder=tmp_path)
-    store.save(make_snapshot([1, 2, 3], label="disk"))
+    store = SnapshotStore()
+    save(store, make_snapshot([1, 2, 3], label="disk"), tmp_path)
     store.put(make_snapshot([1, 2, 9], label="memory"))
     assert store.find(binding, [1, 2, 5]).stored.facts.label == "memory"
     assert store.find(binding, [1, 2, 3]).stored.facts.label == "disk"
@@ -154,33 +152,35 @@ def test_states_are_used_as_a_whole_or_not_at_all(make_snapshot: MakeSnapshot, b
     assert store.find(binding, [1, 9]) is None
 
 
-def test_files_come_and_go(make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path) -> None:
-    store = SnapshotStore(folder=tmp_path / "later")
-    assert store.snapshots() == []
-    path, _ = store.save(make_snapshot([1, 2, 3]))
+def test_files_come_and_go(make_snapshot: MakeSnapshot, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = SnapshotFolder(tmp_path / "later", 3 * make_snapshot([1, 2, 3]).nbytes)
+
+    def warned() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return messages
+
+    path, _ = folder.save(make_snapshot([1, 2, 3]))
     (tmp_path / "later" / "y.safetensors").write_bytes(b"nothing")
     shutil.copy(path, tmp_path / "later" / "z.safetensors")
-    store.scan()
-    assert {path.name[0]: error.reason for path, error in store.refused.items()} == {"y": "damaged", "z": "duplicate"}
-    write_snapshot(tmp_path / "later" / "y.safetensors", make_snapshot([4, 5]))
-    store.scan()
-    assert [path.name for path in store.refused] == ["z.safetensors"]
-    assert store.find(binding, [4, 5]).common == 2
-    stored = store.find(binding, [1, 2]).stored
-    path.unlink()
-    with pytest.raises(SnapshotError) as caught:
-        store.open(stored)
-    assert caught.value.reason == "unreadable"
-    store.scan()
-    assert [item.path.name for item in store.snapshots()] == ["y.safetensors"]
+    folder.save(make_snapshot([1, 2, 3]))
+    damaged, duplicate = sorted(warned(), key=lambda message: "same snapshot" in message)
+    assert "y.safetensors is damaged" in damaged
+    assert f"z.safetensors holds the same snapshot as {path}" in duplicate
+    folder.save(make_snapshot([1, 2, 3]))
+    assert warned() == []  # once is enough
+    write_snapshot(tmp_path / "later" / "y.safetensors", make_snapshot([4, 5], states={}))
+    last, removed = folder.save(make_snapshot([6, 7, 8, 9]))
+    assert removed == [] and warned() == []  # what cannot be used counts nothing, and stays
+    assert {each.name for each in folder._files()} == {path.name, "y.safetensors", last.name}
 
 
 def test_a_verified_file_is_verified_until_it_changes(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "_MOST_MAPS", 2)
-    store = SnapshotStore(folder=tmp_path)
-    paths = [store.save(make_snapshot([number, 2]))[0] for number in range(3)]
+    store = SnapshotStore()
+    paths = [save(store, make_snapshot([number, 2]), tmp_path) for number in range(3)]
     stored = [store.find(binding, [number]).stored for number in range(3)]
     first = store.open(stored[0])
     verify_snapshot(paths[0], first)
@@ -199,69 +199,9 @@ def test_a_verified_file_is_verified_until_it_changes(
 def test_a_file_elsewhere_is_used_and_never_deleted(
     make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
 ) -> None:
-    made = make_snapshot([1, 2, 3])
-    write_snapshot(tmp_path / "own.safetensors", made)
-    store = SnapshotStore(folder=tmp_path / "folder", disk_budget=made.nbytes + 10)
-    store.add_file(tmp_path / "own.safetensors")
-    for number in range(3):
-        store.save(make_snapshot([7, number]))
+    store, own = SnapshotStore(), tmp_path / "own.safetensors"
+    write_snapshot(own, make_snapshot([1, 2, 3]))
+    store.add_file(own)
     assert store.find(binding, [1, 2, 3]).common == 3
-    assert store.disk_bytes == make_snapshot([7, 0]).nbytes
     store.discard(store.find(binding, [1]).stored)
-    assert store.find(binding, [1]) is None and (tmp_path / "own.safetensors").exists()
-
-
-def test_removing_takes_the_file_and_the_memory(
-    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
-) -> None:
-    store, made = SnapshotStore(folder=tmp_path), make_snapshot([1, 2])
-    store.save(made)
-    store.put(made)
-    assert len(store.snapshots()) == 1
-    store.remove(store.find(binding, [1]).stored)
-    assert store.snapshots() == [] and list(tmp_path.iterdir()) == [] and store.memory_bytes == store.disk_bytes == 0
-    with pytest.raises(SnapshotError, match="no folder"):
-        SnapshotStore().save(made)
-
-
-def test_many_threads_lose_and_mix_nothing(
-    make_snapshot: MakeSnapshot, binding: SnapshotBinding, tmp_path: Path
-) -> None:
-    made = [make_snapshot([number % 5, number, 1], seed=number, label=str(number)) for number in range(20)]
-    store = SnapshotStore(8 * made[0].nbytes, tmp_path, 10 * made[0].nbytes)
-    wrong: list[str] = []
-
-    def work(seed: int) -> None:
-        generator = random.Random(seed)
-        for _ in range(40):
-            number = generator.randrange(20)
-            action = generator.randrange(6)
-            try:
-                if action == 0:
-                    store.put(made[number])
-                elif action == 1:
-                    store.save(made[number])
-                elif action == 2:
-                    store.scan()
-                elif (match := store.find(binding, [number % 5, number, 1])) is not None:
-                    found = store.open(match.stored)
-                    verify_snapshot(match.stored.path, found)
-                    expected = made[int(found.facts.label)]
-                    if found.body.tobytes() != expected.body.tobytes():
-                        wrong.append(f"{found.facts.label} is mixed")
-            except SnapshotError as error:  # another thread made room in between, or saved the file anew
-                if error.reason not in ("missing", "unreadable") and "changed while it was opened" not in str(error):
-                    wrong.append(str(error))
-            except Exception as error:
-                wrong.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    store.scan()
-    assert store.memory_bytes <= store.memory_budget and store.disk_bytes <= store.disk_budget
-    assert store.disk_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert {stored.path for stored in store.snapshots()} - {None} == set(tmp_path.iterdir())
+    assert store.find(binding, [1]) is None and own.exists()

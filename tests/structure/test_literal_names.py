@@ -110,8 +110,8 @@ def test_a_name_of_a_special_token_is_spelled_in_parts(names: tuple[str, ...], c
 
 def test_only_special_tokens_are_known_by_their_ids(tokenizer: Tokenizer, vocabulary: GrammarVocabulary) -> None:
     ids = {name: tokenizer.token_to_id(name) for name in (START, END, "<tool_call>", *NAMES)}
-    assert {name for name, token in ids.items() if vocabulary.is_special(token)} == {START, END}
-    assert [vocabulary.bytes_of(token).decode() for token in ids.values()] == [*ids]
+    assert {name for name, token in ids.items() if vocabulary.tokenizer.is_special_token(token)} == {START, END}
+    assert [vocabulary.tokenizer.decode_bytes([token]).decode() for token in ids.values()] == [*ids]
 
 
 @pytest.mark.parametrize("choice", [["<box>"], ["<box>", "no"], ["a<box>b", "c"]])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from kept_snapshots import taken
 from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
 from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prompt_with_images, tiny_image
@@ -218,7 +219,7 @@ def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: Decodi
             outside -= 1
         logits_of(runner, ids, 0, seeds)
         slots = SlotSnapshots(SnapshotStore(), runner, EngineDirectory.open(engines))
-        slots.store.put(slots.take(0, ids[:stop], "part", None, images))
+        slots.store.put(taken(slots, 0, ids[:stop], "part", None, images))
         contents = KVContents(None, runner.base.states.cut_windows, whole_images=True)
         contents.replace(identities[:stop], None if runner.draft is None else stop - 1, held=len(ids))
         assert contents.reusable(identities) == outside

@@ -14,9 +14,10 @@ from unittest import mock
 import numpy as np
 
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.snapshots.file import Part, Reading, SectionReader, read_snapshot
+from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
+from edgellm.snapshots.transfer import Part, Reading, SectionReader
 
 #: Of a phase's name: whose method it is, and which. Times of `restore` and `start` contain those of others.
 _METHODS = {
