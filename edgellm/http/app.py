@@ -219,7 +219,8 @@ class Service:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
         self._responses[path, status] += 1
-        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
+        client = self.guard.address(_peer(scope), Headers(scope=scope))
+        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": client}})
 
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
         """Ask the model, and wait for the answers, or the first piece of those that are streamed: what a queue or the
@@ -267,7 +268,7 @@ class Service:
 
     async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
-        client = self.guard.client(request.client.host if request.client is not None else "", request.headers)
+        client = self.guard.client(_peer(request.scope), request.headers)
         async with self._bodies.reading(request) as parts:
             is_large = sum(map(len, parts)) > LARGE_BODY
             return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
@@ -383,6 +384,11 @@ class Service:
         """After how many seconds a place in a full queue may be free: what a request takes on average."""
         mean = self._llm.metrics()["request_seconds"]["mean"]
         return min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0)))
+
+
+def _peer(scope: Scope) -> str:
+    """The address of the other end of a connection; "" where it has none."""
+    return str((scope.get("client") or ("",))[0])
 
 
 async def _asynchronous(generation: Generation) -> AsyncGeneration:
