@@ -249,13 +249,15 @@ class Service:
     async def _ask(
         self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
+        client = self._client(request)
+
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
             with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
                 generations: list[Generation] = []
                 try:
                     for each in asked.requests:
-                        generations.append(self._llm.served._submit(each, asked.conversation))
+                        generations.append(self._llm.served._submit(each, asked.conversation, client))
                         hand_over(generations[-1].request_state.sequence)
                 except BaseException:  # all are answered, or none
                     for generation in generations:
@@ -268,10 +270,12 @@ class Service:
 
     async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
-        client = self.guard.client(_peer(request.scope), request.headers)
         async with self._bodies.reading(request) as parts:
             is_large = sum(map(len, parts)) > LARGE_BODY
-            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
+            return await self._readers.run(self._client(request), lambda: function(b"".join(parts)), is_large)
+
+    def _client(self, request: Request) -> str:
+        return self.guard.client(_peer(request.scope), request.headers)
 
     async def _tokenize(self, request: Request) -> Response:
         ids = await self._prompt_ids(completions.tokens, request)

@@ -17,7 +17,8 @@ from edgellm.errors import EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
-from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
+from edgellm.serving.request_queue import Call, RequestQueue
+from edgellm.serving.server import Engine, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -29,7 +30,7 @@ OpenedEngine = TypeVar("OpenedEngine", bound=Engine)
 
 class EngineThread(Generic[OpenedEngine]):
     """Opens an engine in a thread of its own and answers requests with it: the higher priority first, and of one
-    priority the first that came.
+    priority by turns of the clients.
 
     Requests join while others run, and leave as `RequestServer` says. Where the engine has failed and cannot even be
     cleared, the thread ends and everything fails with the cause.
@@ -76,13 +77,15 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server
         return 0 if server is None else server.preempted
 
-    def submit(self, sequence: DecodingSequence, request: Request, owner: object | None = None) -> Generation:
-        """Queue a request, of which `sequence` was made ready. Its answer holds the `owner`.
+    def submit(
+        self, sequence: DecodingSequence, request: Request, owner: object | None = None, client: str = ""
+    ) -> Generation:
+        """Queue a request of a `client`, of which `sequence` was made ready. Its answer holds the `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when)
+        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when, client)
         self._queue.put(request_state)
         self.metrics.accepted()
         return Generation(request_state, owner)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import time
+from contextlib import ExitStack
+
 import pytest
+from http_server import chat_body, raw_request, read_to_end, running, wait_for
 from starlette.datastructures import Headers
 
 from edgellm.errors import RequestError
@@ -51,3 +56,34 @@ def test_clients_are_keys_addresses_and_networks_of_ipv6() -> None:
 def test_proxies_that_are_no_addresses(wrong: str) -> None:
     with pytest.raises(RequestError, match=r"--trusted-proxy is .*: expected an address, or a network"):
         Guard.of("127.0.0.1", proxies=[wrong])
+
+
+def test_one_client_s_many_requests_keep_another_s_waiting_for_no_more_than_one() -> None:
+    """Clients behind a proxy, whom the log tells apart, too."""
+    options = ("--trusted-proxy", "127.0.0.1", "--queue-limit", 199, "--log-level", "info", "--log-format", "json")
+    body = raw_request(chat_body(ignore_eos=True, max_tokens=50, temperature=0))
+
+    def of_client(address: str) -> bytes:
+        return body.replace(b"\r\n", f"\r\nX-Forwarded-For: {address}\r\nConnection: close\r\n".encode(), 1)
+
+    with running(*options) as server, ExitStack() as opened:
+
+        def seconds(address: str) -> float:
+            began = time.monotonic()
+            with server.connect() as connection:
+                connection.sendall(of_client(address))
+                assert read_to_end(connection).startswith(b"HTTP/1.1 200")
+            return time.monotonic() - began
+
+        alone = sorted(seconds("192.0.2.2") for _ in range(3))[1]
+        for _ in range(200):
+            opened.enter_context(server.connect()).sendall(of_client("192.0.2.1"))
+        wait_for(lambda: server.metric("requests_waiting") > 150, 30)
+        together = seconds("192.0.2.2")  # the end of another's answer and its own, beside 200 bodies that are read
+        assert server.metric("requests_waiting") > 100
+        opened.close()
+        assert together < 3 * alone + 0.2, (alone, together)
+        wait_for(lambda: server.metric("requests_waiting") == 0)
+        lines = [line for line in server.said.splitlines() if "/v1/chat/completions" in line]
+        told = [re.search(r'"client": "(.*?)"', line) for line in lines]
+        assert {each[1] for each in told if each} == {"192.0.2.1", "192.0.2.2"}

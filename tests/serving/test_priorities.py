@@ -19,7 +19,7 @@ from edgellm import LLM, Request, RequestError, SpecDecodeRuntime
 from edgellm.engines.errors import ConstraintError
 from edgellm.errors import AdapterError, DeviceMemoryError, QueueFullError
 from edgellm.generation import RequestState
-from edgellm.serving.server import Call
+from edgellm.serving.request_queue import Call
 
 
 @pytest.fixture
