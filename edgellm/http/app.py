@@ -29,7 +29,7 @@ from starlette.types import Scope
 from edgellm import __version__
 from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
-from edgellm.errors import EdgeLLMError, EngineError, TemplateError
+from edgellm.errors import EdgeLLMError, TemplateError
 from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
@@ -54,6 +54,8 @@ T = TypeVar("T")
 #: requests.
 BODIES, IMAGES = 4, 2
 _LONGEST_WAIT = 60
+#: What is told of a model that has failed may take so long to be read.
+_FAILED_SECONDS = 2.0
 #: What a header cannot have, and how long one of this server may be.
 _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
@@ -169,7 +171,10 @@ class Service:
         """Return when the model's thread has ended."""
         await asyncio.shield(asyncio.wrap_future(self._llm._thread.closed))
         if self.failure is None and not self._is_ending:
-            self.failure = EngineError("the model's thread has ended: the log says why")
+            try:
+                self._llm._thread.check()
+            except EdgeLLMError as error:
+                self.failure = error
 
     def _described(self, runtime: SpecDecodeRuntime) -> ServedModel:
         if self._template is not None:
@@ -189,8 +194,10 @@ class Service:
         )
 
     async def finish(self, seconds: float) -> None:
-        """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled."""
+        """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled. Of a
+        model that has failed nothing comes but errors, which are on their way."""
         self._is_ending = True
+        seconds = seconds if self.failure is None else min(seconds, _FAILED_SECONDS)
         until = time.monotonic() + seconds
         while self._working and time.monotonic() < until:
             await asyncio.wait(self._working, timeout=until - time.monotonic())
@@ -219,7 +226,7 @@ class Service:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
         self._responses[path, status] += 1
-        client = self.guard.address(_peer(scope), Headers(scope=scope))
+        client = self.guard.address(scope)
         logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": client}})
 
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
@@ -249,7 +256,7 @@ class Service:
     async def _ask(
         self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
-        client = self._client(request)
+        client = self.guard.client(request.scope)
 
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
@@ -272,10 +279,8 @@ class Service:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
         async with self._bodies.reading(request) as parts:
             is_large = sum(map(len, parts)) > LARGE_BODY
-            return await self._readers.run(self._client(request), lambda: function(b"".join(parts)), is_large)
-
-    def _client(self, request: Request) -> str:
-        return self.guard.client(_peer(request.scope), request.headers)
+            client = self.guard.client(request.scope)
+            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
         ids = await self._prompt_ids(completions.tokens, request)
@@ -388,11 +393,6 @@ class Service:
         """After how many seconds a place in a full queue may be free: what a request takes on average."""
         mean = self._llm.metrics()["request_seconds"]["mean"]
         return min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0)))
-
-
-def _peer(scope: Scope) -> str:
-    """The address of the other end of a connection; "" where it has none."""
-    return str((scope.get("client") or ("",))[0])
 
 
 async def _asynchronous(generation: Generation) -> AsyncGeneration:

@@ -11,6 +11,7 @@ from hashlib import sha256
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from edgellm.errors import RequestError, shown
 from edgellm.http.errors import HTTPError
@@ -92,11 +93,13 @@ class Guard:
             message = "the key is missing or wrong: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    def address(self, peer: str, headers: Headers) -> str:
+    def address(self, scope: Scope) -> str:
         """The address that asks: that of the connection's other end or, where this is a trusted proxy, the last one in
-        X-Forwarded-For that is none: what stands before that one, anybody can have written."""
+        X-Forwarded-For that is none: what stands before that one, anybody can have written. "" where there is none."""
+        peer: str = (scope.get("client") or ("",))[0]
         address = _address(peer)
-        named = [name.strip() for line in headers.getlist("x-forwarded-for") for name in line.split(",")]
+        lines = Headers(scope=scope).getlist("x-forwarded-for")
+        named = [name.strip() for line in lines for name in line.split(",")]
         while address is not None and named and any(address in network for network in self.proxies):
             name = named.pop()
             before = _address(name) or _address(host_name(name) or "")  # some write a port, too
@@ -105,12 +108,12 @@ class Guard:
             address = before
         return peer if address is None else str(address)
 
-    def client(self, peer: str, headers: Headers) -> str:
+    def client(self, scope: Scope) -> str:
         """Who asks, as far as one may have no more than another: by the key where there are some, else by the address,
         of IPv6 by the network."""
         if self.keys:
-            return _given_key(headers)
-        found = self.address(peer, headers)
+            return _given_key(Headers(scope=scope))
+        found = self.address(scope)
         address = _address(found)
         if not isinstance(address, ipaddress.IPv6Address) or address.is_link_local:  # all of a link are of one network
             return found

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError
+from edgellm.errors import DeviceLostError, EdgeLLMError, EngineError
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Response
@@ -29,6 +29,9 @@ class Engine(Protocol):
     def idle(self) -> bool:
         """Do a little, some milliseconds, of what was put off until nobody waits; whether there was any."""
 
+    def lost(self) -> DeviceLostError | None:
+        """What the device has failed with where nothing more can be computed on it."""
+
     def close(self) -> None:
         """Free everything."""
 
@@ -37,7 +40,8 @@ class RequestServer:
     """Takes requests from a `queue` as places become free, and ends them: finished, cancelled, late, or failed.
 
     A request that fails leaves the others alone. Where the engine itself fails, all that it was computing fail with the
-    cause, and what waits is tried. Belongs to one thread; others may put into the queue, cancel, and ask for `running`.
+    cause, and what waits is tried; where its device is lost, nothing is, and DeviceLostError is raised. Belongs to one
+    thread; others may put into the queue, cancel, and ask for `running`.
     """
 
     def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics) -> None:
@@ -79,20 +83,26 @@ class RequestServer:
     def round(self) -> None:
         """End what is unwanted, take in what has a place, and compute one round.
 
-        Raises only where a failed engine cannot even be cleared.
+        Raises only where a failed engine cannot even be cleared, or its device is lost.
         """
         try:
             self._round()
         except Exception as error:
+            self._raise_if_lost(error)
             logger.error("the engine failed: %s", error, exc_info=error)
             self._loop.abandon(keep_rows=False)
             for sequence in self._request_states:
                 if not sequence.finished:
-                    sequence.failure = EngineError(
-                        f"the engine failed while it computed this answer: {type(error).__name__}: {error}"
-                    )
-                    sequence.failure.__cause__ = error
+                    sequence.failure = _engine_failure(error)
             self._end_finished()
+
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raise what the device was lost by where that is behind an error."""
+        if isinstance(error, DeviceLostError):
+            raise error
+        lost = self._engine.lost()
+        if lost is not None:
+            raise lost from error
 
     def abandon(self) -> None:
         """Leave all slots idle; the requests are not ended."""
@@ -151,7 +161,8 @@ class RequestServer:
             try:
                 self._loop.admit(sequence)
             except Exception as error:
-                sequence.failure = error
+                self._raise_if_lost(error)
+                sequence.failure = error if isinstance(error, EdgeLLMError) else _engine_failure(error)
                 self._loop.slots.forget(sequence)
                 self._end_finished()
 
@@ -214,6 +225,13 @@ class RequestServer:
                 del self._request_states[sequence]
                 self._queue.end(request_state)
                 end_request(request_state, "cancelled", self._metrics, sequence.failure)
+
+
+def _engine_failure(error: Exception) -> EngineError:
+    """What an answer fails with where the engine did."""
+    failure = EngineError(f"the engine failed while it computed this answer: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _order(request_state: RequestState) -> tuple[int, float]:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, closed_error, is_whole, require
+from edgellm.errors import DeviceLostError, EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
@@ -33,7 +33,7 @@ class EngineThread(Generic[OpenedEngine]):
     priority by turns of the clients.
 
     Requests join while others run, and leave as `RequestServer` says. Where the engine has failed and cannot even be
-    cleared, the thread ends and everything fails with the cause.
+    cleared, or its device is lost, the thread ends and everything fails with the cause.
     """
 
     def __init__(
@@ -205,6 +205,11 @@ def _after_fork() -> Exception:
 
 
 def _dead(cause: BaseException) -> Exception:
-    error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
+    """What is raised by a thread that has ended: an error for each who asks, as an error keeps where it was raised."""
+    error: Exception
+    if isinstance(cause, DeviceLostError):
+        error = DeviceLostError(str(cause))
+    else:
+        error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
     error.__cause__ = cause
     return error

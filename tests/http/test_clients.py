@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from http_server import chat_body, raw_request, read_to_end, running, wait_for
-from starlette.datastructures import Headers
 
 from edgellm.errors import RequestError
 from edgellm.http.guard import Guard
 
 PROXIES = ["127.0.0.1", "10.1.0.0/24", "2001:db8:9::/48"]
+
+
+def scope(peer: str, *headers: tuple[str, str]) -> dict[str, Any]:
+    """What a server is told of a request."""
+    named = [(name.encode(), value.encode()) for name, value in headers]
+    return {"client": (peer, 4711) if peer else None, "headers": named}
 
 
 @pytest.mark.parametrize(
@@ -36,20 +42,22 @@ PROXIES = ["127.0.0.1", "10.1.0.0/24", "2001:db8:9::/48"]
     ],
 )
 def test_the_address_that_asks(peer: str, lines: list[str], expected: str) -> None:
-    headers = Headers(raw=[(b"x-forwarded-for", line.encode()) for line in lines])
-    assert Guard.of("127.0.0.1", proxies=PROXIES).address(peer, headers) == expected
-    assert Guard.of("127.0.0.1").client(peer, headers) == Guard.of("127.0.0.1").client(peer, Headers())
+    headers = [("x-forwarded-for", line) for line in lines]
+    assert Guard.of("127.0.0.1", proxies=PROXIES).address(scope(peer, *headers)) == expected
+    assert Guard.of("127.0.0.1").client(scope(peer, *headers)) == Guard.of("127.0.0.1").client(scope(peer))
 
 
 def test_clients_are_keys_addresses_and_networks_of_ipv6() -> None:
-    guard, none = Guard.of("127.0.0.1"), Headers()
-    assert guard.client("192.0.2.7", none) != guard.client("192.0.2.8", none)
-    assert guard.client("2001:db8::1", none) == guard.client("2001:db8::ffff:0:0:1", none) == "2001:db8::/64"
-    assert guard.client("2001:db8::1", none) != guard.client("2001:db8:0:1::1", none)
-    assert guard.client("fe80::1%eth0", none) != guard.client("fe80::2%eth0", none)
-    keyed = Guard.of("127.0.0.1", keys=["a", "b"])
-    ours, theirs = (Headers({"authorization": f"Bearer {key}"}) for key in "ab")
-    assert keyed.client("192.0.2.7", ours) == keyed.client("192.0.2.8", ours) != keyed.client("192.0.2.7", theirs)
+    def client(address: str) -> str:
+        return Guard.of("127.0.0.1").client(scope(address))
+
+    assert client("192.0.2.7") != client("192.0.2.8")
+    assert client("2001:db8::1") == client("2001:db8::ffff:0:0:1") == "2001:db8::/64"
+    assert client("2001:db8::1") != client("2001:db8:0:1::1")
+    assert client("fe80::1%eth0") != client("fe80::2%eth0")
+    keyed, keys = Guard.of("127.0.0.1", keys=["a", "b"]), [("authorization", f"Bearer {key}") for key in "ab"]
+    ours, theirs = (keyed.client(scope("192.0.2.7", key)) for key in keys)
+    assert keyed.client(scope("192.0.2.8", keys[0])) == ours != theirs
 
 
 @pytest.mark.parametrize("wrong", ["proxy.example", "10.1.0.4/24", "10.1.0.0/33", ""])
