@@ -138,8 +138,8 @@ class RequestQueue:
             return
         equals = Counter(each.client for each in self.entries[:place] if each.priority == entry.priority)
         before = place - equals.total() + sum(min(count, equals[entry.client] + 1) for count in equals.values())
-        has_others = any(each.client == entry.client for each in self.entries)
-        if before >= self.limit or (has_others and len(self.entries) >= 2 * self.limit):
+        waits = any(each.client == entry.client for each in self.entries)
+        if before >= self.limit or (waits and len(self.entries) >= 2 * self.limit):
             raise QueueFullError(
                 f"{len(self.entries)} requests are waiting, which is all that the queue holds: ask again when "
                 "some are answered, or open with a larger queue_limit"
