@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from http_server import ServerProcess, chat_body, raw_request, wait_for
 from load_clients import BAD_ACTS, Clients
-from load_requests import all_requests, ask
+from load_requests import Asked, all_requests, ask
 from small_disk import fill, mounted
 
 from edgellm import LLM, SamplingParams
@@ -44,7 +44,7 @@ def test_clients_of_all_kinds(tmp_path: Path, count: int, seconds: int) -> None:
         about = {"environment": {"EDGELLM_CACHE_DIR": str(disk)}, "starting": () if problem is None else _NO_FILES}
         server = ServerProcess(*options, "--system-cache", snapshot, **about).wait_until_ready()
         servers = [server]
-        opened.callback(lambda: [each.process.kill() for each in servers])
+        opened.callback(lambda: [each.process.kill() or each.process.wait() for each in servers])
         expected = {each.key: ask(server, each, False) for each in requests}
         assert len({str(each) for each in expected.values()}) > len(requests) - 3  # one for another would show
         assert in_python.items() <= {key: answer.text for key, answer in expected.items()}.items()
@@ -60,6 +60,7 @@ def test_clients_of_all_kinds(tmp_path: Path, count: int, seconds: int) -> None:
             time.sleep(0.05)
         memory.append(resident(server))
         clients.stop()
+        assert reused_after_an_adapter(server, requests) > 50, "the snapshot is of no use any more"
         left, failed = left_behind(server), server.metric("requests_ended_total", outcome="failed")
         waited = sorted(clients.first_bytes)
         middle, late = waited[len(waited) // 2], waited[len(waited) * 99 // 100]
@@ -101,6 +102,15 @@ def drawn_in_python(llm: LLM) -> dict[str, str]:
             params = {name: asked.body[name] for name in ("temperature", "seed", "max_tokens")}
             found[asked.key] = llm.chat(asked.body["messages"], SamplingParams(**params)).text
     return found
+
+
+def reused_after_an_adapter(server: ServerProcess, requests: list[Asked]) -> float:
+    """How many tokens of a chat's prompt are reused where the only slot has rows of an adapter, which do not help: they
+    are a snapshot's."""
+    ask(server, next(each for each in requests if each.kind == "adapter"), False)
+    before = server.metric("prefill_reused_tokens_total")
+    ask(server, requests[0], False)
+    return server.metric("prefill_reused_tokens_total") - before
 
 
 def files_in(folder: Path) -> set[Path]:
