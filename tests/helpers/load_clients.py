@@ -64,15 +64,16 @@ class Clients:
 
     def _run(self, number: int) -> None:
         chance = random.Random(number)
-        acts: list[Callable[[random.Random], str]] = [self._break_off, self._read_slowly, self._send_nonsense]
+        acts: list[Callable[[random.Random, str], str]] = [self._break_off, self._read_slowly, self._send_nonsense]
+        client = f"192.0.2.{number}"
         asked = self._requests[-1 - number % len(self._requests)]  # so that each kind comes soon
         while not self._stop.is_set():
             server, began = self.server, time.monotonic()
             try:
                 if chance.random() < 0.8:
-                    act = self._ask(server, asked, chance.random() < 0.7, f"192.0.2.{number}")
+                    act = self._ask(server, asked, chance.random() < 0.7, client)
                 else:
-                    act = chance.choice(acts)(chance)
+                    act = chance.choice(acts)(chance, client)
                 self.seen[act] += 1
             except Exception as error:
                 is_told = min(self._lost, self._ending) < float("inf") or server is not self.server
@@ -114,9 +115,11 @@ class Clients:
         self.first_bytes.append(found.first_byte)
         return asked.kind
 
-    def _break_off(self, chance: random.Random) -> str:
+    def _break_off(self, chance: random.Random, client: str) -> str:
         """Go away at any time."""
-        connection = self.server.stream(ignore_eos=True, max_tokens=500, temperature=1.0, seed=chance.randrange(9))
+        connection = self.server.connect()
+        body = chat_body(stream=True, ignore_eos=True, max_tokens=500, temperature=1.0, seed=chance.randrange(9))
+        connection.sendall(_of_client(client, raw_request(body)))
         connection.settimeout(chance.random())
         try:
             for _ in range(chance.randrange(5)):
@@ -126,11 +129,11 @@ class Clients:
         connection.close()
         return "broken off"
 
-    def _read_slowly(self, chance: random.Random) -> str:
+    def _read_slowly(self, chance: random.Random, client: str) -> str:
         """Take a few bytes now and then."""
         connection = self.server.connect(2048)
-        connection.sendall(raw_request(chat(chance.choice(QUESTIONS), 1) | {"stream": True}))
-        connection.settimeout(60)
+        connection.sendall(_of_client(client, raw_request(chat(chance.choice(QUESTIONS), 1) | {"stream": True})))
+        connection.settimeout(120)
         try:
             while (data := connection.recv(200)) and b"[DONE]" not in data:
                 time.sleep(0.01)
@@ -138,7 +141,7 @@ class Clients:
             connection.close()
         return "read slowly"
 
-    def _send_nonsense(self, chance: random.Random) -> str:
+    def _send_nonsense(self, chance: random.Random, client: str) -> str:
         """Send what is no request, or half of one."""
         connection = self.server.connect()
         if chance.random() < 0.5:
@@ -147,9 +150,14 @@ class Clients:
             body = chance.choice(BAD)
             head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+            connection.sendall(_of_client(client, head.encode() + body))
             status = read_to_end(connection)[9:12]
             if status not in (b"400", b"404") and self._lost == self._ending:
                 self.wrong.append(status)
         connection.close()
         return "nonsense"
+
+
+def _of_client(client: str, request: bytes) -> bytes:
+    """A request that comes by a proxy from the address of a client."""
+    return request.replace(b"\r\n", f"\r\nX-Forwarded-For: {client}\r\n".encode(), 1)
