@@ -144,6 +144,7 @@ class Clients:
     def _send_nonsense(self, chance: random.Random, client: str) -> str:
         """Send what is no request, or half of one."""
         connection = self.server.connect()
+        connection.settimeout(120)
         if chance.random() < 0.5:
             connection.sendall(raw_request(chat_body())[: chance.randrange(300)])
         else:
