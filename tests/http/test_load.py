@@ -64,8 +64,9 @@ def test_clients_of_all_kinds(tmp_path: Path, count: int, seconds: int) -> None:
         left, failed = left_behind(server), server.metric("requests_ended_total", outcome="failed")
         waited = sorted(clients.first_bytes)
         middle, late = waited[len(waited) // 2], waited[len(waited) * 99 // 100]
+        wrong = [str(each)[:300] for each in clients.wrong]
         print(
-            f"\n{count} clients for {seconds} s: {dict(sorted(clients.seen.items()))}; wrong: {[str(each)[:300] for each in clients.wrong]}; "
+            f"\n{count} clients for {seconds} s: {dict(sorted(clients.seen.items()))}; wrong: {wrong}; "
             f"failed: {failed:.0f}; left behind: {left:.0f}; memory at the start, at half, at the end: {memory} MiB; "
             f"first byte: {middle:.3f} s (p50), {late:.3f} s (p99)"
         )
