@@ -8,6 +8,7 @@ from edgellm.engines.errors import AdapterError as AdapterError
 from edgellm.engines.errors import BuildError as BuildError
 from edgellm.engines.errors import CheckpointError as CheckpointError
 from edgellm.engines.errors import ConstraintError as ConstraintError
+from edgellm.engines.errors import DeviceLostError as DeviceLostError
 from edgellm.engines.errors import DeviceMemoryError as DeviceMemoryError
 from edgellm.engines.errors import EdgeLLMError as EdgeLLMError
 from edgellm.engines.errors import EngineDirectoryError as EngineDirectoryError

@@ -37,8 +37,11 @@ class RequestState:
         seconds: float | None = None,
         discard: Callable[[RequestState], None] | None = None,
         stop_when: StopWhen | None = None,
+        client: str = "",
     ) -> None:
         self.sequence = sequence
+        #: Who asks, as far as clients take turns.
+        self.client = client
         self.deadline = math.inf if seconds is None else sequence.clock.accepted + seconds
         #: Where there is no slot for all, the larger goes first.
         self.priority = sequence.priority

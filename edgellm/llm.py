@@ -335,15 +335,20 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
 
     _streamed = submit
 
-    def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
+    def _submit(
+        self, request: Request, conversation: OngoingConversation | None = None, client: str = ""
+    ) -> Generation:
+        """As `submit`, for a conversation, and for one of several clients, which take turns."""
         with self._thread.metrics.counting_refusals():
-            return self._queued(request, conversation)
+            return self._queued(request, conversation, client)
 
-    def _queued(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
+    def _queued(
+        self, request: Request, conversation: OngoingConversation | None = None, client: str = ""
+    ) -> Generation:
         """As `submit`, but what is refused is not counted in the metrics: the caller may try again."""
         self._thread.check()
         sequence = self._runtime.prepare(request, conversation)
-        return self._thread.submit(sequence, request, self)
+        return self._thread.submit(sequence, request, self, client)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.

@@ -23,7 +23,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
+from edgellm.errors import DeviceLostError, EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.hub.directories import local_directory
 from edgellm.kernels.made import Made
 from edgellm.kernels.user_paths import user_path
@@ -231,6 +231,10 @@ class OpenedModel:
             runner.forget_planned()
             logger.warning("not all steps are captured before they come up: %s", error)
         return count
+
+    def lost(self) -> DeviceLostError | None:
+        """See `edgellm.serving.server.Engine`."""
+        return self._open_runner().backend.lost()
 
     def idle(self) -> bool:
         """See `edgellm.serving.server.Engine`: it captures a step that was left for later."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from edgellm.kernels.errors import EdgeLLMError, KernelError, MissingDependencyError
+from edgellm.kernels.errors import DeviceLostError, EdgeLLMError, KernelError, MissingDependencyError
 
 __all__ = [
     "AdapterError",
     "BuildError",
     "CheckpointError",
     "ConstraintError",
+    "DeviceLostError",
     "DeviceMemoryError",
     "EdgeLLMError",
     "EngineDirectoryError",

@@ -1,5 +1,7 @@
 """The root of the project's errors. Every message says what was found, what was expected and what to do."""
 
+from __future__ import annotations
+
 from typing import Any
 
 #: How many characters of a value stand in an error.
@@ -32,6 +34,44 @@ class EdgeLLMError(Exception):
 
 class KernelError(EdgeLLMError):
     """A kernel was called with arguments outside its contract, or could not be compiled or launched."""
+
+
+#: Errors of CUDA after which a process can compute nothing more on the GPU, by their codes (`CUresult`): every later
+#: call gives the same one. Those for which CUDA's documentation says that the process must be terminated, or its
+#: context is of no use any more, and uncorrectable errors of memory and links (214, 220), which it leaves open. All
+#: others end no more than the call that gave them.
+STICKY_ERRORS = {
+    214: "CUDA_ERROR_ECC_UNCORRECTABLE",
+    220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    226: "CUDA_ERROR_CONTAINED",
+    700: "CUDA_ERROR_ILLEGAL_ADDRESS",
+    702: "CUDA_ERROR_LAUNCH_TIMEOUT",
+    709: "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    710: "CUDA_ERROR_ASSERT",
+    714: "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    715: "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    716: "CUDA_ERROR_MISALIGNED_ADDRESS",
+    717: "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    718: "CUDA_ERROR_INVALID_PC",
+    719: "CUDA_ERROR_LAUNCH_FAILED",
+    721: "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+    810: "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    911: "CUDA_ERROR_EXTERNAL_DEVICE",
+}
+
+
+class DeviceLostError(EdgeLLMError):
+    """The GPU has failed, and this process can compute nothing more on it."""
+
+    @classmethod
+    def of(cls, code: int) -> DeviceLostError | None:
+        """The error for a code of CUDA's; None where the GPU can still be used."""
+        if code not in STICKY_ERRORS:
+            return None
+        return cls(
+            f"the GPU has failed ({STICKY_ERRORS[code]}), and this process can compute nothing more on it: start it "
+            "anew. The system's log (dmesg) may say why"
+        )
 
 
 class MissingDependencyError(EdgeLLMError):

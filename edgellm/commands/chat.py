@@ -17,7 +17,7 @@ from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import Options, option, takes_options
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import DeviceLostError, EdgeLLMError
 from edgellm.text.messages import require_tools_shown
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def converse_at_terminal(state: ChatState, lines: TerminalLines) -> None:
                 return
             interrupted = True
             console.write_note("Press Ctrl-C again or Ctrl-D to leave.")
+        except DeviceLostError:
+            raise
         except EdgeLLMError as error:
             console.write_error(error)
 
@@ -153,6 +155,8 @@ def converse_by_pipe(state: ChatState, lines: PipedLines) -> None:
             message = read_message(lines)
             try:
                 _handle(state, message)
+            except DeviceLostError:
+                raise
             except EdgeLLMError as error:
                 failed = True
                 console.write_error(error)

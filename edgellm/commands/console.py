@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from edgellm.errors import EdgeLLMError
+from edgellm.errors import DeviceLostError, EdgeLLMError
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ FORMATS = ("text", "json")
 #: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+#: What sysexits.h calls EX_TEMPFAIL: a new process may be able to go on.
+DEVICE_LOST = 75
 
 
 def mebibytes(size: float) -> str:
@@ -149,7 +151,7 @@ def explaining() -> Iterator[None]:
             _end_output()
             words = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
         write_error(error, words)
-        raise typer.Exit(FAILED) from None
+        raise typer.Exit(DEVICE_LOST if isinstance(error, DeviceLostError) else FAILED) from None
 
 
 def _end_output() -> None:

@@ -50,6 +50,9 @@ class ServerOptions(Options, panel="Server"):
     allowed_origin: list[str] | None = option(
         "Let pages of another origin (https://name:port) ask; may be repeated.", metavar="URL"
     )
+    trusted_proxy: list[str] | None = option(
+        "Proxy whose X-Forwarded-For is believed, or a network of such; may be repeated.", metavar="ADDRESS"
+    )
 
     def keys(self) -> list[str]:
         """The keys that were given. Raises RequestError for what is none, typer.BadParameter where there is none though
@@ -175,7 +178,8 @@ async def _serve(
         state_budget=settings.states_mib << 20,
         queue_limit=given.queue_limit,
     )
-    guard = Guard.of(given.host, given.allowed_host or (), given.allowed_origin or (), keys)
+    allowed = (given.allowed_host or (), given.allowed_origin or ())
+    guard = Guard.of(given.host, *allowed, keys, given.trusted_proxy or ())
     service = Service(llm, model, guard, given.max_body_mib * 2**20, template, given.keep_responses)
     notifier = Notifier()
 

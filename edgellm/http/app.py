@@ -24,7 +24,7 @@ from starlette.types import Scope
 
 from edgellm import __version__
 from edgellm.asynchronous import AsyncGeneration, AsyncLLM
-from edgellm.errors import EdgeLLMError, EngineError, TemplateError
+from edgellm.errors import EdgeLLMError, TemplateError
 from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, completions, messages, ollama, ollama_answers
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
@@ -50,6 +50,8 @@ T = TypeVar("T")
 #: requests.
 BODIES, IMAGES = 4, 2
 _LONGEST_WAIT = 60
+#: What is told of a model that has failed may take so long to be read.
+_FAILED_SECONDS = 2.0
 
 #: How a request is read, and its answers are written.
 Read = Callable[[bytes, ServedModel], ParsedRequest]
@@ -162,7 +164,10 @@ class Service:
         """Return when the model's thread has ended."""
         await asyncio.shield(asyncio.wrap_future(self._llm._thread.closed))
         if self.failure is None and not self._is_ending:
-            self.failure = EngineError("the model's thread has ended: the log says why")
+            try:
+                self._llm._thread.check()
+            except EdgeLLMError as error:
+                self.failure = error
 
     def _described(self, runtime: SpecDecodeRuntime) -> ServedModel:
         if self._template is not None:
@@ -182,8 +187,10 @@ class Service:
         )
 
     async def finish(self, seconds: float) -> None:
-        """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled."""
+        """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled. Of a
+        model that has failed nothing comes but errors, which are on their way."""
         self._is_ending = True
+        seconds = seconds if self.failure is None else min(seconds, _FAILED_SECONDS)
         until = time.monotonic() + seconds
         while self._working and time.monotonic() < until:
             await asyncio.wait(self._working, timeout=until - time.monotonic())
@@ -212,7 +219,8 @@ class Service:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
         self.counts.responded(path, status)
-        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
+        client = self.guard.address(scope)
+        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": client}})
 
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
         """Ask the model, and wait for the answers, or the first piece of those that are streamed: what a queue or the
@@ -239,13 +247,15 @@ class Service:
     async def _ask(
         self, read: Read, request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
+        client = self.guard.client(request.scope)
+
         def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
             asked = read(body, self.model)
             with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
                 generations: list[Generation] = []
                 try:
                     for each in asked.requests:
-                        generations.append(self._llm.served._submit(each, asked.conversation))
+                        generations.append(self._llm.served._submit(each, asked.conversation, client))
                         hand_over(generations[-1].request_state.sequence)
                 except BaseException:  # all are answered, or none
                     for generation in generations:
@@ -270,17 +280,15 @@ class Service:
         with self._telling(asked.fields):
             vectors = await self._llm._vectors(asked.request, ids)
         write = partial(asked.answer, vectors, sum(map(len, ids)), time.perf_counter() - began)
-        answer = await self._readers.run(self._client(request), write, vectors.nbytes > LARGE_BODY)
+        answer = await self._readers.run(self.guard.client(request.scope), write, vectors.nbytes > LARGE_BODY)
         return Response(answer, headers=asgi.answer_headers(asked.ignored), media_type=JSONResponse.media_type)
-
-    def _client(self, request: Request) -> str:
-        return self.guard.client(request.client.host if request.client is not None else "", request.headers)
 
     async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
         """What a function makes of the body of a request, in a thread, which joins it, too."""
         async with self._bodies.reading(request) as parts:
             is_large = sum(map(len, parts)) > LARGE_BODY
-            return await self._readers.run(self._client(request), lambda: function(b"".join(parts)), is_large)
+            client = self.guard.client(request.scope)
+            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
         ids = await self._prompt_ids(completions.tokens, request)

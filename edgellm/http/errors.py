@@ -12,6 +12,7 @@ from edgellm.errors import (
     AdapterError,
     ConstraintError,
     ContextError,
+    DeviceLostError,
     EdgeLLMError,
     ImageError,
     QueueFullError,
@@ -105,6 +106,8 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
         parts = (fields.get(part, part) for part in re.findall(r"\.\w+|\[\d+\]", match[2]))
         place = "".join([fields[match[1]], *parts])
         return HTTPError(400, place + message[match.end() :], param=place)
+    if isinstance(error, DeviceLostError):  # a proxy may ask another server
+        return later(503, message, "failed", 5)
     if isinstance(error, EdgeLLMError):
         told = message if isinstance(error, ConstraintError) else without_folders(message)
         return HTTPError(500, told, code="engine_error")

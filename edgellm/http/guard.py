@@ -10,21 +10,29 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from urllib.parse import urlsplit
 
-from edgellm.errors import shown
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from edgellm.errors import RequestError, shown
 from edgellm.http.errors import HTTPError
 from edgellm.http.page import PATHS
 
 #: Whoever looks after the server needs no key to see whether it is well, nor a browser to load a page.
 _WITHOUT_KEY = ("/health", *PATHS)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+#: Bits of an IPv6 address that are a client's network: it chooses the others itself.
+_CLIENT_BITS = 64
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a name is; None where it is none."""
+def _address(name: str) -> Address | None:
+    """The address that a name is, one of IPv4 within IPv6 as that of IPv4; None where it is none."""
     try:
-        return ipaddress.ip_address(name)
+        found = ipaddress.ip_address(name)
     except ValueError:
         return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def is_loopback(host: str) -> bool:
@@ -46,15 +54,26 @@ class Guard:
     any_address: bool = False
     origins: Collection[str] = ()
     keys: Sequence[bytes] = field(default=(), repr=False)
+    #: Whose word about the address of a client is taken.
+    proxies: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network] = ()
 
     @classmethod
-    def of(cls, host: str, names: Collection[str], origins: Collection[str], keys: Collection[str]) -> Guard:
-        """The guard of a server that listens on `host` and is known by further `names`."""
+    def of(
+        cls,
+        host: str,
+        names: Collection[str] = (),
+        origins: Collection[str] = (),
+        keys: Collection[str] = (),
+        proxies: Collection[str] = (),
+    ) -> Guard:
+        """The guard of a server that listens on `host`, is known by further `names`, and trusts `proxies`, which are
+        addresses or networks (RequestError for what is none)."""
         known = {*LOCAL_NAMES, host.lower(), *(name.lower() for name in names)}
         if not is_loopback(host):
             known.add(socket.gethostname().lower())
         digests = [sha256(key.encode()).digest() for key in keys]
-        return cls(known, not is_loopback(host), {each.lower().rstrip("/") for each in origins}, digests)
+        allowed = {each.lower().rstrip("/") for each in origins}
+        return cls(known, not is_loopback(host), allowed, digests, [_network(each) for each in proxies])
 
     def check(self, path: str, headers: Mapping[str, str]) -> None:
         """Raise HTTPError for a request that is not to be answered."""
@@ -74,9 +93,31 @@ class Guard:
             message = "the key is missing or wrong: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
-    def client(self, address: str, headers: Mapping[str, str]) -> str:
-        """Who asks: the key where there are some, else the address."""
-        return _given_key(headers) if self.keys else address
+    def address(self, scope: Scope) -> str:
+        """The address that asks: that of the connection's other end or, where this is a trusted proxy, the last one in
+        X-Forwarded-For that is none: what stands before that one, anybody can have written. "" where there is none."""
+        peer: str = (scope.get("client") or ("",))[0]
+        address = _address(peer)
+        lines = Headers(scope=scope).getlist("x-forwarded-for")
+        named = [name.strip() for line in lines for name in line.split(",")]
+        while address is not None and named and any(address in network for network in self.proxies):
+            name = named.pop()
+            before = _address(name) or _address(host_name(name) or "")  # some write a port, too
+            if before is None:
+                break
+            address = before
+        return peer if address is None else str(address)
+
+    def client(self, scope: Scope) -> str:
+        """Who asks, as far as one may have no more than another: by the key where there are some, else by the address,
+        of IPv6 by the network."""
+        if self.keys:
+            return _given_key(Headers(scope=scope))
+        found = self.address(scope)
+        address = _address(found)
+        if not isinstance(address, ipaddress.IPv6Address) or address.is_link_local:  # all of a link are of one network
+            return found
+        return str(ipaddress.IPv6Network((int(address), _CLIENT_BITS), strict=False))
 
     def is_known_origin(self, origin: str, host: str) -> bool:
         """Whether a page is from this server, by the host that it was asked for, or from an origin that is allowed."""
@@ -111,3 +152,12 @@ def host_name(host: str) -> str | None:
     except ValueError:
         return None
     return parts.hostname if parts.hostname and parts.netloc == host and "@" not in host else None
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise RequestError(
+            f"--trusted-proxy is {shown(text)}: expected an address, or a network such as 10.0.0.0/24 ({error})"
+        ) from error

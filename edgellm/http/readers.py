@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.http.errors import HTTPError, later
+from edgellm.serving.request_queue import ClientShares
 
 T = TypeVar("T")
 
@@ -37,21 +38,18 @@ class _Reading:
 class Readers:
     """Runs functions in threads, each in one of its own; belongs to one event loop.
 
-    Whoever has the fewest running goes first, and nobody has all. A thread cannot be ended: one that takes too long is
-    lost, its request fails, and another takes its place while there are spare ones.
+    Clients take turns by their shares, and nobody has all. A thread cannot be ended: one that takes too long is lost,
+    its request fails, and another takes its place while there are spare ones.
     """
 
     def __init__(self, count: int = READERS, seconds: float = READER_SECONDS, spares: int = SPARE_READERS) -> None:
         self._count, self._seconds, self._spares = count, seconds, spares
         self._waiting: list[_Reading] = []
         self._working: Counter[str] = Counter()  # by client
-        self._lost: Counter[str] = Counter()
+        self._shares = ClientShares()  # of those that are lost, too
+        #: How many threads have taken too long, and still run.
+        self.lost = 0
         self._large = 0  # of those that work
-
-    @property
-    def lost(self) -> int:
-        """How many threads have taken too long, and still run."""
-        return self._lost.total()
 
     @property
     def are_lost(self) -> bool:
@@ -82,9 +80,10 @@ class Readers:
             allowed = [each for each in allowed if not (each.is_large and self._large)]
             if not allowed:
                 return
-            first = min(allowed, key=lambda each: self._working[each.client] + self._lost[each.client])
+            first = self._shares.first(allowed)
             self._waiting.remove(first)
             self._working[first.client] += 1
+            self._shares.begin(first.client)
             self._large += first.is_large
             ended = partial(self._end, first, loop.call_later(self._seconds, self._lose, first))
             threading.Thread(target=_run, args=(loop, first, ended), name="edgellm-http", daemon=True).start()
@@ -92,7 +91,7 @@ class Readers:
     def _lose(self, reading: _Reading) -> None:
         reading.is_lost = True
         self._working[reading.client] -= 1
-        self._lost[reading.client] += 1
+        self.lost += 1
         self._large -= reading.is_large
         if not reading.result.done():
             message = f"the request takes more than {self._seconds:g} seconds to be read: make it smaller or simpler"
@@ -101,10 +100,13 @@ class Readers:
 
     def _end(self, reading: _Reading, timer: asyncio.TimerHandle, value: Any, error: BaseException | None) -> None:
         timer.cancel()
-        counts = self._lost if reading.is_lost else self._working
-        self._large -= reading.is_large and not reading.is_lost
-        counts[reading.client] -= 1
-        counts += Counter()  # lets go of clients that have none
+        self._shares.end(reading.client)
+        if reading.is_lost:
+            self.lost -= 1
+        else:
+            self._working[reading.client] -= 1
+            self._large -= reading.is_large
+        self._working += Counter()  # lets go of clients that have none
         if not reading.result.done():
             if error is None:
                 reading.result.set_result(value)

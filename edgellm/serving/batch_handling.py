@@ -12,7 +12,8 @@ from edgellm.errors import EdgeLLMError, QueueFullError, RequestError, require_k
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Request, Response, request_list
-from edgellm.serving.server import Engine, RequestQueue, RequestServer
+from edgellm.serving.request_queue import RequestQueue
+from edgellm.serving.server import Engine, RequestServer
 
 OnChunk = Callable[[Chunk], object]
 

@@ -1,146 +1,23 @@
-"""The queue of requests, and the server that answers them with an engine, as many at a time as fit, round by round."""
+"""The server that answers queued requests with an engine, as many at a time as fit, round by round."""
 
 from __future__ import annotations
 
 import logging
-import math
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, QueueFullError
+from edgellm.errors import DeviceLostError, EdgeLLMError, EngineError
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Response
+from edgellm.serving.request_queue import Call, Entry, RequestQueue
 from edgellm.text.output import FinishReason
 
 logger = logging.getLogger("edgellm.serving")
-
-
-@dataclass(eq=False)
-class Call:
-    """A function that wants the engine for itself, and its result."""
-
-    function: Callable[[], Any]
-    result: Future[Any] = field(default_factory=Future)
-    #: It goes among requests that name none.
-    priority: int = 0
-
-    def run(self) -> None:
-        """Call it; what it raises is the result's."""
-        if not self.result.set_running_or_notify_cancel():
-            return
-        try:
-            self.result.set_result(self.function())
-        except BaseException as error:
-            self.result.set_exception(error)
-
-
-#: What stands in the queue.
-Entry = RequestState | Call
-
-
-class RequestQueue:
-    """Requests, the higher priority first, and of one priority in their order; any thread puts, the engine's takes.
-
-    At most `limit` of them wait; as many more where these outrank others that wait.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._entries: list[Entry] = []
-        self._changed = threading.Condition()
-        self._refusal: Callable[[], Exception] | None = None
-        self._earliest = math.inf
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Who waits, in order."""
-        return list(self._entries)
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more is taken."""
-        return self._refusal is not None
-
-    @property
-    def wakes(self) -> bool:
-        """Whether there is an entry, or the queue is closed."""
-        return bool(self._entries) or self.closed
-
-    def check(self) -> None:
-        """Raise the error that the queue was closed with."""
-        if self._refusal is not None:
-            raise self._refusal()
-
-    def put(self, entry: Entry) -> None:
-        """Join the queue behind those of its priority. Raises QueueFullError, or the error that the queue was closed
-        with."""
-        with self._changed:
-            self.check()
-            place = bisect_right(self._entries, -entry.priority, key=lambda each: -each.priority)
-            if isinstance(entry, RequestState):
-                if place >= self.limit or len(self._entries) >= 2 * self.limit:
-                    raise QueueFullError(
-                        f"{len(self._entries)} requests are waiting, which is all that the queue holds: ask again when "
-                        "some are answered, or open with a larger queue_limit"
-                    )
-                self._earliest = min(self._earliest, entry.deadline)
-            self._entries.insert(place, entry)
-            self._changed.notify()
-
-    def first(self) -> Entry | None:
-        """The entry whose turn it is; None where nobody waits."""
-        with self._changed:
-            return self._entries[0] if self._entries else None
-
-    def remove(self, entry: Entry) -> bool:
-        """Take an entry out, from wherever it stands; False where it is not there any more."""
-        with self._changed:
-            try:
-                self._entries.remove(entry)
-            except ValueError:
-                return False
-            return True
-
-    def take_late(self, now: float) -> list[RequestState]:
-        """Take out the requests whose time is over."""
-        if now < self._earliest:
-            return []
-        with self._changed:
-            late = [entry for entry in self._entries if isinstance(entry, RequestState) and now >= entry.deadline]
-            for entry in late:
-                self._entries.remove(entry)
-            waiting = (entry.deadline for entry in self._entries if isinstance(entry, RequestState))
-            self._earliest = min(waiting, default=math.inf)
-        return late
-
-    def wait(self) -> None:
-        """Return when it `wakes`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.wakes)
-
-    def close(self, refusal: Callable[[], Exception]) -> None:
-        """Refuse what comes from now on with the error that `refusal` makes; the first one stays."""
-        with self._changed:
-            self._refusal = self._refusal or refusal
-            self._changed.notify_all()
-
-    def take_all(self) -> list[Entry]:
-        """Empty the queue."""
-        with self._changed:
-            entries = list(self._entries)
-            self._entries.clear()
-            return entries
 
 
 class Engine(Protocol):
@@ -152,6 +29,9 @@ class Engine(Protocol):
     def idle(self) -> bool:
         """Do a little, some milliseconds, of what was put off until nobody waits; whether there was any."""
 
+    def lost(self) -> DeviceLostError | None:
+        """What the device has failed with where nothing more can be computed on it."""
+
     def close(self) -> None:
         """Free everything."""
 
@@ -160,7 +40,8 @@ class RequestServer:
     """Takes requests from a `queue` as places become free, and ends them: finished, cancelled, late, or failed.
 
     A request that fails leaves the others alone. Where the engine itself fails, all that it was computing fail with the
-    cause, and what waits is tried. Belongs to one thread; others may put into the queue, cancel, and ask for `running`.
+    cause, and what waits is tried; where its device is lost, nothing is, and DeviceLostError is raised. Belongs to one
+    thread; others may put into the queue, cancel, and ask for `running`.
     """
 
     def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics) -> None:
@@ -202,20 +83,26 @@ class RequestServer:
     def round(self) -> None:
         """End what is unwanted, take in what has a place, and compute one round.
 
-        Raises only where a failed engine cannot even be cleared.
+        Raises only where a failed engine cannot even be cleared, or its device is lost.
         """
         try:
             self._round()
         except Exception as error:
+            self._raise_if_lost(error)
             logger.error("the engine failed: %s", error, exc_info=error)
             self._loop.abandon(keep_rows=False)
             for sequence in self._request_states:
                 if not sequence.finished:
-                    sequence.failure = EngineError(
-                        f"the engine failed while it computed this answer: {type(error).__name__}: {error}"
-                    )
-                    sequence.failure.__cause__ = error
+                    sequence.failure = _engine_failure(error)
             self._end_finished()
+
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raise what the device was lost by where that is behind an error."""
+        if isinstance(error, DeviceLostError):
+            raise error
+        lost = self._engine.lost()
+        if lost is not None:
+            raise lost from error
 
     def abandon(self) -> None:
         """Leave all slots idle; the requests are not ended."""
@@ -237,9 +124,11 @@ class RequestServer:
             if reason is not None or waiting.sequence.finished:
                 self._take(waiting)
                 self._end(waiting, reason)
-        for late in self._queue.take_late(now):
-            end_request(late, "deadline", self._metrics)
-        self._admit()
+        if self._queue.entries:
+            for late in self._queue.take_late(now):
+                end_request(late, "deadline", self._metrics)
+        if self._queue.entries or self._preempted:
+            self._admit()
         if self._loop.running:
             self._deliver(self._loop.advance())
             self._metrics.round()
@@ -267,11 +156,13 @@ class RequestServer:
                 self._end(entry, reason, failure)
                 continue
             self._request_states[sequence] = entry
+            self._queue.begin(entry)
             self._deliver(self._loop.settle())
             try:
                 self._loop.admit(sequence)
             except Exception as error:
-                sequence.failure = error
+                self._raise_if_lost(error)
+                sequence.failure = error if isinstance(error, EdgeLLMError) else _engine_failure(error)
                 self._loop.slots.forget(sequence)
                 self._end_finished()
 
@@ -295,6 +186,7 @@ class RequestServer:
             for lower in places.outranked(sequence):
                 self._loop.give_way(lower)
                 request_state = self._request_states.pop(lower)
+                self._queue.end(request_state)
                 order = _order(request_state)
                 self._preempted.insert(bisect_right(self._preempted, order, key=_order), request_state)
                 self._metrics.preempted(lower.kept)
@@ -331,7 +223,15 @@ class RequestServer:
         for sequence, request_state in list(self._request_states.items()):
             if sequence.finished:
                 del self._request_states[sequence]
+                self._queue.end(request_state)
                 end_request(request_state, "cancelled", self._metrics, sequence.failure)
+
+
+def _engine_failure(error: Exception) -> EngineError:
+    """What an answer fails with where the engine did."""
+    failure = EngineError(f"the engine failed while it computed this answer: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _order(request_state: RequestState) -> tuple[int, float]:

@@ -13,11 +13,12 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, closed_error, is_whole, require
+from edgellm.errors import DeviceLostError, EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
-from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
+from edgellm.serving.request_queue import Call, RequestQueue
+from edgellm.serving.server import Engine, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -29,10 +30,10 @@ OpenedEngine = TypeVar("OpenedEngine", bound=Engine)
 
 class EngineThread(Generic[OpenedEngine]):
     """Opens an engine in a thread of its own and answers requests with it: the higher priority first, and of one
-    priority the first that came.
+    priority by turns of the clients.
 
     Requests join while others run, and leave as `RequestServer` says. Where the engine has failed and cannot even be
-    cleared, the thread ends and everything fails with the cause.
+    cleared, or its device is lost, the thread ends and everything fails with the cause.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server
         return 0 if server is None else server.preempted
 
-    def submit(self, sequence: DecodingSequence, request: Request, owner: object | None = None) -> Generation:
-        """Queue a request, of which `sequence` was made ready. Its answer holds the `owner`.
+    def submit(
+        self, sequence: DecodingSequence, request: Request, owner: object | None = None, client: str = ""
+    ) -> Generation:
+        """Queue a request of a `client`, of which `sequence` was made ready. Its answer holds the `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when)
+        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when, client)
         self._queue.put(request_state)
         self.metrics.accepted()
         return Generation(request_state, owner)
@@ -202,6 +205,11 @@ def _after_fork() -> Exception:
 
 
 def _dead(cause: BaseException) -> Exception:
-    error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
+    """What is raised by a thread that has ended: an error for each who asks, as an error keeps where it was raised."""
+    error: Exception
+    if isinstance(cause, DeviceLostError):
+        error = DeviceLostError(str(cause))
+    else:
+        error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
     error.__cause__ = cause
     return error

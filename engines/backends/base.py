@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import DeviceLostError, EngineError
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MemoryPlan
@@ -113,6 +113,10 @@ class Backend(Protocol):
     @property
     def image_kernels(self) -> ImageKernels:
         """The kernels of images, loaded when first asked for."""
+
+    def lost(self) -> DeviceLostError | None:
+        """What the device has failed with where nothing more can be computed on it; waits for what runs. For who has
+        seen another error, which may have been the first sign."""
 
     def empty(self, shape: Sequence[int], dtype: str) -> Array:
         """Uninitialized memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import check_rows, row_pieces
-from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
+from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.made import CAPTURED, Made
@@ -151,6 +151,13 @@ class CudaDevice:
             gpu.enter_partition()
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
+
+    def lost(self) -> DeviceLostError | None:
+        """See `Backend.lost`: such an error is given by every call from then on."""
+        from cuda.bindings import driver
+
+        (status,) = driver.cuCtxSynchronize()
+        return DeviceLostError.of(int(status))
 
     def free_memory(self) -> tuple[int, int]:
         """Bytes free and bytes in all."""

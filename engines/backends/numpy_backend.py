@@ -18,7 +18,7 @@ from edgellm.engines.backends.base import check_rows, row_pieces
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.errors import DeviceMemoryError, EngineError
+from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
@@ -119,6 +119,9 @@ class NumpyBackend:
     acceptance = cached_property(lambda self: NumpyAcceptance())
     recurrent = cached_property(lambda self: NumpyRecurrent())
     image_kernels = cached_property(lambda self: NumpyImages())
+
+    def lost(self) -> DeviceLostError | None:
+        return None
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         return self._allocate(np.empty, shape, dtype)

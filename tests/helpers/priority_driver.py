@@ -8,7 +8,8 @@ from typing import Any
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
-from edgellm.serving.server import RequestQueue, RequestServer
+from edgellm.serving.request_queue import RequestQueue
+from edgellm.serving.server import RequestServer
 
 #: Of the fixture `priority_engines`.
 SLOTS = 3

@@ -89,12 +89,14 @@ class ProxyProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(self._listens, 20)
 
-    def connect(self, *protocols: str) -> ssl.SSLSocket:
-        """A connection, for which the client names the releases of HTTP that it speaks."""
+    def connect(self, *protocols: str, address: str = "") -> ssl.SSLSocket:
+        """A connection from an address of this machine, for which the client names the releases of HTTP that it
+        speaks."""
         context = ssl.create_default_context(cafile=str(self._certificate))
         context.set_alpn_protocols(protocols)
         return context.wrap_socket(
-            socket.create_connection(("127.0.0.1", self.port), timeout=30), server_hostname="127.0.0.1"
+            socket.create_connection(("127.0.0.1", self.port), timeout=30, source_address=(address, 0)),
+            server_hostname="127.0.0.1",
         )
 
     def close(self) -> None:

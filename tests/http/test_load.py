@@ -1,163 +1,127 @@
-"""Many clients at a time, well-behaved and not: answers stay what they are alone, and nothing is left behind."""
+"""Many clients at a time, well-behaved and not, and a machine that fails: answers stay what they are alone, none is
+lost, and nothing is left behind."""
 
 from __future__ import annotations
 
-import random
 import socket
 import statistics
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from http_server import MODEL, ServerProcess, chat_body, raw_request, read_to_end, running
+from http_server import ServerProcess, chat_body, raw_request, wait_for
+from load_clients import BAD_ACTS, Clients
+from load_requests import Asked, all_requests, ask
+from small_disk import fill, mounted
 
 from edgellm import LLM, SamplingParams
+from edgellm.opened_model import SHIPPED_MODEL
 
-CLIENTS = 64
-QUESTIONS = (
-    "Where is the red cup?",
-    "What is on the table?",
-    "Please pick up the red cup.",
-    "How full is your battery?",
-)
-#: What is drawn for an answer: few, so that each has been asked alone before.
-SEEDS = (1, 2)
-LIMIT = 6
-BAD = (b"{", b"[]", b'{"model": "shipped"}', b'{"model": "x", "messages": []}', b"\xff" * 100)
-
-
-def drawn(question: str, seed: int, stream: bool) -> dict[str, object]:
-    messages = [{"role": "user", "content": question}]
-    return {
-        "model": MODEL,
-        "messages": messages,
-        "temperature": 0.8,
-        "seed": seed,
-        "max_tokens": LIMIT,
-        "stream": stream,
-    }
-
-
-class Clients:
-    """Clients that ask until they are to stop, each in its own thread, and count what they saw."""
-
-    def __init__(self, server: ServerProcess, expected: dict[tuple[str, int], str]) -> None:
-        self.server, self.expected = server, expected
-        self.seen: Counter[str] = Counter()
-        self.wrong: list[object] = []
-        self.stop = threading.Event()
-
-    def run(self, number: int) -> None:
-        chance = random.Random(number)
-        acts: list[Callable[[random.Random], str]] = [self.ask] * 4 + [
-            self.break_off,
-            self.read_slowly,
-            self.send_nonsense,
-        ]
-        while not self.stop.is_set():
-            try:
-                self.seen[chance.choice(acts)(chance)] += 1
-            except Exception as error:
-                self.wrong.append(error)
-                return
-
-    def ask(self, chance: random.Random) -> str:
-        """Ask as clients should, and compare the answer; a full queue is asked again."""
-        question, seed, stream = chance.choice(QUESTIONS), chance.choice(SEEDS), chance.random() < 0.7
-        if stream:
-            chunks = self.server.client(max_retries=20).chat.completions.create(**drawn(question, seed, True))
-            text = "".join(each.choices[0].delta.content or "" for each in chunks)
-        else:
-            found = self.server.client(max_retries=20).chat.completions.create(**drawn(question, seed, False))
-            text = found.choices[0].message.content
-        if text != self.expected[question, seed]:
-            self.wrong.append((question, seed, text))
-        return "answered"
-
-    def break_off(self, chance: random.Random) -> str:
-        """Go away at any time."""
-        connection = self.server.stream(ignore_eos=True, max_tokens=500, temperature=1.0, seed=chance.randrange(9))
-        connection.settimeout(chance.random())
-        try:
-            for _ in range(chance.randrange(5)):
-                connection.recv(100)
-        except TimeoutError:
-            pass
-        connection.close()
-        return "broken off"
-
-    def read_slowly(self, chance: random.Random) -> str:
-        """Take a few bytes now and then."""
-        connection = self.server.connect(2048)
-        connection.sendall(raw_request(drawn(chance.choice(QUESTIONS), 1, True)))
-        connection.settimeout(60)
-        try:
-            while (data := connection.recv(200)) and b"[DONE]" not in data:
-                time.sleep(0.01)
-        finally:
-            connection.close()
-        return "read slowly"
-
-    def send_nonsense(self, chance: random.Random) -> str:
-        """Send what is no request, or half of one."""
-        connection = self.server.connect()
-        if chance.random() < 0.5:
-            connection.sendall(raw_request(chat_body())[: chance.randrange(300)])
-        else:
-            body = chance.choice(BAD)
-            head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
-            status = read_to_end(connection)[9:12]
-            if status not in (b"400", b"404"):
-                self.wrong.append(status)
-        connection.close()
-        return "nonsense"
-
-
-KINDS = ("answered", "broken off", "read slowly", "nonsense")
+#: Starts a program that can write no file, as on a disk that is full.
+_NO_FILES = ("bash", "-c", 'ulimit -f 0; exec "$0" "$@"')
 
 
 @pytest.mark.parametrize(
-    "seconds", [2, pytest.param(20, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.slow)]
+    ("count", "seconds"), [(16, 2), *(pytest.param(64, each, marks=pytest.mark.slow) for each in (20, 300, 1800))]
 )
-def test_clients_of_all_kinds(llm: LLM, seconds: int) -> None:
-    """For so long, and until clients of each kind have come; prints a line of what was seen (pytest -s)."""
-    expected = {
-        (question, seed): llm.chat(
-            [{"role": "user", "content": question}], SamplingParams(temperature=0.8, seed=seed, max_tokens=LIMIT)
-        ).text
-        for question in QUESTIONS
-        for seed in SEEDS
-    }
-    with running("--queue-limit", CLIENTS) as server:
-        clients = Clients(server, expected)
-        threads = [threading.Thread(target=clients.run, args=(number,), daemon=True) for number in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
+def test_clients_of_all_kinds(tmp_path: Path, count: int, seconds: int) -> None:
+    """For so long, and until each kind has come: the disk is full, and a snapshot is removed under the server. Then it
+    is killed while it answers, started anew, and told to end while it answers. Prints what was seen (pytest -s)."""
+    disk, requests = tmp_path / "disk", all_requests()
+    kinds, least = {*BAD_ACTS, *(each.kind for each in requests)}, 5 if seconds > 2 else 0
+    with ExitStack() as opened:
+        problem = opened.enter_context(mounted(disk, 16))
+        snapshot = disk / "robot.safetensors"
+        with LLM(SHIPPED_MODEL, backend="numpy") as llm:
+            system = llm.default_system_prompt
+            llm.cache_system_prompt(system, save=snapshot)
+            in_python = drawn_in_python(llm)
+        if problem is None:
+            fill(disk)
+        files = files_in(disk)
+        options = ("--queue-limit", count, "--trusted-proxy", "127.0.0.1", "--shutdown-seconds", 60)
+        about = {"environment": {"EDGELLM_CACHE_DIR": str(disk)}, "starting": () if problem is None else _NO_FILES}
+        server = ServerProcess(*options, "--system-cache", snapshot, **about).wait_until_ready()
+        servers = [server]
+        opened.callback(lambda: [each.process.kill() or each.process.wait() for each in servers])
+        expected = {each.key: ask(server, each, False) for each in requests}
+        assert len({str(each) for each in expected.values()}) > len(requests) - 3  # one for another would show
+        assert in_python.items() <= {key: answer.text for key, answer in expected.items()}.items()
+
+        memory = [resident(server)]
+        clients = Clients(server, requests, expected, count)
         time.sleep(seconds / 2)
-        before = server.metric("resident_memory_bytes") / 2**20
+        memory.append(resident(server))
+        snapshot.unlink()
         time.sleep(seconds / 2)
         until = time.monotonic() + 60
-        while min(clients.seen[each] for each in KINDS) <= 5 and not clients.wrong and time.monotonic() < until:
+        while min(clients.seen[each] for each in kinds) <= least and not clients.wrong and time.monotonic() < until:
             time.sleep(0.05)
-        after = server.metric("resident_memory_bytes") / 2**20
-        clients.stop.set()
-        for thread in threads:
-            thread.join(60)
-        left = left_behind(server)
-        differing = sum(isinstance(each, tuple) for each in clients.wrong)
+        memory.append(resident(server))
+        clients.stop()
+        assert reused_after_an_adapter(server, requests) > 50, "the snapshot is of no use any more"
+        left, failed = left_behind(server), server.metric("requests_ended_total", outcome="failed")
+        waited = sorted(clients.first_bytes)
+        middle, late = waited[len(waited) // 2], waited[len(waited) * 99 // 100]
+        wrong = [str(each)[:300] for each in clients.wrong]
         print(
-            f"{CLIENTS} clients for {seconds} s: {dict(sorted(clients.seen.items()))}, {differing} answers differ, "
-            f"{len(clients.wrong) - differing} other errors, {left:.0f} left behind, memory {before:.1f} MiB at half, "
-            f"{after:.1f} at the end"
+            f"\n{count} clients for {seconds} s: {dict(sorted(clients.seen.items()))}; wrong: {wrong}; "
+            f"failed: {failed:.0f}; left behind: {left:.0f}; memory at the start, at half, at the end: {memory} MiB; "
+            f"first byte: {middle:.3f} s (p50), {late:.3f} s (p99)"
         )
-        assert clients.wrong == []
-        assert min(clients.seen[each] for each in KINDS) > 5
-        assert left == 0 and server.metric("requests_ended_total", outcome="failed") == 0
-        assert after - before < 24
+        assert clients.wrong == [] and left == failed == 0 and "Traceback" not in server.said
+        assert min(clients.seen[each] for each in kinds) > least
+        assert memory[2] - memory[1] < 24
+
+        clients = Clients(server, requests, expected, count)
+        wait_for(lambda: clients.first_bytes and server.metric("requests_waiting") > 2, 60)
+        clients.lose()
+        server.process.kill()
+        server.process.wait()
+        assert files_in(disk) == files - {snapshot}, "a file is half-written"
+        server = ServerProcess(*options, "--port", server.port, "--system", system, **about).wait_until_ready()
+        servers.append(server)
+        before = len(clients.first_bytes)
+        clients.found(server)
+        wait_for(lambda: clients.wrong or len(clients.first_bytes) > before + count / 2, 60)
+
+        clients.end()
+        server.terminate()
+        assert server.process.wait(90) == 0, server.said
+        clients.stop()
+        print(f"killed, started anew, and told to end: {dict(sorted(clients.seen.items()))}; wrong: {clients.wrong}")
+        assert clients.wrong == [] and "Traceback" not in server.said
+        assert clients.seen["told that it ends"] and clients.seen["lost"]
+
+
+def drawn_in_python(llm: LLM) -> dict[str, str]:
+    """The texts of all chats as Python draws them, by `Asked.key`."""
+    found = {}
+    for asked in all_requests():
+        if asked.kind == "chat":
+            params = {name: asked.body[name] for name in ("temperature", "seed", "max_tokens")}
+            found[asked.key] = llm.chat(asked.body["messages"], SamplingParams(**params)).text
+    return found
+
+
+def reused_after_an_adapter(server: ServerProcess, requests: list[Asked]) -> float:
+    """How many tokens of a chat's prompt are reused where the only slot has rows of an adapter, which do not help: they
+    are a snapshot's."""
+    ask(server, next(each for each in requests if each.kind == "adapter"), False)
+    before = server.metric("prefill_reused_tokens_total")
+    ask(server, requests[0], False)
+    return server.metric("prefill_reused_tokens_total") - before
+
+
+def files_in(folder: Path) -> set[Path]:
+    """The files in a folder and its folders."""
+    return {each for each in folder.rglob("*") if each.is_file()}
+
+
+def resident(server: ServerProcess) -> float:
+    """MiB of a server's memory."""
+    return round(server.metric("resident_memory_bytes") / 2**20, 1)
 
 
 def left_behind(server: ServerProcess, seconds: float = 10.0) -> float:

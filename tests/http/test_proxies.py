@@ -26,7 +26,8 @@ from proxy_process import NAME, PROGRAMS, ProxyProcess
 from edgellm.opened_model import SHIPPED_MODEL
 
 KEY = "open sesame".replace(" ", "-")
-OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60)
+OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60, "--trusted-proxy", "127.0.0.1")
+OPTIONS += ("--log-level", "info", "--log-format", "json")
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
 STREAMS = 32
 #: Tokens of an answer that is to be cut, of one that is not, and of those that wait for it.
@@ -311,6 +312,17 @@ def test_keys_hosts_and_bodies_are_passed_on(proxy: ProxyProcess) -> None:
         assert large.status_code == status
         assert status == 200 or large.json()["error"]["code"] == "too_large"
     assert client.get("/metrics").status_code == 404
+
+
+def test_a_server_knows_the_address_that_asks(proxy: ProxyProcess, pair: Pair) -> None:
+    """What a client says itself of its address is not believed."""
+    ours = "127.0.0.9"
+    with proxy.connect(address=ours) as connection:
+        said = f"Host: {NAME}:{proxy.port}\r\nX-Forwarded-For: 127.0.0.8\r\nConnection: close\r\n"
+        connection.sendall(f"GET /v1/nothing HTTP/1.1\r\n{said}Authorization: Bearer {KEY}\r\n\r\n".encode())
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+    wait_for(lambda: any(f'"client": "{ours}"' in server.said for server in pair.servers))
+    assert not any("127.0.0.8" in server.said for server in pair.servers)
 
 
 def with_headers(request: bytes, more: str = "") -> bytes:

@@ -17,9 +17,9 @@ from priority_driver import LONG, SHORT, SLOTS, Driver
 
 from edgellm import LLM, Request, RequestError, SpecDecodeRuntime
 from edgellm.engines.errors import ConstraintError
-from edgellm.errors import AdapterError, DeviceMemoryError, QueueFullError
+from edgellm.errors import AdapterError, DeviceMemoryError, EngineError, QueueFullError
 from edgellm.generation import RequestState
-from edgellm.serving.server import Call
+from edgellm.serving.request_queue import Call
 
 
 @pytest.fixture
@@ -259,7 +259,8 @@ def test_what_fails_while_rows_are_put_back_is_the_failure_of_that_request_alone
 
     monkeypatch.setattr(keeper, "put_back", fail_once)
     found = driver.end()
-    assert [isinstance(each, RuntimeError) for each in found] == [False, True, False, False, False]
+    assert [isinstance(each, EngineError) for each in found] == [False, True, False, False, False]
+    assert "RuntimeError: out of order" in str(found[1])
     assert len(found[2].token_ids) == 40 and len(calls) == 2 and states[1].sequence.kept is None
     assert not driver.runtime._open_runner().base.adapts(slice(0, SLOTS))
 

@@ -37,7 +37,8 @@ from edgellm.metrics import Metrics
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.serving.server import RequestQueue, RequestServer
+from edgellm.serving.request_queue import RequestQueue
+from edgellm.serving.server import RequestServer
 
 QUESTION = "Tell me about the things on your table."
 #: Rounds before the one that is looked at.

@@ -17,7 +17,8 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk
-from edgellm.serving.server import RequestQueue, RequestServer
+from edgellm.serving.request_queue import RequestQueue
+from edgellm.serving.server import RequestServer
 from edgellm.snapshots.contents import KVContents
 from edgellm.structure.description import Structure
 from tools.bench.held_out_prompts import as_they_are, held_out_conversations

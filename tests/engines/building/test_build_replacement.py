@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from build_folders import names_in, run_python
+from small_disk import fill, mounted
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -118,26 +116,10 @@ def test_leftovers_of_a_killed_build_are_removed_and_those_of_a_living_one_kept(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=False, capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(disk: Path, leave: int = 0) -> None:
-    """Write until the file system has only `leave` bytes free."""
-    with (disk / "filler").open("ab", buffering=0) as filler:
-        while (free := shutil.disk_usage(disk).free) > leave:
-            try:
-                filler.write(bytes(min(1 << 20, free - leave)))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-                return
+    with mounted(tmp_path / "disk", 64) as problem:
+        if problem is not None:
+            pytest.skip(f"a small file system cannot be mounted here: {problem}")
+        yield tmp_path / "disk"
 
 
 @pytest.mark.parametrize("stage", ["weights", "plans", "finish"])
