@@ -131,10 +131,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("generation", [1, 3, "mtp"])
 def test_packed_drafts_change_no_token(
-    generation: int | str,
-    weights: str,
-    make_engines: Callable[..., EngineDirectory],
-    open_eagle: Callable[..., object],
+    generation: int | str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """And propose others than dense ones do, most of which are accepted all the same."""
     rounds = []

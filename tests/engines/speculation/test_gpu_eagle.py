@@ -35,16 +35,21 @@ SAMPLED = SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 11))]
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "as-published"), (3, "as-published"), (1, "int8"), (3, "int8"), (3, "int4")],
+    ids=lambda param: "-".join(map(str, param)),
+)
 def directory(
     request: pytest.FixtureRequest,
     make_tiny_pair: Callable[..., tuple[Path, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineDirectory:
-    """A tiny base with a head that mostly agrees, built for this GPU."""
-    base, head = make_tiny_pair(request.param)
-    target = tmp_path_factory.mktemp("gpu") / f"eagle{request.param}"
-    build_engine_directory(base, target, LIMITS, None, dtype="float16", draft=head)
+    """A tiny base with a head that mostly agrees, dense or packed, built for this GPU."""
+    generation, weights = request.param
+    base, head = make_tiny_pair(generation)
+    target = tmp_path_factory.mktemp("gpu") / f"eagle{generation}"
+    build_engine_directory(base, target, LIMITS, None, dtype="float16", draft=head, draft_weights=weights)
     return EngineDirectory.open(target)
 
 
