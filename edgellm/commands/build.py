@@ -17,9 +17,10 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
-from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
+from edgellm.engines.building.planning import add_targets, refresh_plans
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.checkpoints.weight_files import is_gguf_file

@@ -6,22 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
-from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.plan_files import (
-    Platform,
-    directory_network,
-    find_plan,
-    network_digest,
-    store_plan,
-    write_plan,
-)
+from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
+from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
@@ -48,7 +39,8 @@ from edgellm.engines.building.inputs import (
     write_made_files,
 )
 from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
-from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
+from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, choose_plans, finished, shapes_of
+from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
@@ -61,7 +53,6 @@ from edgellm.engines.directories.engine_directory import (
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
-from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
@@ -73,11 +64,6 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.config import folder_quantization
-
-_FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
-#: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
-#: "draft" and "head" (rows), "kernels" (how many) and "finish".
-Progress = Callable[[str, int, int], None]
 
 
 def build_engine_directory(
@@ -152,10 +138,10 @@ def build_engine_directory(
                 platforms, note = (), f"No plans are built: {refusal}."
             limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
             report = _begun(target, inputs, dtype, limits, weights, note)
-            plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
+            plans = choose_plans(report, inputs.models, platforms, all_plans, packed)
             copied = inputs.head_bytes + (inputs.weight_bytes if weights == "copy" else 0)
-            needed = copied + plan_bytes_bound(inputs.config, _shapes_of(plans), inputs.vision)
-            check_space(staged.path, needed + len(kernels) * KERNEL_BYTES, BuildError, _FOR_SPACE)
+            needed = copied + plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
+            check_space(staged.path, needed + len(kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
             report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
             progress("check", 1, 1)
             describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format, source=origin)
@@ -166,89 +152,7 @@ def build_engine_directory(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
             + (f" ({error.filename})" if error.filename else "")
         ) from error
-    return _finished(report, started)
-
-
-def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
-    """The report of a build of which nothing is done, with what a user should know, a `note` among it."""
-    config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
-    made = inputs.head_bytes + inputs.draft_bytes
-    report = BuildReport(target, config, dtype, limits, draft, inputs.vision, weights, inputs.weight_bytes, made)
-    report.notes += [note] if note else []
-    if config.image_token_id is None and _has_vision_part(source):
-        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
-    lost = None if draft is not None else lost_mtp(source, config)
-    report.notes += [f"{lost}. It drafts with nothing."] if lost else []
-    is_shipped = draft is not None and draft.generation == MTP
-    if is_shipped and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
-        report.notes.append("The draft reads the model's whole head, which is packed as published.")
-    return report
-
-
-def refresh_plans(
-    engine_dir: str | Path,
-    targets: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    all_plans: bool = False,
-) -> BuildReport:
-    """Build the plans that an engine directory lacks, or whose own are refused, for `targets` or this machine's GPU:
-    those of the shapes that the hand-written kernels do not run there, with `all_plans` all.
-
-    They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
-    EngineDirectoryError, MissingDependencyError.
-    """
-    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
-    directory = EngineDirectory.open(engine_dir)
-    platforms, note = choose_platforms(targets)
-    if not platforms:
-        raise BuildError(f"There is no target to build plans for. {note}")
-    config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = gpu_layouts(directory.models, directory.checkpoints, dtype)
-    if refusal is not None:
-        raise BuildError(refusal)
-    draft = None if directory.draft is None else directory.draft.config
-    vision = None if directory.vision is None else directory.vision.config
-    report = BuildReport(directory.path, config, dtype, directory.limits, draft, vision)
-    plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
-    needed = _shapes_of(plans)
-    check_space(directory.path, plan_bytes_bound(config, needed, vision), BuildError, _FOR_SPACE)
-    networks = {shape: directory_network(directory, shape) for shape in set(needed)}
-    missing: dict[Platform, list[EngineShape]] = {platform: [] for platform in plans}
-    for platform, shapes in plans.items():
-        for shape in shapes:
-            found, _ = find_plan(directory, shape, platform, networks[shape])
-            if found is None:
-                missing[platform].append(shape)
-            else:
-                report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
-    progress("plans", len(report.plans), len(needed))
-
-    def keep(platform: Platform, plan: PlanBytes) -> None:
-        if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
-            raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
-
-    _build_plans(missing, directory.models, attention, report, progress, keep)
-    report.seconds["plans"] = time.perf_counter() - started
-    return _finished(report, started)
-
-
-def _choose_plans(
-    report: BuildReport,
-    models: Mapping[str, ModelConfig],
-    platforms: Sequence[Platform],
-    all_plans: bool,
-    packed: PackedLayouts,
-) -> dict[Platform, list[EngineShape]]:
-    """What each platform gets plans for."""
-    report.targets = [platform.compute_capability for platform in platforms]
-    limits, dtype = report.limits, report.dtype
-    return {
-        each: planned_shapes(models, limits, dtype, each.compute_capability, all_plans, packed) for each in platforms
-    }
-
-
-def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:
-    return [shape for shapes in plans.values() for shape in shapes]
+    return finished(report, started)
 
 
 def describe_in_place(
@@ -341,26 +245,20 @@ def _has_vision_part(source: Path) -> bool:
     return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
 
 
-def add_targets(
-    engine_dir: str | Path,
-    kernels: Sequence[Target],
-    targets: Sequence[str] = (),
-    cuda: tuple[int, int] | None = None,
-    progress: Progress | None = None,
-    all_plans: bool = False,
-) -> BuildReport:
-    """Compile the kernels of an engine directory for more targets, or anew; those named in `targets` get the plans that
-    they lack, too. See `build_engine_directory`, and `refresh_plans`. Raises what these raise."""
-    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
-    if targets:
-        report = refresh_plans(engine_dir, targets, progress, all_plans)
-    else:
-        directory = EngineDirectory.open(engine_dir)
-        draft, vision = directory.models.get("draft"), directory.models.get("vision")
-        config, dtype, limits = directory.config, directory.dtype, directory.limits
-        report = BuildReport(directory.path, config, dtype, limits, draft, vision)  # type: ignore[arg-type]
-    compile_kernels(kernels, cuda, Path(engine_dir), report, progress)
-    return _finished(report, started)
+def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
+    """The report of a build of which nothing is done, with what a user should know, a `note` among it."""
+    config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
+    made = inputs.head_bytes + inputs.draft_bytes
+    report = BuildReport(target, config, dtype, limits, draft, inputs.vision, weights, inputs.weight_bytes, made)
+    report.notes += [note] if note else []
+    if config.image_token_id is None and _has_vision_part(source):
+        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
+    lost = None if draft is not None else lost_mtp(source, config)
+    report.notes += [f"{lost}. It drafts with nothing."] if lost else []
+    is_shipped = draft is not None and draft.generation == MTP
+    if is_shipped and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
+        report.notes.append("The draft reads the model's whole head, which is packed as published.")
+    return report
 
 
 def _make(
@@ -398,7 +296,7 @@ def _make(
             return transfer.done() and transfer.exception() is not None
 
         try:
-            _build_plans(plans, inputs.models, attention, report, progress, keep, has_failed)
+            build_into(plans, inputs.models, attention, report, progress, keep, has_failed)
             report.seconds["plans"] = time.perf_counter() - started
             made = write_made_files(inputs, staged.path, partial(progress, "head"))
             weights, report.seconds["weights"] = transfer.result()
@@ -433,27 +331,6 @@ def _by_source(text: str, inputs: BuildInputs, staged: Path) -> str:
     return text.replace(str(staged), str(inputs.sources["base"]))
 
 
-def _build_plans(
-    plans: Mapping[Platform, Sequence[EngineShape]],
-    models: Mapping[str, ModelConfig],
-    attention: str,
-    report: BuildReport,
-    progress: Progress,
-    keep: Callable[[Platform, PlanBytes], None],
-    is_in_vain: Callable[[], bool] = lambda: False,
-) -> None:
-    """Build plans, let each be kept, and note it in the report, which may have some already."""
-    count = len(report.plans) + len(_shapes_of(plans))
-    for platform, shapes in plans.items():
-        target = platform.compute_capability
-        with closing(build_plans(models, shapes, report.dtype, attention, target, is_in_vain)) as built:
-            for plan in built:
-                keep(platform, plan)
-                report.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
-                report.workers_peak_bytes = max(report.workers_peak_bytes, plan.workers_peak_bytes)
-                progress("plans", len(report.plans), count)
-
-
 def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str) -> int:
     """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
@@ -461,9 +338,3 @@ def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: 
     packed, _ = gpu_layouts(models, inputs.checkpoints, dtype)
     known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
-
-
-def _finished(report: BuildReport, started: float) -> BuildReport:
-    report.peak_host_bytes = report.peak_host_bytes or peak_memory() + report.workers_peak_bytes
-    report.total_seconds = time.perf_counter() - started - report.token_seconds
-    return report
