@@ -69,7 +69,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     directory = EngineDirectory.read(path)
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
     differences, file = directory.differences(verify, hash_weights=False), gguf_file(directory)
-    packed = {} if differences else _packed_facts(directory)
+    packed = {} if differences else packed_facts(directory)
     layouts: PackedLayouts = {}
     refusal = None  # why GPUs do not run the model
     if not differences and directory.packed_names:
@@ -195,7 +195,7 @@ def _part_facts(
     }
 
 
-def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
+def packed_facts(directory: EngineDirectory) -> dict[str, Any]:
     """What packs each model with packed weights: the method, how many weights are stored how, their bytes, what is not
     used."""
     facts = {}

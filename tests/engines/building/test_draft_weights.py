@@ -140,7 +140,7 @@ def test_nothing_is_left_of_what_cannot_be_packed(tiny_checkpoint: Path, tiny_dr
     tensors["midlayer.mlp.up_proj.weight"][3, 5] = np.nan
     save_file(tensors, draft / MODEL)
     with pytest.raises(CheckpointError, match=r"draft/model.safetensors: tensor 'midlayer.mlp.up_proj.weight' .*nan"):
-        build(tiny_checkpoint, tmp_path / "engines", draft, draft_weights="int8")
+        build(tiny_checkpoint, tmp_path / "new" / "folder" / "engines", draft, draft_weights="int8")
     tensors = load_file(tiny_draft / MODEL)
     tensors["norm.weight"][3] = np.inf  # which is not packed: the check of what was built finds it
     save_file(tensors, draft / MODEL)
@@ -200,6 +200,8 @@ def test_info_memory_and_snapshots_know_the_packed_draft(
         stored = facts["packed"]["draft"]["stored"] if kind != "as-published" else {}
         assert (words[kind] in stored) if stored else not facts["packed"]
         assert facts["draft"]["weights"] == {MODEL: (path / "draft" / MODEL).stat().st_size}
+    said = CliRunner().invoke(create_app(), ["doctor", "-m", str(paths["int4"])])
+    assert said.exit_code == 0 and "; pack-quantized: int4, groups of 32; dense; here " in said.output, said.output
     assert memory["int4"] < memory["int8"] < memory["as-published"]
     file = tmp_path / "system.safetensors"
     with LLM(paths["int8"], backend="numpy", drafting=DRAFTING) as llm:
