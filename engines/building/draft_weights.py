@@ -77,6 +77,9 @@ def chosen_format(asked: str, base: WeightFormat | None, columns: int, dtype: st
     "auto" is the nearer of 8 and 4 bits, of 6 the former, and as published beside a dense base. Groups of 4 bits are
     the base's where it has such, else the largest that divide. Raises BuildError where none does.
     """
+    # With the shipped model's EAGLE-3 head 4 bits lose up to 1.2 % of the tokens of a round, 8 bits up to 0.2 %
+    # (tools/bench/results/2026-11-28-cpu-draft-weights.md). Were it more than 2 %, auto would take 8 bits: the draft is
+    # the smaller part of what a round reads, and a token that it misses costs its share of all of that.
     is_free = asked == DRAFT_WEIGHTS[0]
     if is_free:
         asked = HEADS[0] if base is None else "int4" if base.bits < 6 else "int8"

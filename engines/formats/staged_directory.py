@@ -47,7 +47,7 @@ class StagedDirectory:
         if self._lock >= 0:
             os.close(self._lock)
         for folder in self._above:
-            with suppress(OSError):  # which have something in them
+            with suppress(OSError):  # one that has something in it stays
                 folder.rmdir()
 
     def commit(self, replace: bool) -> None:
