@@ -70,6 +70,17 @@ def test_drafted_answers_are_those_of_plain_decoding(
         print(f"{plan.name}: {different} of {len(PROMPTS)} answers differ from plain decoding")
 
 
+@pytest.mark.parametrize("weights", ["as-published", "int8", "int4"])
+def test_a_head_that_ships_with_its_model_changes_no_token(
+    weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    with open_eagle(make_engines("mtp", True, weights=weights), "tensorrt") as runner:
+        for sampling in (GREEDY, SAMPLED):
+            plain = answers(runner, PROMPTS[:2], [sampling] * 2, None)
+            for plan in (PLANS[0], PLANS[2]):
+                assert answers(runner, PROMPTS[:2], [sampling] * 2, plan) == plain, plan.name
+
+
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.name)
 def test_slots_of_different_lengths_and_samplings(
     directory: EngineDirectory, runner: DecodingRunner, plan: DraftPlan
