@@ -17,15 +17,16 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
-from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
+from edgellm.engines.building.planning import add_targets, refresh_plans
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES, EngineDirectory
 from edgellm.engines.families.programs import model_weights
-from edgellm.engines.model.config import HEADS, MTP
+from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
@@ -92,7 +93,7 @@ class BuildOptions(ModelOption, RevisionOptions):
         "Folder with the tokenizer of this very model as it is published, in place of a GGUF file's own.", metavar="DIR"
     )
     head: str = _weight_option(
-        "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
+        "Pack the model's head: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
         choices=HEADS,
     )
@@ -113,6 +114,11 @@ class BuildOptions(ModelOption, RevisionOptions):
         "The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of frequent "
         "tokens].",
         metavar="FILE",
+    )
+    draft_weights: str = _draft_option(
+        "Pack the draft's layer and the head that is its own; auto: as the model's layers are packed.",
+        default=DRAFT_WEIGHTS[0],
+        choices=DRAFT_WEIGHTS,
     )
     draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].")
     draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].")
@@ -301,7 +307,7 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         size = mebibytes(built.manifest.size)
         yield f"  {built.manifest.architecture:<7} {count:<34}{size:>13}  {built.seconds:6.1f} s"
     is_link = report.weights == "link"
-    own = sum(plan.size for plan in report.plans) + report.published_bytes + report.head_bytes
+    own = sum(plan.size for plan in report.plans) + report.published_bytes + report.made_bytes
     own += sum(built.manifest.size for built in report.kernels)
     total = f"  {'total on disk':<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
     yield total + (f"    (beside {mebibytes(report.weight_bytes)} of linked weights)" if is_link else "")

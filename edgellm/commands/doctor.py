@@ -15,7 +15,7 @@ import typer
 
 from edgellm.commands.console import mebibytes, status_line
 from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
-from edgellm.commands.info import kernel_facts, kernels_in_words
+from edgellm.commands.info import kernel_facts, kernels_in_words, packed_facts
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.device.proof import checked, made_by, proof
@@ -241,12 +241,14 @@ def _kv_cache(directory: EngineDirectory) -> str:
 
 
 def _draft(directory: EngineDirectory) -> str:
-    """The draft model, and how much this machine's preset drafts."""
+    """The draft model, how it is stored where it is packed, and how much this machine's preset drafts."""
     config = default_drafting(directory.limits, "numpy" if find_gpu() is None else "tensorrt")
     if directory.draft is None or config is None:
         return "none: decoding is plain"
     kind = "adaptive, up to " if config.adaptive else ""
-    return f"{draft_in_words(asdict(directory.draft.config))}; here {kind}{config.plan(directory.limits).name}"
+    stored = packed_facts(directory).get("draft", {}).get("stored", ())
+    said = "; ".join([draft_in_words(asdict(directory.draft.config)), *stored])
+    return f"{said}; here {kind}{config.plan(directory.limits).name}"
 
 
 def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     directory = EngineDirectory.read(path)
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
     differences, file = directory.differences(verify, hash_weights=False), gguf_file(directory)
-    packed = {} if differences else _packed_facts(directory)
+    packed = {} if differences else packed_facts(directory)
     layouts: PackedLayouts = {}
     refusal = None  # why GPUs do not run the model
     if not differences and directory.packed_names:
@@ -195,7 +195,7 @@ def _part_facts(
     }
 
 
-def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
+def packed_facts(directory: EngineDirectory) -> dict[str, Any]:
     """What packs each model with packed weights: the method, how many weights are stored how, their bytes, what is not
     used."""
     facts = {}
@@ -208,17 +208,18 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
 
 
 def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
-    """What there is of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked
-    up in it."""
+    """What there is of a head that the build has packed, by its model: its format, the bytes of its file, and whether
+    tokens are looked up in it."""
+    config = directory.config
+    if HEAD_FILE not in directory.files:
+        return {}
     return {
-        model: {
-            "head": part.config.head,
-            "format": str(head_format(part.config.head, part.config.hidden_size, directory.dtype)),
-            "bytes": part.files[HEAD_FILE].size,
-            "embeds": model == "base" and directory.config.embeds_by_head,
+        "base": {
+            "head": config.head,
+            "format": str(head_format(config.head, config.hidden_size, directory.dtype)),
+            "bytes": directory.files[HEAD_FILE].size,
+            "embeds": config.embeds_by_head,
         }
-        for model, part in (("base", directory), ("draft", directory.draft))
-        if part is not None and HEAD_FILE in part.files
     }
 
 
@@ -330,10 +331,9 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         at_once = f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
         yield "" if facts["lora"] else "adapters", at_once
     yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {mebibytes(sum(weights.values()))}"
-    for model, head in facts["heads"].items():
-        own = "of the draft, " if model == "draft" else ""
+    for head in facts["heads"].values():
         looked_up = ", tokens are looked up in it" if head["embeds"] else ""
-        yield "head", f"{own}packed: {head['format']}, {mebibytes(head['bytes'])}{looked_up}"
+        yield "head", f"packed: {head['format']}, {mebibytes(head['bytes'])}{looked_up}"
     for capability, found in facts["executors"].items():
         for number, text in enumerate(descriptions.executors_in_words(found)):
             yield "" if number else capability, text

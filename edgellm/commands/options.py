@@ -16,7 +16,7 @@ from edgellm.commands.console import FORMATS, LEVELS, choose_logs
 from edgellm.commands.table import Options, argument, option, options_of
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json
-from edgellm.engines.model.config import HEADS
+from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
@@ -82,6 +82,7 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
         "What drafts, as --draft of edgellm build: a directory or name of an EAGLE head, or mtp.",
         metavar="DRAFT_CHECKPOINT|mtp",
     )
+    draft_weights: str | None = option("Pack the draft, as edgellm build does.", choices=DRAFT_WEIGHTS)
     tokenizer: str | None = option("Folder with the published tokenizer, in place of a GGUF file's own.", metavar="DIR")
     mmproj: str | None = option("Vision encoder of a GGUF file, as edgellm build takes it.", metavar="FILE|none")
 

@@ -33,8 +33,10 @@ _LIMITS = (
     *("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size"),
     *("max_lora_rank", "lora_slots"),
 )
-#: Arguments of a build that may be given where a name is opened; the others are texts.
-BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft", "tokenizer", "mmproj")
+#: What is handed on to a build as it is.
+_KINDS = ("head", "embedding", "dtype", "draft_weights")
+#: Arguments of a build that may be given where a name is opened; those that are no limits are texts.
+BUILD_OPTIONS = (*_LIMITS, "kv_cache", *_KINDS, "draft", "tokenizer", "mmproj")
 LOCK_NAME = ".lock"
 _LONGEST_NAME = 160
 
@@ -201,7 +203,7 @@ def _build(
             check=check,
             origin=origin,
             draft=draft,
-            **{option: options[option] for option in ("head", "embedding", "dtype") if option in options},
+            **{option: options[option] for option in _KINDS if option in options},
         )
     for note in report.notes:
         logger.info("%s: %s", model, note)

@@ -11,7 +11,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft, is_weight_file
 from edgellm.engines.formats.digests import FileDigest, hash_bytes
 from edgellm.engines.formats.strict_formats import ADDED_LATER, canonical_json, plain_values
-from edgellm.engines.model.config import HEADS, DecoderConfig
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
 from edgellm.kernels.decode.contract import ARITHMETIC
 
@@ -134,8 +134,8 @@ def _files_digest(files: Mapping[str, FileDigest], with_head: bool = False) -> s
 
 
 def _draft_digest(draft: EngineDraft, config: DecoderConfig) -> str:
-    """The draft's digest without packed heads: none of its rows depends on them."""
-    own = replace(draft.config, head=HEADS[0], base_head=head_weight_name(as_published(config)))
+    """The draft's digest without a packed head of the base: none of its rows depends on that."""
+    own = replace(draft.config, base_head=head_weight_name(as_published(config)))
     return hash_bytes(canonical_json([_files_digest(draft.files), plain_values(own)]))
 
 

@@ -10,10 +10,9 @@ from itertools import groupby
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
-from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import weight_bytes
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -38,7 +37,9 @@ def model_layouts(
     found: dict[str, Mapping[str, PackedLayout]] = {}
     for model, config in models.items():
         with checkpoints[model]() as checkpoint:
-            layouts = packed_layouts(checkpoint, model_weights(config), dtype) | _head_layout(config, dtype)
+            layouts = packed_layouts(checkpoint, model_weights(config), dtype)
+        if isinstance(config, DecoderConfig):
+            layouts |= _head_layout(config, dtype)
         if layouts and model == "vision":
             where = f"vision encoder ({next(iter(layouts))}): there they are dense"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(where)}")
@@ -118,13 +119,10 @@ def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[Weight
     return refused or (len(formats) > 1 and (None in formats or not takes_runs(spec)))
 
 
-def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:
+def _head_layout(config: DecoderConfig, dtype: str) -> dict[str, DeviceLayout]:
     """The layout of a head which is packed when a directory is built."""
-    if isinstance(config, VisionConfig):
-        return {}
     format = head_format(config.head, config.hidden_size, dtype)
-    rows = config.draft_vocab_size if isinstance(config, DraftConfig) else config.vocab_size
-    return {} if format is None else {HEAD: DeviceLayout(format, rows, config.hidden_size)}
+    return {} if format is None else {HEAD: DeviceLayout(format, config.vocab_size, config.hidden_size)}
 
 
 def packed_memory(models: Mapping[str, ModelConfig], packed: PackedLayouts, dtype: str) -> dict[str, int]:

@@ -6,22 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
-from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.plan_files import (
-    Platform,
-    directory_network,
-    find_plan,
-    network_digest,
-    store_plan,
-    write_plan,
-)
+from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
+from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
@@ -35,6 +26,7 @@ from edgellm.engines.building.checks import (
     plan_bytes_bound,
     with_window_rows,
 )
+from edgellm.engines.building.draft_weights import with_packed_draft
 from edgellm.engines.building.inputs import (
     BuildInputs,
     counted,
@@ -43,11 +35,12 @@ from edgellm.engines.building.inputs import (
     read_inputs,
     read_vision_config,
     transfer_weights,
-    with_packed_heads,
+    with_packed_head,
     write_made_files,
 )
 from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
-from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
+from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, choose_plans, finished, shapes_of
+from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
@@ -60,23 +53,17 @@ from edgellm.engines.directories.engine_directory import (
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
-from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import HEADS, MTP
+from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.config import folder_quantization
-
-_FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
-#: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
-#: "head" (rows), "kernels" (how many) and "finish".
-Progress = Callable[[str, int, int], None]
 
 
 def build_engine_directory(
@@ -98,6 +85,7 @@ def build_engine_directory(
     embedding: str = EMBEDDINGS[0],
     tool_format: str | None = None,
     draft_vocabulary: str | Path | None = None,
+    draft_weights: str = DRAFT_WEIGHTS[0],
     check: Callable[[Path, BuildReport], None] | None = None,
     kernels: Sequence[Target] = (),
     cuda: tuple[int, int] | None = None,
@@ -112,8 +100,8 @@ def build_engine_directory(
     head that ships in the checkpoint itself, which is taken unasked, too, unless `limits` have no draft; it proposes
     the ids in the file `draft_vocabulary` (None: those that are said most). `adapters` are the directories of LoRA
     adapters by name; `limits` must have room for them. `vision` is the directory of a vision encoder that was published
-    apart; one in the checkpoint itself is left out where `limits` have no vision engines. `head` is one of `HEADS`; a
-    draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
+    apart; one in the checkpoint itself is left out where `limits` have no vision engines. `head` is one of `HEADS`,
+    `draft_weights` of `DRAFT_WEIGHTS`. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
     embedding table was its head. `tool_format` names the format of the model's calls.
     Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. For
     `kernels`, targets too, the hand-written kernels are compiled, by the compiler of CUDA's release `cuda` (None: the
@@ -126,7 +114,7 @@ def build_engine_directory(
     progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
     check_places(source, target, force)
-    check_settings(dtype, attention, weights, head, embedding)
+    check_settings(dtype, attention, weights, head, embedding, draft_weights)
     platforms, note = ((), "") if kernels and not targets else choose_platforms(targets)
     cuda = check_compiler(kernels, cuda) if kernels else None
     vision = None if vision is None else Path(vision)
@@ -134,109 +122,37 @@ def build_engine_directory(
     inputs, known_limits, dtype = _read(
         source, draft, adapters or {}, vision, limits, dtype, beyond_trained_context, vocabulary
     )
-    embeds = leaves_out_embedding(
-        inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
-    )
-    inputs = with_packed_heads(inputs, head, embeds, dtype)
-    packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
-    if refusal is not None and (platforms or kernels):
-        if targets or kernels:
-            raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
-        platforms, note = (), f"No plans are built: {refusal}."
-    limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
-    config, encoder, size = inputs.config, inputs.vision, inputs.weight_bytes
-    report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
-    plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
-    copied = inputs.head_bytes + (size if weights == "copy" else 0)
-    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder) + len(kernels) * KERNEL_BYTES
-    check_space(target.absolute().parent, needed, BuildError, _FOR_SPACE)
-    report.notes += [note] if note else []
-    if config.image_token_id is None and _has_vision_part(source):
-        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
-    lost = None if inputs.draft is not None else lost_mtp(source, config)
-    report.notes += [f"{lost}. It drafts with nothing."] if lost else []
-    is_shipped = inputs.draft is not None and inputs.draft.generation == MTP
-    if is_shipped and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
-        report.notes.append("The draft reads the model's whole head, which is packed as published.")
-    report.seconds["check"] = time.perf_counter() - started
-    progress("check", 1, 1)
     try:
-        describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format, source=origin)
-        _make(
-            inputs, report, plans, attention, describe, force, progress, check, partial(compile_kernels, kernels, cuda)
-        )
+        with StagedDirectory(target) as staged:
+            packing = time.perf_counter()
+            inputs = with_packed_draft(inputs, draft_weights, dtype, staged.path, partial(progress, "draft"))
+            packing = time.perf_counter() - packing
+            embeds = leaves_out_embedding(
+                inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
+            )
+            inputs = with_packed_head(inputs, head, embeds, dtype)
+            packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
+            if refusal is not None and (platforms or kernels):
+                if targets or kernels:
+                    raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
+                platforms, note = (), f"No plans are built: {refusal}."
+            limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
+            report = _begun(target, inputs, dtype, limits, weights, note)
+            plans = choose_plans(report, inputs.models, platforms, all_plans, packed)
+            copied = inputs.head_bytes + (inputs.weight_bytes if weights == "copy" else 0)
+            needed = copied + plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
+            check_space(staged.path, needed + len(kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
+            report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
+            progress("check", 1, 1)
+            describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format, source=origin)
+            compiles = partial(compile_kernels, kernels, cuda)
+            _make(staged, inputs, report, plans, attention, describe, force, progress, check, compiles)
     except OSError as error:
         raise BuildError(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
             + (f" ({error.filename})" if error.filename else "")
         ) from error
-    return _finished(report, started)
-
-
-def refresh_plans(
-    engine_dir: str | Path,
-    targets: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    all_plans: bool = False,
-) -> BuildReport:
-    """Build the plans that an engine directory lacks, or whose own are refused, for `targets` or this machine's GPU:
-    those of the shapes that the hand-written kernels do not run there, with `all_plans` all.
-
-    They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
-    EngineDirectoryError, MissingDependencyError.
-    """
-    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
-    directory = EngineDirectory.open(engine_dir)
-    platforms, note = choose_platforms(targets)
-    if not platforms:
-        raise BuildError(f"There is no target to build plans for. {note}")
-    config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = gpu_layouts(directory.models, directory.checkpoints, dtype)
-    if refusal is not None:
-        raise BuildError(refusal)
-    draft = None if directory.draft is None else directory.draft.config
-    vision = None if directory.vision is None else directory.vision.config
-    report = BuildReport(directory.path, config, dtype, directory.limits, draft, vision)
-    plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
-    needed = _shapes_of(plans)
-    check_space(directory.path, plan_bytes_bound(config, needed, vision), BuildError, _FOR_SPACE)
-    networks = {shape: directory_network(directory, shape) for shape in set(needed)}
-    missing: dict[Platform, list[EngineShape]] = {platform: [] for platform in plans}
-    for platform, shapes in plans.items():
-        for shape in shapes:
-            found, _ = find_plan(directory, shape, platform, networks[shape])
-            if found is None:
-                missing[platform].append(shape)
-            else:
-                report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
-    progress("plans", len(report.plans), len(needed))
-
-    def keep(platform: Platform, plan: PlanBytes) -> None:
-        if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
-            raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
-
-    _build_plans(missing, directory.models, attention, report, progress, keep)
-    report.seconds["plans"] = time.perf_counter() - started
-    return _finished(report, started)
-
-
-def _choose_plans(
-    report: BuildReport,
-    models: Mapping[str, ModelConfig],
-    platforms: Sequence[Platform],
-    all_plans: bool,
-    packed: PackedLayouts,
-) -> dict[Platform, list[EngineShape]]:
-    """What each platform gets plans for."""
-    report.targets = [platform.compute_capability for platform in platforms]
-    limits, dtype = report.limits, report.dtype
-    return {
-        each: planned_shapes(models, limits, dtype, each.compute_capability, all_plans, packed) for each in platforms
-    }
-
-
-def _shapes_of(plans: Mapping[Platform, Sequence[EngineShape]]) -> list[EngineShape]:
-    return [shape for shapes in plans.values() for shape in shapes]
+    return finished(report, started)
 
 
 def describe_in_place(
@@ -329,29 +245,24 @@ def _has_vision_part(source: Path) -> bool:
     return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
 
 
-def add_targets(
-    engine_dir: str | Path,
-    kernels: Sequence[Target],
-    targets: Sequence[str] = (),
-    cuda: tuple[int, int] | None = None,
-    progress: Progress | None = None,
-    all_plans: bool = False,
-) -> BuildReport:
-    """Compile the kernels of an engine directory for more targets, or anew; those named in `targets` get the plans that
-    they lack, too. See `build_engine_directory`, and `refresh_plans`. Raises what these raise."""
-    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
-    if targets:
-        report = refresh_plans(engine_dir, targets, progress, all_plans)
-    else:
-        directory = EngineDirectory.open(engine_dir)
-        draft, vision = directory.models.get("draft"), directory.models.get("vision")
-        config, dtype, limits = directory.config, directory.dtype, directory.limits
-        report = BuildReport(directory.path, config, dtype, limits, draft, vision)  # type: ignore[arg-type]
-    compile_kernels(kernels, cuda, Path(engine_dir), report, progress)
-    return _finished(report, started)
+def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
+    """The report of a build of which nothing is done, with what a user should know, a `note` among it."""
+    config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
+    made = inputs.head_bytes + inputs.draft_bytes
+    report = BuildReport(target, config, dtype, limits, draft, inputs.vision, weights, inputs.weight_bytes, made)
+    report.notes += [note] if note else []
+    if config.image_token_id is None and _has_vision_part(source):
+        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
+    lost = None if draft is not None else lost_mtp(source, config)
+    report.notes += [f"{lost}. It drafts with nothing."] if lost else []
+    is_shipped = draft is not None and draft.generation == MTP
+    if is_shipped and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
+        report.notes.append("The draft reads the model's whole head, which is packed as published.")
+    return report
 
 
 def _make(
+    staged: StagedDirectory,
     inputs: BuildInputs,
     report: BuildReport,
     plans: Mapping[Platform, Sequence[EngineShape]],
@@ -365,47 +276,46 @@ def _make(
     """Write the directory under another name, let it be checked, then move it to its place. `describe` gives the
     content of `edgellm.json` for the digests of all files."""
     target, advance = report.path, counted(inputs.weight_bytes, partial(progress, "weights"))
-    with StagedDirectory(target) as staged:
-        started, never = time.perf_counter(), threading.Event()
-        for name in (*inputs.published, *inputs.weights):
-            (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
-        published = {
-            name: copy_hashed(path, staged.path / name, never, limit=size_limit(path.name))
-            for name, path in inputs.published.items()
-        }
+    started, never = time.perf_counter(), threading.Event()
+    for name in (*inputs.published, *inputs.weights):
+        (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
+    published = {
+        name: copy_hashed(path, staged.path / name, never, limit=size_limit(path.name))
+        for name, path in inputs.published.items()
+    }
 
-        def keep(platform: Platform, plan: PlanBytes) -> None:
-            network = network_digest(inputs.models[plan.shape.model], plan.shape, report.dtype, attention)
-            write_plan(staged.path / "plans", plan.data, plan.shape, platform, network, report.dtype, attention)
+    def keep(platform: Platform, plan: PlanBytes) -> None:
+        network = network_digest(inputs.models[plan.shape.model], plan.shape, report.dtype, attention)
+        write_plan(staged.path / "plans", plan.data, plan.shape, platform, network, report.dtype, attention)
 
-        stop, is_link = threading.Event(), report.weights == "link"
-        with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
-            transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
+    stop, is_link = threading.Event(), report.weights == "link"
+    with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
+        transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
 
-            def has_failed() -> bool:
-                return transfer.done() and transfer.exception() is not None
+        def has_failed() -> bool:
+            return transfer.done() and transfer.exception() is not None
 
-            try:
-                _build_plans(plans, inputs.models, attention, report, progress, keep, has_failed)
-                report.seconds["plans"] = time.perf_counter() - started
-                made = write_made_files(inputs, staged.path, partial(progress, "head"))
-                weights, report.seconds["weights"] = transfer.result()
-                digests = weights | made
-            finally:
-                stop.set()
-        progress("finish", 0, 1)
-        write_description(staged.path, describe(published | digests))
-        compiles(staged.path, report, progress)
-        report.published_bytes = sum(digest.size for digest in published.values())
-        report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
-        if check is not None:
-            for name, digest in digests.items():
-                remember_digest(staged.path / name, digest)
-            try:
-                check(staged.path, report)
-            except EdgeLLMError as error:
-                raise BuildError(f"{target} was not built: {_by_source(str(error), inputs, staged.path)}") from error
-        staged.commit(replaces)
+        try:
+            build_into(plans, inputs.models, attention, report, progress, keep, has_failed)
+            report.seconds["plans"] = time.perf_counter() - started
+            made = write_made_files(inputs, staged.path, partial(progress, "head"))
+            weights, report.seconds["weights"] = transfer.result()
+            digests = weights | made
+        finally:
+            stop.set()
+    progress("finish", 0, 1)
+    write_description(staged.path, describe(published | digests))
+    compiles(staged.path, report, progress)
+    report.published_bytes = sum(digest.size for digest in published.values())
+    report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
+    if check is not None:
+        for name, digest in digests.items():
+            remember_digest(staged.path / name, digest)
+        try:
+            check(staged.path, report)
+        except EdgeLLMError as error:
+            raise BuildError(f"{target} was not built: {_by_source(str(error), inputs, staged.path)}") from error
+    staged.commit(replaces)
     for name, digest in digests.items():
         remember_digest(target / name, digest, staged.path / name)
     progress("finish", 1, 1)
@@ -416,28 +326,9 @@ def _by_source(text: str, inputs: BuildInputs, staged: Path) -> str:
     sources = {**inputs.published, **inputs.weights}
     for name, source in sorted(sources.items(), key=lambda item: len(item[0]), reverse=True):
         text = text.replace(str(staged / name), str(source))
+    if inputs.packed_draft is not None:
+        text = text.replace(str(inputs.packed_draft), str(inputs.sources["draft"]))
     return text.replace(str(staged), str(inputs.sources["base"]))
-
-
-def _build_plans(
-    plans: Mapping[Platform, Sequence[EngineShape]],
-    models: Mapping[str, ModelConfig],
-    attention: str,
-    report: BuildReport,
-    progress: Progress,
-    keep: Callable[[Platform, PlanBytes], None],
-    is_in_vain: Callable[[], bool] = lambda: False,
-) -> None:
-    """Build plans, let each be kept, and note it in the report, which may have some already."""
-    count = len(report.plans) + len(_shapes_of(plans))
-    for platform, shapes in plans.items():
-        target = platform.compute_capability
-        with closing(build_plans(models, shapes, report.dtype, attention, target, is_in_vain)) as built:
-            for plan in built:
-                keep(platform, plan)
-                report.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
-                report.workers_peak_bytes = max(report.workers_peak_bytes, plan.workers_peak_bytes)
-                progress("plans", len(report.plans), count)
 
 
 def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str) -> int:
@@ -447,9 +338,3 @@ def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: 
     packed, _ = gpu_layouts(models, inputs.checkpoints, dtype)
     known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
-
-
-def _finished(report: BuildReport, started: float) -> BuildReport:
-    report.peak_host_bytes = report.peak_host_bytes or peak_memory() + report.workers_peak_bytes
-    report.total_seconds = time.perf_counter() - started - report.token_seconds
-    return report

@@ -16,7 +16,7 @@ from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DES
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
-from edgellm.engines.model.config import HEADS, DecoderConfig
+from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
     DRAFT_RANGES,
     KV_CACHES,
@@ -222,16 +222,22 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
 
 
 def check_settings(
-    dtype: str | None, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
+    dtype: str | None,
+    attention: str,
+    weights: str = WEIGHT_MODES[0],
+    head: str = HEADS[0],
+    embedding: str = EMBEDDINGS[0],
+    draft_weights: str = DRAFT_WEIGHTS[0],
 ) -> None:
-    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head or
-    embedding."""
+    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head,
+    embedding or kind of a draft's weights."""
     for option, value, choices in (
         ("--dtype", dtype, (None, *DTYPES)),
         ("--attention", attention, ATTENTION_SETTINGS),
         ("--weights", weights, WEIGHT_MODES),
         ("--head", head, HEADS),
         ("--embedding", embedding, EMBEDDINGS),
+        ("--draft-weights", draft_weights, DRAFT_WEIGHTS),
     ):
         if value not in choices:
             raise BuildError(f"{option} is {value!r}: expected one of {', '.join(filter(None, choices))}")

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     PREPROCESSOR_FILES,
     WEIGHT_INDEX,
@@ -41,28 +41,28 @@ from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, 
 from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
-from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
-from edgellm.engines.quantizer.heads import write_head
+from edgellm.engines.quantizer.heads import packed_head
+from edgellm.engines.quantizer.written_layout import write_tensors
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: What says, beside a draft's or a vision encoder's weights, what they are.
 _CONFIGS = ("config.json", MODELOPT_FILE)
+#: What a draft that the build packs is.
+PACKED_FILES = ("config.json", SINGLE_FILE)
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
 
 
 class PublishedHead(NamedTuple):
-    """A head [rows, columns] that is to be packed: the tensor `name` of a checkpoint, or those `rows` of it (None: all)
-    in their order, and in which format."""
+    """A head [rows, columns] that is to be packed: the tensor `name` of the base's checkpoint, and in which format."""
 
-    checkpoint: Path
     name: str
     shape: tuple[int, int]
     format: WeightFormat
-    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ class BuildInputs:
     """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory.
 
     `sources` are the checkpoints by `EngineShape.model`; the draft's, or the vision encoder's, is the base's where it
-    ships with the model. `adapter_ranks` are the largest ranks of LoRA adapters, by their names. `heads` are packed and
-    written, by their files' names. `vocabulary` are the ids of a draft that ships with the model, where it has not all.
+    ships with the model. `adapter_ranks` are the largest ranks of LoRA adapters, by their names. `head` is packed and
+    written. `vocabulary` are the ids of a draft that ships with the model, where it has not all. `packed_draft` is the
+    folder in the engine directory where the draft is a checkpoint of packed weights, made from its source.
     """
 
     sources: Mapping[str, Path]
@@ -81,8 +82,9 @@ class BuildInputs:
     published: Mapping[str, Path]
     adapter_ranks: Mapping[str, int]
     vision: VisionConfig | None = None
-    heads: Mapping[str, PublishedHead] = field(default_factory=dict)
+    head: PublishedHead | None = None
     vocabulary: np.ndarray | None = None
+    packed_draft: Path | None = None
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -97,13 +99,19 @@ class BuildInputs:
 
     @property
     def head_bytes(self) -> int:
-        """Size of the packed heads."""
-        return sum(head.format.nbytes(*head.shape) for head in self.heads.values())
+        """Size of the packed head."""
+        return 0 if self.head is None else self.head.format.nbytes(*self.head.shape)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Size of the packed draft."""
+        return 0 if self.packed_draft is None else (self.packed_draft / SINGLE_FILE).stat().st_size
 
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
-        """What opens the checkpoint of each model."""
-        return {model: partial(Checkpoint.open, path) for model, path in self.sources.items()}
+        """What opens the checkpoint of each model, the draft's as it was packed."""
+        own = {} if self.packed_draft is None else {"draft": self.packed_draft}
+        return {model: partial(Checkpoint.open, path) for model, path in (*self.sources.items(), *own.items())}
 
     def description(
         self,
@@ -239,8 +247,8 @@ def read_inputs(
     return BuildInputs(sources, config, draft, weights, published, ranks, vision, vocabulary=vocabulary)
 
 
-def with_packed_heads(inputs: BuildInputs, head: str, embeds_by_head: bool, dtype: str) -> BuildInputs:
-    """The same with the model's head, and the draft's own where it is dense, as `head` says, one of `HEADS`.
+def with_packed_head(inputs: BuildInputs, head: str, embeds_by_head: bool, dtype: str) -> BuildInputs:
+    """The same with the model's head as `head` says, one of `HEADS`.
 
     Raises BuildError where the head is packed as published, or has rows that it cannot have in 4 bits.
     """
@@ -253,40 +261,33 @@ def with_packed_heads(inputs: BuildInputs, head: str, embeds_by_head: bool, dtyp
     except ValueError as error:
         raise BuildError(f"--head is {head}, but {error}: take --head int8") from None
     assert format is not None
-    heads, name = {}, head_weight_name(config)
+    name = head_weight_name(config)
     with Checkpoint.open(source) as checkpoint:
         published = checkpoint.weight_format(name, shape)
     if published is not None:
         raise BuildError(f"--head is {head}, but {source} has a packed head already ({published}): leave --head out")
-    heads[HEAD_FILE] = PublishedHead(source, name, shape, format)
     config = replace(config, head=head, embeds_by_head=embeds_by_head)
     if draft is not None:
         draft = replace(draft, base_head=head_weight_name(config), base_embedding=embedding_name(config))
-        shape, place = (draft.draft_vocab_size, draft.hidden_size), f"{_DRAFT_PREFIX}{HEAD_FILE}"
-        if inputs.vocabulary is not None:
-            heads[place] = PublishedHead(source, name, shape, format, inputs.vocabulary)
-            draft = replace(draft, head=head)
-        elif draft.generation != MTP:
-            with Checkpoint.open(inputs.sources["draft"]) as checkpoint:
-                is_dense = checkpoint.layout(DRAFT_HEAD, shape) is None
-            if draft.has_head and is_dense:
-                heads[place] = PublishedHead(inputs.sources["draft"], DRAFT_HEAD, shape, format)
-                draft = replace(draft, head=head)
-    return replace(inputs, config=config, draft=draft, heads=heads)
+    return replace(inputs, config=config, draft=draft, head=PublishedHead(name, shape, format))
 
 
 def write_made_files(inputs: BuildInputs, folder: Path, progress: Callable[[int, int], None]) -> dict[str, FileDigest]:
-    """Write what no checkpoint has, packed heads and the ids of a draft, to a folder; gives the digests by name.
-    `progress` gets rows of heads done and in all. Raises OSError and CheckpointError."""
-    made, heads = dict[str, FileDigest](), inputs.heads
-    advance = counted(sum(head.shape[0] for head in heads.values()), progress)
+    """Write what no checkpoint has, a packed head and the ids of a draft, to a folder; gives the digests by name, with
+    those of a packed draft that is there. `progress` gets rows of the head done and in all. Raises OSError and
+    CheckpointError."""
+    made, head = dict[str, FileDigest](), inputs.head
+    if inputs.packed_draft is not None:
+        made = {f"{_DRAFT_PREFIX}{name}": hash_file(inputs.packed_draft / name) for name in PACKED_FILES}
     if inputs.vocabulary is not None:
         name = f"{_DRAFT_PREFIX}{VOCABULARY_FILE}"
         made[name] = write_vocabulary(folder / name, inputs.vocabulary)
-    for name, head in heads.items():
-        with Checkpoint.open(head.checkpoint) as checkpoint:
-            write_head(folder / name, checkpoint, head.name, head.format, advance, head.rows)
-    return made | {name: hash_file(folder / name) for name in heads}
+    if head is not None:
+        with Checkpoint.open(inputs.sources["base"]) as checkpoint:
+            tensors = packed_head(checkpoint, head.name, head.format, counted(head.shape[0], progress))
+            write_tensors(folder / HEAD_FILE, tensors)
+        made[HEAD_FILE] = hash_file(folder / HEAD_FILE)
+    return made
 
 
 def _weight_files(

@@ -67,7 +67,8 @@ class BuiltKernels:
 @dataclass
 class BuildReport:
     """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
-    by side). `targets` are the compute capabilities built for; `head_bytes` are those of packed heads.
+    by side). `targets` are the compute capabilities built for; `made_bytes` are those of a packed head and a packed
+    draft.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
     upper bound, as they share libraries. `kernels` are those compiled for targets. `notes` are what a user should know.
@@ -82,7 +83,7 @@ class BuildReport:
     vision: VisionConfig | None = None
     weights: str = "copy"
     weight_bytes: int = 0
-    head_bytes: int = 0
+    made_bytes: int = 0
     published_bytes: int = 0
     plans: list[BuiltPlan] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)

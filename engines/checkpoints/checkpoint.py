@@ -99,9 +99,8 @@ class Checkpoint:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
 
     @classmethod
-    def open(cls, path: str | Path, head: WeightFormat | None = None, head_file: Path | None = None) -> Checkpoint:
-        """Open and check a directory; CheckpointError names the file and what is wrong with it. `head_file` is that of
-        a `head` elsewhere than in the directory."""
+    def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
+        """Open and check a directory; CheckpointError names the file and what is wrong with it."""
         path = Path(path)
         foreign = foreign_model(path)
         if foreign is not None:
@@ -113,19 +112,20 @@ class Checkpoint:
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        own = [] if head is None else [SafetensorsFile(head_file or path / HEAD_FILE)]
+        own = [] if head is None else [SafetensorsFile(path / HEAD_FILE)]
         files = [*open_weight_files(path), *own]
         return cls(path, config, generation_config, files, quantization, head)
 
     def use_shortlist(self, file: Path, mapping: str, source: str) -> None:
-        """Take the tensor `mapping` from a further file, and for the head, unless it is packed, those rows of the
-        tensor `source` that the mapping names: row i is the row i + mapping[i]. Raises CheckpointError."""
+        """Take the tensor `mapping` from a further file, and for the head, unless there is a packed one, those rows of
+        the tensor `source` that the mapping names: row i is the row i + mapping[i]. Raises CheckpointError."""
         opened = SafetensorsFile(file)
         self._files[file] = opened
         self.tensors |= {name: info for name, info in opened.tensors.items() if name == mapping}
-        if self._head is not None:
+        offsets = self.integers(mapping)
+        if self.layout(_HEAD, (len(offsets), 1)) is not None:
             return
-        info, offsets = self.info(source), self.integers(mapping)
+        info = self.info(source)
         ids = offsets + np.arange(len(offsets))
         if ids.size and not 0 <= ids.min() <= ids.max() < info.shape[0]:
             raise CheckpointError(f"{file}: {mapping} names rows that {source} {_written(info.shape)} does not have")

@@ -233,8 +233,10 @@ class EngineDirectory:
     def packed_names(self) -> set[str]:
         """Which of `models` have packed weights, as published or by the build; a draft may share the base's head.
         Raises CheckpointError."""
-        built = {"base", "draft"} & self.models.keys() if self.config.head != HEADS[0] else set()
-        return built | self.packed_models().keys()
+        packed, draft = set(self.packed_models()), self.draft
+        if self.config.head != HEADS[0]:
+            packed |= {"base"} if draft is None or draft.config.has_head else {"base", "draft"}
+        return packed
 
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
 from edgellm.engines.families.embedding import POOLING_FILE
 from edgellm.engines.formats.digests import SECTION_BYTES, FileDigest
 from edgellm.engines.formats.strict_formats import JSONObject, as_json
@@ -60,28 +60,29 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class EngineDraft:
     """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`.
 
-    The weights of a head for multi-token prediction are among the model's own; a file says which rows of the model's
-    head it has, where it has not all.
+    The weights of a head for multi-token prediction are among the model's own, unless the build has packed them; a file
+    says which rows of the model's head it has, where it has not all.
     """
 
     path: Path
     config: DraftConfig
     files: Mapping[str, FileDigest]
 
+    @property
+    def _is_inside(self) -> bool:
+        """Whether its weights are among the model's own."""
+        return self.config.generation == MTP and SINGLE_FILE not in self.files
+
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        decoder = self.config.decoder
-        head = head_format(self.config.head, decoder.hidden_size, decoder.dtype)
-        if self.config.generation != MTP:
-            return Checkpoint.open(self.path, head)
-        opened = Checkpoint.open(self.path.parent, head, self.path / HEAD_FILE)
-        if self.config.has_mapping:
-            opened.use_shortlist(self.path / VOCABULARY_FILE, MAPPING, head_weight_name(decoder))
+        opened = Checkpoint.open(self.path.parent if self._is_inside else self.path)
+        if self.config.generation == MTP and self.config.has_mapping:
+            opened.use_shortlist(self.path / VOCABULARY_FILE, MAPPING, head_weight_name(self.config.decoder))
         return opened
 
     def quantization(self) -> Quantization | None:
         """What packs its weights; None where they are dense. Raises CheckpointError."""
-        if self.config.generation != MTP:
+        if not self._is_inside:
             return folder_quantization(self.path)
         found = folder_quantization(self.path.parent)
         if found is None:
@@ -130,12 +131,9 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
     files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
-    check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     expected = {VOCABULARY_FILE} if config.has_mapping else set()
-    if config.generation == MTP and files.keys() - {HEAD_FILE} != expected:
+    if config.generation == MTP and files.keys() - {"config.json", SINGLE_FILE} != expected:
         raise values.error(f"its files are {', '.join(files) or 'none'}, expected {', '.join(expected) or 'none'}")
-    if config.head != HEADS[0] and not config.has_head:
-        raise values.error(f"'head' is {config.head!r}, but 'has_head' is false: it shares the model's")
     return EngineDraft(folder, config, files)
 
 
@@ -195,7 +193,7 @@ def check_agreement(
         _check_decoder(own.object("decoder"), decoder)
         if draft.config.generation == MTP:
             reduced = draft.config.draft_vocab_size if draft.config.has_mapping else None
-            if draft.config != mtp_draft(config, reduced, draft.config.head):
+            if draft.config != mtp_draft(config, reduced):
                 raise own.error("it is not the head for multi-token prediction of this model")
         for key in ("vocab_size", "hidden_size"):
             found, expected = getattr(decoder, key), getattr(config, key)

@@ -9,6 +9,7 @@ import glob
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from edgellm.engines.errors import EdgeLLMError
@@ -22,16 +23,18 @@ _SPARE_DISK_BYTES = 16 << 20
 class StagedDirectory:
     """A hidden sibling of `target` to write into: `path`. `commit` gives it the target's name.
 
-    Leaving the context without a commit, for whatever reason, removes it. What an earlier process left behind when it
-    was killed is removed on entry. Raises OSError.
+    Leaving the context without a commit, for whatever reason, removes it, and the folders above that were made for it.
+    What an earlier process left behind when it was killed is removed on entry. Raises OSError.
     """
 
     def __init__(self, target: Path) -> None:
         self._target = target.resolve()
         self.path = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
         self._lock = -1
+        self._above: list[Path] = []
 
     def __enter__(self) -> StagedDirectory:
+        self._above = [folder for folder in self._target.parents if not folder.exists()]
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         self.path.mkdir()
@@ -43,6 +46,9 @@ class StagedDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
+        for folder in self._above:
+            with suppress(OSError):  # one that has something in it stays
+                folder.rmdir()
 
     def commit(self, replace: bool) -> None:
         """Give the directory its name; one that has it is replaced, in one step where the system can.

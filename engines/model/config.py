@@ -16,6 +16,8 @@ LARGEST_IMAGE_TOKENS = 1 << 16
 
 #: What a model's head may be: as it was published, or packed when the engine directory was built.
 HEADS = ("as-published", "int8", "int4")
+#: What is asked for a draft's linear layers and its own head: "auto" is as the base's layers are.
+DRAFT_WEIGHTS = ("auto", *HEADS)
 #: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
 LAYER_KINDS = ("attention", "window", "convolution", "delta")
 #: Those of them whose state follows from the whole text before, and cannot be cut.
@@ -207,8 +209,7 @@ class DraftConfig:
     base's table `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits.
     `norm_before_residual`: the residual stream is the normed feature. `feed_back_normed`: a propose step takes the
     hidden state after the final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the
-    base's image rows as embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head
-    is, where it has one.
+    base's image rows as embeddings, else the embedding of the image token.
     """
 
     generation: str
@@ -226,7 +227,6 @@ class DraftConfig:
     norm_before_residual: bool
     feed_back_normed: bool
     image_embeddings: bool = field(default=True, metadata=ADDED_LATER)
-    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
 
     @property
     def hidden_size(self) -> int:

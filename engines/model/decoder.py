@@ -329,7 +329,8 @@ def unread_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:
-    """The format of a head that is one of `HEADS`, with rows of so many columns, of a model that computes in `dtype`.
+    """The format of a head, or of a draft's weights, that is one of `HEADS`, with rows of so many columns, of a model
+    that computes in `dtype`.
 
     int8: a scale for each row; int4: for each 128, 64 or 32 columns, the most that divide a row. None for one as
     published. Raises ValueError where none of these divides.

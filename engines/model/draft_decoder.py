@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.config import DRAFT_EMBEDDING, MTP, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import LayerWeights, NamedWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program, single_weight, token_inputs
@@ -20,12 +20,11 @@ _LAYER = "layers.0."
 MAPPING = "d2t"
 
 
-def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HEADS[0]) -> DraftConfig:
+def mtp_draft(base: DecoderConfig, vocabulary: int | None = None) -> DraftConfig:
     """The head for multi-token prediction inside the checkpoint of a `base`: one layer of its full attention.
 
     It takes the base's last hidden state, behind the final norm, with the next token, and then its own, behind its
-    own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared), which are
-    kept as `head` says, one of `HEADS`.
+    own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared).
     """
     none: dict[str, Any] = dict.fromkeys(
         ("layer_kinds", "delta_heads", "delta_products", "feature_layers", "nope_layers"), ()
@@ -47,7 +46,6 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HE
         fc_bias=False,
         norm_before_residual=False,
         feed_back_normed=True,
-        head=head,
     )
 
 

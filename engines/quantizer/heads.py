@@ -1,10 +1,9 @@
-"""Packs a model's head, or the embedding table that is its head, into a file of its own."""
+"""Packs a model's head, or the embedding table that is its head, or a draft's, while it is written."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.engines.model.decoder import HEAD
 from edgellm.engines.quantizer.rounding import Clipping, quantize_rows
-from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, packed_codes, write_tensors
+from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, packed_codes
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.sampling.twin import first_not_finite
 
@@ -27,20 +26,19 @@ _CLIPPING: dict[str, Clipping] = {
 }
 
 
-def write_head(
-    path: Path,
+def packed_head(
     checkpoint: Checkpoint,
     source: str,
     format: WeightFormat,
     advance: Callable[[int], None],
     chosen: np.ndarray | None = None,
-) -> None:
-    """Write the tensor `source` [N, K] of a checkpoint, or the rows `chosen` [n] of it, to the file `path` as a head in
-    an integer `format`, in compressed-tensors' layout "pack-quantized".
+) -> dict[str, StoredTensor | StreamedTensor]:
+    """The tensors of a head in an integer `format`, in compressed-tensors' layout "pack-quantized": of the tensor
+    `source` [N, K] of a checkpoint, or of the rows `chosen` [n] of it.
 
-    Scales are those of the least squared error (`quantize_rows`). Only a few pieces of some million elements are in
-    memory at a time, and all scales; `advance` gets the rows of each piece. Raises OSError, and CheckpointError for
-    values that are infinite or NaN, or too large for the format's dtype.
+    Scales are those of the least squared error (`quantize_rows`). It is packed while it is written: only a few pieces
+    of some million elements are in memory at a time, and all scales; `advance` gets the rows of each piece. Writing it
+    raises CheckpointError for values that are infinite or NaN, or too large for the format's dtype.
     """
     rows, columns = checkpoint.info(source).shape
     chosen = np.arange(rows) if chosen is None else chosen
@@ -66,7 +64,7 @@ def write_head(
         "weight_scale": StoredTensor(format.dtype, scales),  # written behind the codes, with which they are found
         "weight_shape": StoredTensor("int64", np.array([rows, columns], np.int64)),
     }
-    write_tensors(path, {f"{module}{ending}": tensor for ending, tensor in tensors.items()})
+    return {f"{module}{ending}": tensor for ending, tensor in tensors.items()}
 
 
 def _values(checkpoint: Checkpoint, source: str, rows: np.ndarray, dtype: str) -> np.ndarray:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
-from edgellm.engines.checkpoints.weights import part_places
+from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Program, single_weight
 from edgellm.engines.model.steps import Linear
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
@@ -88,6 +88,23 @@ def layer_tensors(
                 zeros = None if whole.zeros is None else whole.zeros[part]
                 own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
                 tensors |= packed_tensors(info.name.removesuffix(".weight"), own)
+    return tensors
+
+
+def packed_linears(
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    format: WeightFormat,
+    advance: Callable[[int], None],
+    arithmetic: Arithmetic = NUMPY,
+) -> dict[str, StoredTensor]:
+    """What linear layers of a draft head are stored as, each rounded to nearest by itself; `shapes` are theirs, by the
+    names of their weights. `advance` gets the rows of each. Raises CheckpointError for values that no weight has."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, shape in shapes.items():
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        tensors |= packed_tensors(name.removesuffix(".weight"), arithmetic.quantize_rows(weight, format))
+        advance(len(weight))
     return tensors
 
 

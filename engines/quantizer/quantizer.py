@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -29,7 +30,7 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
-from edgellm.engines.model.program import Program, single_weight
+from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.config import quantization_settings
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
@@ -40,6 +41,7 @@ from edgellm.engines.quantizer.layers import (
     head_shapes,
     layer_tensors,
     linears,
+    packed_linears,
     scale_layer,
 )
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -47,7 +49,6 @@ from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
 from edgellm.engines.quantizer.written_layout import (
     FOR_SPACE,
     StoredTensor,
-    packed_tensors,
     quantization_config,
     shard_names,
     write_index,
@@ -180,13 +181,9 @@ def _quantize_head(
     format = options.format(checkpoint.dtype or "float16")
     shapes = head_shapes(checkpoint)
     _check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
-    tensors: dict[str, StoredTensor] = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        progress("layers", number, len(shapes))
-        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
-        module = checkpoint.info(name).name.removesuffix(".weight")
-        tensors |= packed_tensors(module, arithmetic.quantize_rows(weight, format))
-    progress("layers", len(shapes), len(shapes))
+    done, count = itertools.count(1), len(shapes)
+    progress("layers", 0, count)
+    tensors = packed_linears(checkpoint, shapes, format, lambda rows: progress("layers", next(done), count), arithmetic)
     return _assemble(checkpoint, target, options, force, shapes.keys(), ["lm_head"], tensors)
 
 

@@ -21,7 +21,7 @@ from edgellm.commands.app import create_app
 from edgellm.commands.console import progress_display
 from edgellm.engines.backends import platform
 from edgellm.engines.backends.executors import SHARED_MEMORY
-from edgellm.engines.building.builder import add_targets
+from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits

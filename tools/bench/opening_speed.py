@@ -74,13 +74,15 @@ class DeviceMemory:
 def prepared(work: Path, shape: str, weights: str, draft: str | None, kv_cache: str, head: str) -> Path:
     """The engine directory of a random model, built with a context of 4,096."""
     checkpoint, engines = work / f"{shape}-{weights}", work / f"{shape}-{weights}-{head}-{draft}-engines"
-    drafts = {"float16": work / f"{shape}-draft", "int4": work / f"{shape}-packed-draft"}
+    head_folder = work / f"{shape}-draft"
     if not (checkpoint / "model.safetensors").exists():
-        both = ["--draft", str(drafts["float16"]), "--packed-draft", str(drafts["int4"])] if draft else []
-        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *both)
+        beside = ["--draft", str(head_folder)] if draft else []
+        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *beside)
     command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engines), "--force", "--weights", "link"]
     command += ["--kv-capacity", "4096", "--kv-cache", kv_cache, "--head", head]
-    command += ["--draft", str(drafts[draft])] if draft else []
+    if draft:
+        kind = "as-published" if draft == "float16" else draft
+        command += ["--draft", str(head_folder), "--draft-weights", kind]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return engines
 
@@ -187,8 +189,8 @@ def main() -> None:
     """The whole of the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["llama-1b:float16", "llama-8b:int4"], help="SHAPE:WEIGHTS")
-    parser.add_argument("--draft", choices=("float16", "int4"), help="with an EAGLE-3 head of such layers")
-    parser.add_argument("--head", default="as-published", help="of the packed models")
+    parser.add_argument("--draft", choices=("float16", "int4"), help="with an EAGLE-3 head of such weights")
+    parser.add_argument("--head", default="as-published", help="the head of the packed models")
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-opening")

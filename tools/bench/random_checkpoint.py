@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_draft import packed_tensors, write_draft
+from random_draft import write_draft
 
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -319,6 +319,17 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
     return tensors
 
 
+def packed_tensors(
+    module: str, shape: tuple[int, ...], format: WeightFormat, random: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Codes from 0 to 15 with one scale, which gives the layer the deviation of the dense ones."""
+    rows, columns = shape
+    words = random.integers(0, 256, rows * columns // 2, np.uint8).view("<i4").reshape(rows, -1)
+    scales = np.full((rows, format.groups(columns)), 0.02 / np.arange(16).std(), np.float16)
+    tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
+    return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
@@ -326,7 +337,6 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, help="instead of the published count")
     parser.add_argument("--weights", choices=("float16", "int4"), default="float16", help="int4: groups of 128")
     parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
-    parser.add_argument("--packed-draft", type=Path, help="where to write one whose layers have 4 bits")
     arguments = parser.parse_args()
     base = SHAPES[arguments.shapes]
     if arguments.layers is not None:
@@ -335,5 +345,3 @@ if __name__ == "__main__":
     write_checkpoint(arguments.directory, base, packed=int4 if arguments.weights == "int4" else None)
     if arguments.draft is not None:
         write_draft(arguments.draft, base)
-    if arguments.packed_draft is not None:
-        write_draft(arguments.packed_draft, base, packed=int4)

@@ -8,9 +8,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgellm.engines.quantizer.written_layout import quantization_config
-from edgellm.kernels.quantization.packed_weight import WeightFormat
-
 DRAFT_VOCABULARY = 32000
 #: Standard deviation of the weights; the head's is larger, so that the draft is as sure of its tokens as a trained one
 #: and a tree of 60 nodes has paths of all depths.
@@ -43,22 +40,10 @@ def draft_config(base: dict, draft_vocabulary: int = DRAFT_VOCABULARY) -> dict:
     }
 
 
-def write_draft(
-    directory: Path,
-    base: dict,
-    draft_vocabulary: int = DRAFT_VOCABULARY,
-    seed: int = 1,
-    packed: WeightFormat | None = None,
-) -> None:
-    """Write config and normally distributed fp16 weights; the draft's tokens are spread evenly over the base's.
-
-    What stands before the head is `packed` where that is a format, as `random_checkpoint.write_checkpoint` does.
-    """
+def write_draft(directory: Path, base: dict, draft_vocabulary: int = DRAFT_VOCABULARY, seed: int = 1) -> None:
+    """Write config and normally distributed fp16 weights; the draft's tokens are spread evenly over the base's."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = draft_config(base, draft_vocabulary)
-    if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head"])}
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    (directory / "config.json").write_text(json.dumps(draft_config(base, draft_vocabulary), indent=2))
     hidden, inner = base["hidden_size"], base["intermediate_size"]
     query, key_value = (base[f"num_{name}_heads"] * base["head_dim"] for name in ("attention", "key_value"))
     matrices = {
@@ -76,23 +61,9 @@ def write_draft(
     random = np.random.default_rng(seed)
     tensors = {f"{name}.weight": np.ones(hidden, np.float16) for name in norms}
     for name, shape in matrices.items():
-        if packed is not None and name != "lm_head.weight":
-            tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, random)
-            continue
         scale = np.float32(HEAD_SCALE if name == "lm_head.weight" else SCALE)
         tensors[name] = (random.standard_normal(shape, np.float32) * scale).astype(np.float16)
     target = np.linspace(0, base["vocab_size"] - 1, draft_vocabulary).astype(np.int64)
     tensors["d2t"] = target - np.arange(draft_vocabulary)
     tensors["t2d"] = np.isin(np.arange(base["vocab_size"]), target)
     save_file(tensors, directory / "model.safetensors")
-
-
-def packed_tensors(
-    module: str, shape: tuple[int, ...], format: WeightFormat, random: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Codes from 0 to 15 with one scale, which gives the layer the deviation of the dense ones."""
-    rows, columns = shape
-    words = random.integers(0, 256, rows * columns // 2, np.uint8).view("<i4").reshape(rows, -1)
-    scales = np.full((rows, format.groups(columns)), 0.02 / np.arange(16).std(), np.float16)
-    tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
-    return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}

@@ -5,6 +5,7 @@ Nothing is written but TensorRT's plans: eight billion weights are there in seco
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.building.draft_weights import chosen_format
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
@@ -28,7 +30,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
-from edgellm.engines.model.draft_decoder import mtp_draft
+from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -42,8 +44,9 @@ from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, Runs
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
-#: What the layers of a model may be, and its head and the draft's, where they are packed.
-WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "q4_0", "q8_0", "q4_k_m")
+#: What the layers of a model may be; behind a plus its head, where that is packed; behind a stroke the draft, where it
+#: is not as `edgellm build` makes it, which packs it as the layers are.
+WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", "q8_0", "q4_k_m")
 
 
 @dataclass(frozen=True)
@@ -200,15 +203,16 @@ class RandomNumpyBackend(RandomWeights, NumpyBackend):
 def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
-    """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights` of
-    "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
-    plus it is what the heads of both are. Of a GGUF file's all of the base are packed."""
-    layers_are, _, head = weights.partition("+")
+    """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights`, one of
+    `WEIGHTS`, of "int4": the layers of the base are packed in symmetric groups of 128, its head is dense. Of a GGUF
+    file's all of the base are packed."""
+    base_is, _, draft_is = weights.partition("/")
+    layers_are, _, head = base_is.partition("+")
     own = draft_of(config)
     config = replace(config, head=head or HEADS[0])
     limits = replace(limits, window_rows=limits.rows_for_window(config.window))
     if head:
-        own = replace(own, head=head, base_head=head_weight_name(config))
+        own = replace(own, base_head=head_weight_name(config))
     draft = RandomDraft(folder / "draft", own, {}) if limits.has_draft else None
     if draft is not None:
         config = replace(config, feature_layers=draft.config.feature_layers)
@@ -226,10 +230,20 @@ def random_directory(
         assert format is not None
         small = head == "int4" and dtype == "float16"
         layouts["base"][HEAD] = DeviceLayout(format, config.vocab_size, config.hidden_size, small)
-        if draft is not None:
-            layouts["draft"] = {HEAD: DeviceLayout(format, own.draft_vocab_size, own.hidden_size, small)}
+    if draft is not None and not draft_is and layouts:
+        layers = next(layout for name, layout in layouts["base"].items() if ".layers." in name)
+        layouts["draft"] = draft_layouts(own, layers.runs[0].format, dtype)
     description = hash_bytes(repr((config, limits, dtype, draft, weights)).encode())
     return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft, layouts=layouts)
+
+
+def draft_layouts(draft: DraftConfig, layers: WeightFormat, dtype: str) -> dict[str, DeviceLayout]:
+    """How a build packs a draft beside a base whose `layers` are packed."""
+    shapes = {spec.name: spec.shape for spec in draft_weights(draft) if len(spec.shape) == 2}
+    format = chosen_format("auto", layers, math.gcd(*(shape[1] for shape in shapes.values())), dtype)
+    assert format is not None
+    small = format.codes == "int4" and dtype == "float16"
+    return {name: DeviceLayout(format, *shape, small) for name, shape in shapes.items()}
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
@@ -263,7 +277,7 @@ def shape_directory(folder: Path, shape: str, limits: EngineLimits, weights: str
     """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
     draft = f"draft{limits.verify_tree_size}" if limits.has_draft else "plain"
     parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, draft
-    place = folder / "-".join(map(str, (*parts, *([weights] if weights != WEIGHTS[0] else []))))
+    place = folder / "-".join(map(str, (*parts, *([weights.replace("/", "-")] if weights != WEIGHTS[0] else []))))
     config = decoder_config(SHAPES[shape])
     return random_directory(place, config, limits, config.dtype, weights)
 

@@ -80,9 +80,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Weights:
-    """How weights and KV rows are stored: linear layers of base or draft `packed` as `INT4`; the `head` of both."""
+    """How weights and KV rows are stored: linear layers of the base, and all of the draft, `packed` as `INT4`; the
+    base's `head`."""
 
-    packed: tuple[str, ...] = ()
+    packed: bool = False
     head: str = "as-published"
     kv_cache: str = "compute"
 
@@ -90,8 +91,8 @@ class Weights:
 #: By the words of the table.
 WEIGHTS = {
     "fp16": Weights(),
-    "int4, KV rows int8": Weights(("base",), kv_cache="int8"),
-    "int4, heads and KV rows int8": Weights(("base", "draft"), "int8", "int8"),
+    "int4, KV rows int8": Weights(True, kv_cache="int8"),
+    "int4, head and KV rows int8": Weights(True, "int8", "int8"),
 }
 
 
@@ -135,14 +136,14 @@ def _need(published: Mapping[str, Any], weights: Weights) -> Need:
             vision=vision,
             kv_capacity=CONTEXT,
             kv_cache=weights.kv_cache,
-            is_packed="base" in weights.packed,
+            is_packed=weights.packed,
         )
         images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
-        draft = _draft(config, weights.head) if has_draft else None
+        draft = _draft(config) if has_draft else None
         base = replace(config, feature_layers=() if draft is None else draft.feature_layers)
         models = {"base": base} | ({} if draft is None else {"draft": draft})
         layouts = _layouts(models, weights.packed)
-        limits = replace(limits, packed="base" in weights.packed)
+        limits = replace(limits, packed=weights.packed)
         every = models | ({} if vision is None else {"vision": vision})
         packed = packed_memory(models, layouts, DTYPE) | planned_engines(every, limits, DTYPE, layouts)
         specs = decoder_weights(config)
@@ -150,17 +151,15 @@ def _need(published: Mapping[str, Any], weights: Weights) -> Need:
     return Need(*sizes)
 
 
-def _layouts(
-    models: Mapping[str, DecoderConfig | DraftConfig], packed: tuple[str, ...]
-) -> dict[str, dict[str, DeviceLayout]]:
-    """Of the models with packed weights: those of linear layers, and of a packed head."""
+def _layouts(models: Mapping[str, DecoderConfig | DraftConfig], packed: bool) -> dict[str, dict[str, DeviceLayout]]:
+    """Of the models with packed weights: those of linear layers, the draft's head among them, and of a packed head."""
     found: dict[str, dict[str, DeviceLayout]] = {}
     for model, config in models.items():
         specs = {spec.name: spec.shape for spec in model_weights(config) if len(spec.shape) == 2}
-        tables = {name for name in specs if "embed" in name or name == HEAD}
-        names = specs.keys() - tables if model in packed else set()
+        tables = {name for name in specs if "embed" in name or (name == HEAD and model == "base")}
+        names = specs.keys() - tables if packed else set()
         layouts = {name: DeviceLayout(INT4, *specs[name]) for name in names}
-        format = head_format(config.head, config.hidden_size, DTYPE)
+        format = head_format(config.head, config.hidden_size, DTYPE) if isinstance(config, DecoderConfig) else None
         if format is not None:
             layouts[HEAD] = DeviceLayout(format, *specs[HEAD])
         if layouts:
@@ -168,7 +167,7 @@ def _layouts(
     return found
 
 
-def _draft(base: DecoderConfig, head: str) -> DraftConfig:
+def _draft(base: DecoderConfig) -> DraftConfig:
     """An EAGLE-3 head whose layer has the base's shapes, with a head of its own and the base's embedding."""
     layers = base.num_layers
     return DraftConfig(
@@ -186,7 +185,6 @@ def _draft(base: DecoderConfig, head: str) -> DraftConfig:
         fc_bias=False,
         norm_before_residual=False,
         feed_back_normed=False,
-        head=head,
     )
 
 

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan
 from edgellm.engines.backends.platform import load_tensorrt
-from edgellm.engines.building.builder import build_engine_directory, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, PlanError, UnsupportedModelError
 from edgellm.engines.formats.digests import recall_digest

@@ -17,9 +17,10 @@ from edgellm.commands.app import create_app
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan
 from edgellm.engines.backends.platform import load_tensorrt
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.formats.strict_formats import plain_values

@@ -47,7 +47,7 @@ def test_published_files_keep_their_bytes(head: str, tmp_path: Path) -> None:
         adapters={path.name: path for path in (published / "lora").iterdir()},
         head=head,
     )
-    own = {"edgellm.json"} | ({"head.safetensors", "draft/head.safetensors"} if head != "as-published" else set())
+    own = {"edgellm.json"} | ({"head.safetensors"} if head != "as-published" else set())
     assert {name: each for name, each in digests(built).items() if name not in own} == before == digests(published)
 
 

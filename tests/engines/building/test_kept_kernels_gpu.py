@@ -11,7 +11,8 @@ import pytest
 
 from edgellm import LLM, SamplingParams
 from edgellm.engines.backends import platform
-from edgellm.engines.building.builder import add_targets, build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits

@@ -18,8 +18,9 @@ from tiny_families import FAMILIES, RECURRENT
 from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.building import kernels as building
-from edgellm.engines.building.builder import add_targets, build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place
 from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, engine_shapes, needed_modules
+from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import BOARDS, Target, read_targets
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory

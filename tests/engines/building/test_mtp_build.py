@@ -31,10 +31,11 @@ from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families.mtp import read_mtp
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.quantizer.arithmetic import NUMPY
 from edgellm.engines.quantizer.layers import DENSE_PATTERN
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantizer.rounding import quantize_rows
@@ -332,21 +333,40 @@ def answers(place: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("head", ["int8", "int4"])
-def test_packed_heads(head: str, published: Path, ids_file: Path, tmp_path: Path) -> None:
-    """The draft's rows are packed like the model's head."""
-    target = tmp_path / "engines"
-    build_engine_directory(published, target, LIMITS, [], head=head, draft_vocabulary=ids_file)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_packed_weights(weights: str, published: Path, ids_file: Path, tmp_path: Path) -> None:
+    """The draft's rows are packed as the model's whole head would be, and its layer beside them."""
+    target, format = tmp_path / "engines", head_format(weights, 64, "float16")
+    kinds = {"head": weights, "draft_weights": weights}
+    build_engine_directory(published, target, LIMITS, [], draft_vocabulary=ids_file, **kinds)
     directory = EngineDirectory.open(target, verify=True)
-    assert directory.draft is not None and directory.draft.config.head == head
-    assert sorted(directory.draft.files) == ["head.safetensors", "vocabulary.safetensors"]
+    assert directory.draft is not None and directory.packed_names == {"base", "draft"}
+    assert sorted(directory.draft.files) == ["config.json", "model.safetensors", "vocabulary.safetensors"]
     with directory.checkpoint() as base, directory.draft.checkpoint() as own:
         whole, rows = base.packed("lm_head.weight", (320, 64)), own.packed("lm_head.weight", (len(IDS), 64))
-        assert whole is not None and rows is not None
+        assert whole is not None and rows is not None and format is not None
         assert np.array_equal(whole.values()[IDS], rows.values())
+        layer, dense = own.packed("mtp.fc.weight", (64, 128)), load_file(published / "model.safetensors")
+        assert layer is not None and layer.format == format
+        expected = NUMPY.quantize_rows(dense["mtp.fc.weight"].astype(np.float32), format)
+        assert np.array_equal(layer.values(), expected.values())
     plain, drafted = answers(target)
     assert plain == drafted
     assert edgellm("info", target, "--verify").exit_code == 0
+
+
+def test_a_shortlist_stays_dense_beside_a_packed_head(published: Path, ids_file: Path, tmp_path: Path) -> None:
+    """--head speaks of the model's alone."""
+    target = tmp_path / "engines"
+    build_engine_directory(published, target, LIMITS, [], head="int8", draft_vocabulary=ids_file)
+    directory = EngineDirectory.open(target)
+    assert directory.draft is not None and list(directory.draft.files) == ["vocabulary.safetensors"]
+    assert directory.packed_names == {"base"}
+    with directory.draft.checkpoint() as own:
+        expected = load_file(published / "model.safetensors")["lm_head.weight"][IDS]
+        assert np.array_equal(own.raw("lm_head.weight"), expected)
+    plain, drafted = answers(target)
+    assert plain == drafted
 
 
 def pack(checkpoint: Path, beginning: str, ignored: list[str]) -> None:
@@ -370,7 +390,7 @@ def pack(checkpoint: Path, beginning: str, ignored: list[str]) -> None:
 
 @pytest.mark.parametrize("layers", ["dense", "dense, and nothing says so", "packed"])
 def test_the_head_beside_packed_layers(layers: str, published: Path, ids_file: Path, tmp_path: Path) -> None:
-    """Its layers dense, as `edgellm quantize` leaves them, or packed, too."""
+    """Its layers dense, as `edgellm quantize` leaves them and they are asked to stay, or packed, too."""
     packed = tmp_path / "packed"
     quantize_checkpoint(published, packed, QuantizationOptions(4, 32, method="rtn"))
     if layers != "dense":
@@ -378,8 +398,10 @@ def test_the_head_beside_packed_layers(layers: str, published: Path, ids_file: P
     with Checkpoint.open(packed) as opened:
         assert opened.layout("model.layers.1.self_attn.o_proj.weight", (64, 64)) is not None
         assert (opened.layout("mtp.fc.weight", (64, 128)) is not None) == (layers == "packed")
-    build_engine_directory(packed, tmp_path / "engines", LIMITS, [], draft_vocabulary=ids_file)
+    kept = {} if layers == "packed" else {"draft_weights": "as-published"}
+    build_engine_directory(packed, tmp_path / "engines", LIMITS, [], draft_vocabulary=ids_file, **kept)
     directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.draft is not None and list(directory.draft.files) == ["vocabulary.safetensors"]
     assert directory.packed_names == ({"base", "draft"} if layers == "packed" else {"base"})
     plain, drafted = answers(tmp_path / "engines")
     assert plain == drafted
@@ -393,7 +415,8 @@ def test_a_head_that_was_published_packed_is_read_whole(published: Path, ids_fil
         build_engine_directory(packed, target, LIMITS, [], draft_vocabulary=ids_file)
     build_engine_directory(packed, target, LIMITS, [])
     directory = EngineDirectory.open(target)
-    assert directory.draft is not None and not directory.draft.config.has_head and not directory.draft.files
+    assert directory.draft is not None and not directory.draft.config.has_head
+    assert sorted(directory.draft.files) == ["config.json", "model.safetensors"], "its layer, as the model's layers are"
     plain, drafted = answers(target)
     assert plain == drafted
 

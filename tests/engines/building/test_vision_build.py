@@ -17,8 +17,9 @@ from edgellm.commands.app import create_app
 from edgellm.engines.backends.plan_files import network_digest
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place
 from edgellm.engines.building.checks import choose_image_rows
+from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError

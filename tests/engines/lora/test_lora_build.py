@@ -18,7 +18,8 @@ from edgellm.engines.backends.executors import kernel_refusal, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
 from edgellm.engines.lora.adapter import LoraAdapter

@@ -24,8 +24,9 @@ from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.device_layouts import model_layouts, packed_memory
 from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.building.builder import build_engine_directory, refresh_plans
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -31,7 +31,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (head, embedding), folder = request.param, tmp_path_factory.mktemp("heads")
     packed, twin, twin_draft = folder / "packed", folder / "twin", folder / "twin_draft"
     own = SHIPPED_MODEL / "draft"
-    build_engine_directory(SHIPPED_MODEL, packed, LIMITS, draft=own, head=head, embedding=embedding)
+    build_engine_directory(SHIPPED_MODEL, packed, LIMITS, draft=own, head=head, embedding=embedding, draft_weights=head)
     directory = EngineDirectory.open(packed)
     assert directory.draft is not None
     for source, target, opened, shape in (

@@ -128,25 +128,30 @@ def write_head(directory: Path, base: Path, generation: int, agreeing: bool, see
 def make_engines(
     make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., EngineDirectory]:
-    """(generation, agreeing, limits) to an engine directory without plans; the same arguments give the same one.
+    """(generation, agreeing, limits, draft weights) to an engine directory without plans; the same arguments give the
+    same one.
 
     Of the generation "mtp" the head is inside a checkpoint of Qwen3.5, and proposes 300 of 320 tokens."""
-    made: dict[tuple[int | str, bool, EngineLimits], EngineDirectory] = {}
+    made: dict[tuple[int | str, bool, EngineLimits, str], EngineDirectory] = {}
 
-    def make(generation: int | str = 3, agreeing: bool = True, limits: EngineLimits = LIMITS) -> EngineDirectory:
-        key = (generation, agreeing, limits)
+    def make(
+        generation: int | str = 3, agreeing: bool = True, limits: EngineLimits = LIMITS, weights: str = "auto"
+    ) -> EngineDirectory:
+        key = (generation, agreeing, limits, weights)
+        options: dict[str, Any] = {"draft_weights": weights}
         if key not in made and generation == "mtp":
             folder = tmp_path_factory.mktemp("mtp")
             base = add_head(make_checkpoint(folder / "base", **TINY), agreeing)
             (folder / "ids.json").write_text(json.dumps([*range(0, 320, 2), *range(319, 39, -2)]))
-            build_engine_directory(base, folder / "engines", limits, [], draft_vocabulary=folder / "ids.json")
+            ids = folder / "ids.json"
+            build_engine_directory(base, folder / "engines", limits, [], draft_vocabulary=ids, **options)
             made[key] = EngineDirectory.open(folder / "engines")
         elif key not in made:
             assert isinstance(generation, int)
             folder = tmp_path_factory.mktemp("eagle")
             base = write_base(make_checkpoint, folder / "base", agreeing)
             head = write_head(folder / "head", base, generation, agreeing)
-            build_engine_directory(base, folder / "engines", limits, [], draft=head)
+            build_engine_directory(base, folder / "engines", limits, [], draft=head, **options)
             made[key] = EngineDirectory.open(folder / "engines")
         return made[key]
 

@@ -128,6 +128,29 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
             assert again == sampled
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("generation", [1, 3, "mtp"])
+def test_packed_drafts_change_no_token(
+    generation: int | str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    """And propose others than dense ones do, most of which are accepted all the same."""
+    rounds = []
+    for each in ("as-published", weights):
+        directory, found = make_engines(generation, True, weights=each), []
+        assert ("draft" in directory.packed_names) == (each == weights)
+        with open_eagle(directory) as runner:
+            for name in ("greedy", "everything"):
+                samplings = [SAMPLINGS[name]] * 2
+                plain, _ = answers(runner, PROMPTS[:2], samplings, lambda step: None)
+                for plan in (PLANS[0], PLANS[2]):
+                    drafted, steps = answers(runner, PROMPTS[:2], samplings, lambda step, plan=plan: plan)
+                    assert drafted == plain, f"{name}, {plan.name}"
+                    found.append(steps)
+        rounds.append(found)
+    assert max(rounds[1]) < COUNT
+    assert sum(rounds[1]) < 1.25 * sum(rounds[0])
+
+
 def test_sampled_chains_are_greedy_at_temperature_0(eagle: DecodingRunner) -> None:
     for name in ("greedy", "penalized"):
         plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)

@@ -35,16 +35,21 @@ SAMPLED = SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 11))]
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(
+    scope="module",
+    params=[(1, "as-published"), (3, "as-published"), (1, "int8"), (3, "int8"), (3, "int4")],
+    ids=lambda param: "-".join(map(str, param)),
+)
 def directory(
     request: pytest.FixtureRequest,
     make_tiny_pair: Callable[..., tuple[Path, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineDirectory:
-    """A tiny base with a head that mostly agrees, built for this GPU."""
-    base, head = make_tiny_pair(request.param)
-    target = tmp_path_factory.mktemp("gpu") / f"eagle{request.param}"
-    build_engine_directory(base, target, LIMITS, None, dtype="float16", draft=head)
+    """A tiny base with a head that mostly agrees, dense or packed, built for this GPU."""
+    generation, weights = request.param
+    base, head = make_tiny_pair(generation)
+    target = tmp_path_factory.mktemp("gpu") / f"eagle{generation}"
+    build_engine_directory(base, target, LIMITS, None, dtype="float16", draft=head, draft_weights=weights)
     return EngineDirectory.open(target)
 
 
@@ -63,6 +68,17 @@ def test_drafted_answers_are_those_of_plain_decoding(
         drafted = [answers(runner, [prompt], [sampling], plan)[0] for prompt in PROMPTS]
         different = assert_explained(directory, PROMPTS, [sampling] * 4, plain, drafted, plan.name)
         print(f"{plan.name}: {different} of {len(PROMPTS)} answers differ from plain decoding")
+
+
+@pytest.mark.parametrize("weights", ["as-published", "int8", "int4"])
+def test_a_head_that_ships_with_its_model_changes_no_token(
+    weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    with open_eagle(make_engines("mtp", True, weights=weights), "tensorrt") as runner:
+        for sampling in (GREEDY, SAMPLED):
+            plain = answers(runner, PROMPTS[:2], [sampling] * 2, None)
+            for plan in (PLANS[0], PLANS[2]):
+                assert answers(runner, PROMPTS[:2], [sampling] * 2, plan) == plain, plan.name
 
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.name)
