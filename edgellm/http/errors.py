@@ -60,7 +60,7 @@ class HTTPError(Exception):
             kind = "invalid_request_error" if self.status < 500 else "api_error"
             kind = (_TYPES | _MESSAGE_TYPES).get(self.status, kind)
             details = {} if self.code is None else {"details": {"error_code": self.code}}
-            return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+            return {"type": "error", "error": {"type": kind, "message": self.message, **details}, "request_id": None}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

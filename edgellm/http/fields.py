@@ -270,6 +270,12 @@ class Fields:
         name = "chat_template_kwargs"
         return checked(name, checked_variables, self.take(name), "template_variables")
 
+    def reasoning(self) -> dict[str, Any]:
+        """The object `reasoning`, of which the effort alone changes an answer: see `thinking`."""
+        given = self.take("reasoning", dict) or {}
+        self.ignored += [f"reasoning.{each}" for each, value in given.items() if each != "effort" and value is not None]
+        return given
+
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:
         """The chat template's variables, and what an effort, the field `name`, means to it; unread ones are told."""
         variables, read = self.template_variables(), self.model.template_variables
