@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import yaml
 from http_server import ServerProcess
 
 llm_comply = pytest.importorskip("llm_comply")
-
-from llm_comply import config, runner, tests
-from llm_comply.schema import SpecLoader
-
+config, runner, schema, tests = (
+    import_module(f"llm_comply.{name}") for name in ("config", "runner", "schema", "tests")
+)
 pytestmark = pytest.mark.filterwarnings("ignore:jsonschema.RefResolver:DeprecationWarning")
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_every_check_passes(server: ServerProcess, name: str) -> None:
     # Checks of reasoning are skipped by a model's name, and are not here.
     checks = [dataclasses.replace(check, skip_reason=None) for check in tests.get_tests(name)]
     asked = config.ComplianceConfig(f"http://{server.host}:{server.port}/v1", "none", MODEL)
-    results = runner.TestRunner(asked, checks, SpecLoader(str(SPECS / f"{spec}.json"))).run_all().results
+    results = runner.TestRunner(asked, checks, schema.SpecLoader(str(SPECS / f"{spec}.json"))).run_all().results
     assert len(results) == count and {each.id: each.errors for each in results if each.errors} == {}
     for each in results:
         expected = WARNINGS.get(each.id, [])
@@ -65,12 +65,12 @@ def events(server: ServerProcess, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
-def assert_valid(spec: SpecLoader, schema: str, *values: Any) -> None:
-    assert [error for each in values for error in spec.validate(each, schema)] == []
+def assert_valid(spec: Any, name: str, *values: Any) -> None:
+    assert [error for each in values for error in spec.validate(each, name)] == []
 
 
 def test_streams_and_errors_of_openai_by_their_schemas(server: ServerProcess) -> None:
-    spec = SpecLoader(str(SPECS / "openai_chat.json"))
+    spec = schema.SpecLoader(str(SPECS / "openai_chat.json"))
     choice = spec.get_schema("CreateChatCompletionStreamResponse")["properties"]["choices"]["items"]["properties"]
     choice["finish_reason"]["enum"].append(None)  # it may be null, as the schema says beside the list
     function = {"name": "weather", "parameters": WEATHER}
@@ -92,7 +92,7 @@ def test_streams_and_errors_of_openai_by_their_schemas(server: ServerProcess) ->
 
 
 def test_streams_and_errors_of_anthropic_by_their_schemas(server: ServerProcess) -> None:
-    spec = SpecLoader(str(SPECS / "anthropic.json"))
+    spec = schema.SpecLoader(str(SPECS / "anthropic.json"))
     tools = {"tools": [{"name": "weather", "input_schema": WEATHER}], "tool_choice": {"type": "any"}}
     kinds: Counter[str] = Counter()
     for fields in ({}, tools):
