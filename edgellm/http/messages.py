@@ -10,8 +10,8 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.answers import Piece, Writer, event
-from edgellm.http.errors import MESSAGES, HTTPError
-from edgellm.http.fields import Fields, ParsedRequest, ServedModel, checked, wrong
+from edgellm.http.errors import MESSAGES, HTTPError, checked, wrong
+from edgellm.http.fields import Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response, Usage
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
 from edgellm.tool_calls.values import json_text
@@ -33,7 +33,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: What finish reasons are called.
 _STOP_REASONS = {"stop_string": "stop_sequence", "tool_calls": "tool_use", "length": "max_tokens"}
 _STOP_REASONS |= {"deadline": "max_tokens", "context": "model_context_window_exceeded"}
-#: What blocks of an answer have beside their text or input, and what a message has, null until it has ended or for ever.
+#: What blocks of an answer have beside their text or input, and what of a message is null until it ends, or for ever.
 _BESIDE: dict[str, dict[str, Any]] = {"text": {"citations": None}, "thinking": {"signature": ""}}
 _BESIDE |= {"tool_use": {"caller": {"type": "direct"}}}
 _ENDING = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
@@ -94,13 +94,12 @@ def _response_format(form: Any) -> Any:
 
 def _thinking(fields: Fields, effort: Any) -> dict[str, Any]:
     """The chat template's variables, by `thinking` and the effort of an `output_config`."""
-    given = fields.take("thinking", dict)
+    given = fields.take_object("thinking", "type")
     name = "thinking" if effort is None else "output_config.effort"
     if given is not None:
         kind = given.get("type")
         if kind not in ("enabled", "adaptive", "disabled"):
             raise wrong("thinking.type", kind, "enabled, adaptive or disabled")
-        fields.ignored += [f"thinking.{each}" for each in given if each != "type" and given[each] is not None]
         if kind == "disabled":
             effort, name = "none", "thinking"
         elif kind == "enabled" and effort is None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
-from edgellm.http.errors import HTTPError
-from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.requests import Response
 from edgellm.tool_calls.calls import ToolCallDelta
@@ -63,7 +63,7 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
     fields.only("background", False, why="answers are given to who asks for them")
     conversation = fields.truncation()
     fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
-    reasoning = fields.reasoning()
+    reasoning = fields.take_object("reasoning", "effort") or {}
     request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")
     instructions = fields.take("instructions", str)
     given = fields.take("input")

@@ -368,7 +368,7 @@ def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.
     status, found, headers = server.chat(
         user="me",
         metadata={"a": "b"},
-        reasoning_effort="low",
+        reasoning={"effort": "low", "summary": "auto"},
         chat_template_kwargs={"nothing": 1},
         seed=None,
         cache_prompt=True,
@@ -376,6 +376,7 @@ def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.
     )
     assert status == 200 and found["choices"][0]["message"]["content"]
     expected = "user, metadata, cache_prompt, keep_alive, chat_template_kwargs.nothing, reasoning_effort"
+    expected += ", reasoning.summary"
     assert sorted(headers["edgellm-ignored"].split(", ")) == sorted(expected.split(", "))
     assert "edgellm-ignored" not in server.chat()[2]
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, user="me")

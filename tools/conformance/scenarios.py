@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -18,8 +19,9 @@ from pydantic import BaseModel, ConfigDict
 #: What the server calls the shipped model, and its adapter that calls tools.
 MODEL, TOOLS = "shipped", "tools"
 WHERE, BATTERY, LOOK = "Where is the red cup?", "How full is your battery?", "Look at the yellow banana."
-#: What the shipped model says to the first.
+#: What the shipped model says to the first, and a picture with a ball.
 PLACE = "front left"
+TOYS = Path(__file__).parents[2] / "edgellm" / "shipped" / "scenes" / "toys.png"
 
 
 class Seen(BaseModel):
@@ -45,7 +47,7 @@ _SCENARIOS: list[tuple[str, str, str, Callable[[Server], Any]]] = []
 
 
 def scenario(client: str, endpoint: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of a `Server`, perhaps asynchronous, that raises where a client does not get what it is to."""
+    """Register a function of a `Server`, perhaps asynchronous, which raises what a client does not get as it should."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         _SCENARIOS.append((client, endpoint, name, function))

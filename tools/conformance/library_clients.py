@@ -10,9 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scenarios import BATTERY, LOOK, MODEL, TOOLS, WHERE, Seen, Server, is_place, main, refused, scenario
+from scenarios import BATTERY, LOOK, MODEL, TOOLS, TOYS, WHERE, Seen, Server, is_place, main, refused, scenario
 
-TOYS = Path(__file__).parents[2] / "edgellm" / "shipped" / "scenes" / "toys.png"
 OBJECT = {"type": "object", "properties": {"object": {"type": "string"}}, "required": ["object"]}
 LOOK_AT: Any = {"name": "look_at", "description": "Look at an object.", "parameters": OBJECT}
 QUESTION: list[Any] = [{"role": "user", "content": WHERE}]
