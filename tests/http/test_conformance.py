@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -42,7 +44,18 @@ def test_clients_are_pinned_in_one_file() -> None:
     for each in pinned["tests"]:
         name = each.partition("==")[0]
         assert re.findall(rf'"{name}\b[^"]*"', project) == [f'"{each}"']
-    assert all("==" in each for each in pinned["python"].values())
+    (*_, results) = sorted((ROOT / "tools/bench/results").glob("*-cpu-conformance.md"))
+    for name, each in {**pinned["python"], **pinned["node"]}.items():
+        version = re.split("==|@", each)[1]
+        assert f"\n| {name} | {version}" in results.read_text(), "python tools/conformance/run.py is to be run again"
+
+
+@pytest.mark.slow
+def test_clients_that_people_run_get_what_they_ask_for(tmp_path: Path) -> None:
+    """A quarter of an hour, most of it installations; `npm` is needed, too."""
+    command = [sys.executable, "tools/conformance/run.py", "--environments", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", SUITES)

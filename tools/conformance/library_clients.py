@@ -80,12 +80,33 @@ for each in ROUTES:
     litellm_scenarios(each)
 
 
-@scenario("litellm", "responses", "plain")
-def litellm_responses(server: Server) -> None:
+def litellm_response(server: Server, asked: Any, model: str = MODEL, **more: Any) -> Any:
     import litellm
 
-    options = {"api_base": server.url, "api_key": "none"}
-    is_place(litellm.responses(model=f"openai/{MODEL}", input=WHERE, **options).output[0].content[0].text)
+    return litellm.responses(model=f"openai/{model}", input=asked, api_base=server.url, api_key="none", **more)
+
+
+@scenario("litellm", "responses", "plain")
+def litellm_responses(server: Server) -> None:
+    is_place(litellm_response(server, WHERE).output[0].content[0].text)
+
+
+@scenario("litellm", "responses", "streamed")
+def litellm_responses_streamed(server: Server) -> None:
+    events = list(litellm_response(server, WHERE, stream=True))
+    is_place("".join(each.delta for each in events if each.type == "response.output_text.delta"))
+    is_place(events[-1].response.output[0].content[0].text)
+
+
+@scenario("litellm", "responses", "call")
+def litellm_responses_call(server: Server) -> None:
+    tools = [{"type": "function", **LOOK_AT}]
+    first = litellm_response(server, LOOK, TOOLS, tools=tools)
+    (called,) = first.output
+    assert (called.name, json.loads(called.arguments)) == ("look_at", {"object": "yellow banana"})
+    result = [{"type": "function_call_output", "call_id": called.call_id, "output": "done"}]
+    said = litellm_response(server, result, TOOLS, tools=tools, previous_response_id=first.id)
+    assert said.output[0].content[0].text
 
 
 def langchain_scenarios(endpoint: str) -> None:
@@ -156,6 +177,13 @@ def instructor_schema(server: Server) -> None:
         client = instructor_client(server, mode)
         found = client.create(model=MODEL, messages=QUESTION, response_model=Seen, max_retries=0)
         assert isinstance(found, Seen), mode
+
+
+@scenario("instructor", "responses", "schema")
+def instructor_responses(server: Server) -> None:
+    client = instructor_client(server, "RESPONSES_TOOLS")
+    found = client.create(model=MODEL, messages=QUESTION, response_model=Seen, max_retries=0)
+    assert isinstance(found, Seen)
 
 
 @scenario("instructor", "chat", "streamed")
