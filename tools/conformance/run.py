@@ -149,7 +149,10 @@ def main() -> int:
             ask, requirements = (
                 (asked_by_python, PINNED["python"]) if name in PINNED["python"] else (asked_by_node, PINNED["node"])
             )
-            results[name] = ask(name, requirements[name], address, folder)
+            try:
+                results[name] = ask(name, requirements[name], address, folder)
+            except (subprocess.SubprocessError, OSError, ValueError) as error:  # as where it cannot be installed
+                results[name] = re.split("==|@", requirements[name])[1], [Outcome("", "run", str(error)[:300])]
             wrong = [each for each in results[name][1] if each.wrong]
             print(
                 f"{name}: {len(results[name][1]) - len(wrong)} pass, {len(wrong)} do not", file=sys.stderr, flush=True
