@@ -128,6 +128,7 @@ class Service:
             for method, answers in methods.items()
             for path, answer in answers.items()
         ]
+        routes.append(Route(one, self._kept.refuse, methods=["POST"]))
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
         app.router.redirect_slashes = False
         app.add_middleware(asgi.Guarded, sharing=self.guard.sharing, check=self.check, count=self.count)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from edgellm.http.errors import HTTPError, http_error, later
+from edgellm.http.errors import OLLAMA, HTTPError, http_error, later
 
 logger = logging.getLogger("edgellm.http")
 
@@ -44,7 +44,7 @@ class Bodies:
     async def reading(self, request: Request) -> AsyncIterator[list[bytes]]:
         """The parts of a request's body, which count as held as long as they are used. Raises HTTPError for a body that
         is too large, or of another type than JSON, and where too much is held."""
-        _check_content(request.headers)
+        _check_content(request.headers, request.url.path)
         message = f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)"
         too_large = HTTPError(413, message, code="body_too_large", headers={"connection": "close"})
         length = request.headers.get("content-length", "0")
@@ -69,9 +69,13 @@ class Bodies:
             self.held -= sum(map(len, parts))
 
 
-def _check_content(headers: Headers) -> None:
+def _check_content(headers: Headers, path: str) -> None:
     kind = headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    # Clients of ollama may send none, or what curl sends; a page, which could without being asked for more, tells its
+    # origin.
+    may_be_other = path.startswith(OLLAMA) and "origin" not in headers
+    taken = ("application/json", *(("", "application/x-www-form-urlencoded") if may_be_other else ()))
+    if kind.partition(";")[0].strip().lower() not in taken:
         found = kind[:100] or "missing"
         raise HTTPError(415, f"the content type is {found}: expected application/json", code="wrong_content_type")
     if headers.get("content-encoding", "identity").lower() != "identity":

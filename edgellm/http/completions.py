@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError
-from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.sampling_params import LARGEST_SEED
 
 #: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
@@ -31,6 +31,9 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     fields.only("modalities", ["text"], why="answers are text")
     others = ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity")
     fields.refuse(*others, why="there is nothing here that does it")
+    effort = (fields.take_object("reasoning", "effort") or {}).get("effort")
+    if effort is not None:
+        fields.put("reasoning_effort", effort, "reasoning.effort")
     request["template_variables"] = fields.thinking(fields.take("reasoning_effort"), "reasoning_effort")
     request["continue_final_message"] = bool(fields.take("continue_final_message", bool))
     messages, conversation = fields.take("messages"), fields.truncation()

@@ -17,6 +17,7 @@ from edgellm.errors import (
     ImageError,
     QueueFullError,
     RequestError,
+    shown,
 )
 from edgellm.errors import TemplateError as ChatTemplateError
 from edgellm.kernels.errors import bounded_message
@@ -61,7 +62,7 @@ class HTTPError(Exception):
             kind = "invalid_request_error" if self.status < 500 else "api_error"
             kind = (_TYPES | _MESSAGE_TYPES).get(self.status, kind)
             details = {} if self.code is None else {"details": {"error_code": self.code}}
-            return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+            return {"type": "error", "error": {"type": kind, "message": self.message, **details}, "request_id": None}
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -112,3 +113,17 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
         told = message if isinstance(error, ConstraintError) else without_folders(message)
         return HTTPError(500, told, code="engine_error")
     return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")
+
+
+def wrong(name: str, value: Any, expected: str) -> HTTPError:
+    """The error of a field that is not there, or not as expected."""
+    found = "missing" if value is None else shown(value)
+    return HTTPError(400, f"{name} is {found}: expected {expected}", param=name)
+
+
+def checked(name: str, check: Any, value: Any, said: str | None = None) -> Any:
+    """What a check makes of a field's value; HTTPError for what it refuses. `said` is the name in its messages."""
+    try:
+        return check(value)
+    except RequestError as error:
+        raise http_error(error, {said or name: name, "": name}) from error

@@ -14,7 +14,7 @@ from PIL import Image
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
-from edgellm.http.errors import HTTPError, http_error
+from edgellm.http.errors import HTTPError, checked, http_error, wrong
 from edgellm.http.kept_responses import Items
 from edgellm.multimodal.image_input import image_of_url, readable_formats
 from edgellm.requests import Request, checked_priority
@@ -270,6 +270,14 @@ class Fields:
         name = "chat_template_kwargs"
         return checked(name, checked_variables, self.take(name), "template_variables")
 
+    def take_object(self, name: str, used: str) -> Any:
+        """An object of which the field `used` alone changes an answer, None without it; what else it has is told."""
+        given = self.take(name, dict)
+        self.ignored += [
+            f"{name}.{each}" for each, value in (given or {}).items() if each != used and value is not None
+        ]
+        return given
+
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:
         """The chat template's variables, and what an effort, the field `name`, means to it; unread ones are told."""
         variables, read = self.template_variables(), self.model.template_variables
@@ -352,20 +360,6 @@ class Fields:
             raise http_error(error, names) from error
         about: dict[str, Any] = {"ignored": tuple(self.ignored), "fields": names, "pixels": self.pixels}
         return ParsedRequest((found,), self.name, self.stream, self.include_usage, **about, **more)
-
-
-def wrong(name: str, value: Any, expected: str) -> HTTPError:
-    """The error of a field that is not there, or not as expected."""
-    found = "missing" if value is None else shown(value)
-    return HTTPError(400, f"{name} is {found}: expected {expected}", param=name)
-
-
-def checked(name: str, check: Any, value: Any, said: str | None = None) -> Any:
-    """What a check makes of a field's value; HTTPError for what it refuses. `said` is the name in its messages."""
-    try:
-        return check(value)
-    except RequestError as error:
-        raise http_error(error, {said or name: name, "": name}) from error
 
 
 def with_logprobs(params: SamplingParams, name: str, count: int) -> SamplingParams:

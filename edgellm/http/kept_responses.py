@@ -73,6 +73,12 @@ class KeptResponses:
             self._of(request, lambda response_id: self._kept.pop(response_id, None))
         return JSONResponse({"id": request.path_params["id"], "object": "response", "deleted": True})
 
+    async def refuse(self, request: Request) -> Response:
+        """Refuse what OpenAI's API has at paths that look like an answer's, as `/v1/responses/compact`."""
+        asked = f"{request.method} {request.url.path[:200]}"
+        instead = "truncation 'auto' shortens conversations, /tokenize counts their tokens"
+        raise HTTPError(404, f"{asked} is not served: {instead}, and GET /v1 lists what is", code="not_found")
+
     def _of(self, request: Request, find: Callable[[str], tuple[Items, bytes] | None]) -> bytes:
         found = find(request.path_params["id"])
         if found is None:

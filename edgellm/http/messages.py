@@ -10,8 +10,8 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.answers import Piece, Writer, event
-from edgellm.http.errors import MESSAGES, HTTPError
-from edgellm.http.fields import Fields, ParsedRequest, ServedModel, checked, wrong
+from edgellm.http.errors import MESSAGES, HTTPError, checked, wrong
+from edgellm.http.fields import Fields, ParsedRequest, ServedModel
 from edgellm.requests import Response, Usage
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
 from edgellm.tool_calls.values import json_text
@@ -33,6 +33,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 #: What finish reasons are called.
 _STOP_REASONS = {"stop_string": "stop_sequence", "tool_calls": "tool_use", "length": "max_tokens"}
 _STOP_REASONS |= {"deadline": "max_tokens", "context": "model_context_window_exceeded"}
+#: What blocks of an answer have beside their text or input, and what of a message is null until it ends, or for ever.
+_BESIDE: dict[str, dict[str, Any]] = {"text": {"citations": None}, "thinking": {"signature": ""}}
+_BESIDE |= {"tool_use": {"caller": {"type": "direct"}}}
+_ENDING = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
 #: Errors of the engine begin with the first; the bodies of this endpoint have the second.
 _NAMED = {"": "messages", "stop": "stop_sequences", "structure": "output_config.format"}
 _NAMED |= {".function": "", ".parameters": ".input_schema"}
@@ -90,13 +94,12 @@ def _response_format(form: Any) -> Any:
 
 def _thinking(fields: Fields, effort: Any) -> dict[str, Any]:
     """The chat template's variables, by `thinking` and the effort of an `output_config`."""
-    given = fields.take("thinking", dict)
+    given = fields.take_object("thinking", "type")
     name = "thinking" if effort is None else "output_config.effort"
     if given is not None:
         kind = given.get("type")
         if kind not in ("enabled", "adaptive", "disabled"):
             raise wrong("thinking.type", kind, "enabled, adaptive or disabled")
-        fields.ignored += [f"thinking.{each}" for each in given if each != "type" and given[each] is not None]
         if kind == "disabled":
             effort, name = "none", "thinking"
         elif kind == "enabled" and effort is None:
@@ -279,11 +282,11 @@ class MessageWriter(Writer):
         (piece,), (response,) = pieces, responses
         content: list[dict[str, Any]] = []
         if piece.reasoning:
-            content.append({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+            content.append(_content("thinking", thinking=piece.reasoning))
         if piece.content:
-            content.append({"type": "text", "text": piece.content})
+            content.append(_content("text", text=piece.content))
         calls = [call for call in response.tool_calls if call.complete]  # a cut one has no input to run
-        content += [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed} for call in calls]
+        content += [_content("tool_use", id=call.id, name=call.name, input=call.parsed) for call in calls]
         return self._message(content, self._usage(response.usage)) | _ending(response)
 
     def begin(self) -> Iterator[bytes]:
@@ -295,7 +298,7 @@ class MessageWriter(Writer):
         goes_on = bool(piece.calls) and piece.calls[0].name is None  # with a call: what else there is, is behind that
         yield from self._called(piece.calls[:goes_on])
         if piece.reasoning:
-            yield from self._opened("thinking", thinking="", signature="")
+            yield from self._opened("thinking", thinking="")
             yield self._added("thinking_delta", thinking=piece.reasoning)
         if piece.content:
             yield from self._opened("text", text="")
@@ -323,7 +326,7 @@ class MessageWriter(Writer):
         if self._open == kind:
             return
         yield from self._close()
-        yield _event("content_block_start", index=self._block, content_block={"type": kind, **block})
+        yield _event("content_block_start", index=self._block, content_block=_content(kind, **block))
         if self._block == 0:
             yield _event("ping")
         self._open = kind
@@ -338,10 +341,12 @@ class MessageWriter(Writer):
 
     def _message(self, content: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         about = {"id": self._id, "type": "message", "role": "assistant", "model": self._asked.model}
-        return {**about, "content": content, "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return {**about, "content": content, **_ENDING, "usage": usage}
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
         return {
+            **dict.fromkeys(("cache_creation", "inference_geo", "server_tool_use")),
+            "service_tier": "standard",
             "input_tokens": usage.prompt_tokens - usage.reused_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.reused_tokens,
@@ -354,7 +359,12 @@ def _ending(response: Response) -> dict[str, Any]:
     reason = _STOP_REASONS.get(response.finish_reason, "end_turn")
     match = response.stop_match if reason == "stop_sequence" else None
     error = {} if response.tool_call_error is None else {"tool_call_error": response.tool_call_error}
-    return {"stop_reason": reason, "stop_sequence": match, **error}
+    return {**_ENDING, "stop_reason": reason, "stop_sequence": match, **error}
+
+
+def _content(kind: str, **values: Any) -> dict[str, Any]:
+    """A block of an answer."""
+    return {"type": kind, **values, **_BESIDE[kind]}
 
 
 def _event(kind: str, **values: Any) -> bytes:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.errors import HTTPError
-from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.fields import Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.turns import OngoingConversation
 

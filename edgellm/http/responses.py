@@ -11,8 +11,8 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
-from edgellm.http.errors import HTTPError
-from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.http.errors import HTTPError, wrong
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs
 from edgellm.http.kept_responses import Items, KeptResponses
 from edgellm.requests import Response
 from edgellm.tool_calls.calls import ToolCallDelta
@@ -26,6 +26,8 @@ _ROLES = ("user", "assistant", "system", "developer")
 _SEARCHES = ("web_search", "web_search_preview")
 #: Fields of a response that are null, or are not yet known.
 _NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "usage")
+#: What a function of a request's has where it does not say it.
+_FUNCTION = {"description": None, "parameters": None, "strict": True}
 #: Items of the output by type: what their ids begin with, what they begin as, the part that has their text, and what
 #: the events of that text are called.
 _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
@@ -64,8 +66,7 @@ def response_request(body: bytes, model: ServedModel, kept: KeptResponses = _NON
     fields.only("background", False, why="answers are given to who asks for them")
     conversation = fields.truncation()
     fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
-    reasoning = fields.take("reasoning", dict) or {}
-    fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
+    reasoning = fields.take_object("reasoning", "effort") or {}
     request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")
     instructions = fields.take("instructions", str)
     given = fields.take("input")
@@ -242,7 +243,7 @@ class ResponseWriter(Writer):
     def __init__(self, *arguments: Any, kept: KeptResponses = _NONE) -> None:
         super().__init__(*arguments)
         self._kept, self._namespaces = kept, _namespaces(self._asked.echoed.get("tools"))
-        self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -345,7 +346,7 @@ class ResponseWriter(Writer):
         """The answer, which is kept where that was asked for."""
         usage, is_cut = response.usage, _is_cut(response)
         finished = self._object("incomplete" if is_cut else "completed") | {
-            "completed_at": None if is_cut else time.time(),
+            "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -374,11 +375,11 @@ class ResponseWriter(Writer):
             "output": list(self._output),
             "parallel_tool_calls": True,
             "tool_choice": "auto",
-            "tools": [],
             **{name: getattr(params, name) for name in sampled},
             "top_logprobs": params.logprobs or 0,
             "max_output_tokens": params.max_tokens,
             "service_tier": "default",
             "truncation": "disabled" if self._asked.conversation is None else "auto",
             **self._asked.echoed,
+            "tools": [_FUNCTION | tool for tool in self._asked.echoed.get("tools", ())],
         }

@@ -70,9 +70,9 @@ class ServerProcess:
         return self
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """OpenAI's client, which asks once."""
-        url = f"http://{self.host}:{self.port}/v1"
-        return openai.OpenAI(base_url=url, **{"api_key": self.key, "max_retries": 0, "timeout": 60} | options)
+        """OpenAI's client, which asks once, and raises what in an answer is not as its types say."""
+        given = {"api_key": self.key, "max_retries": 0, "timeout": 60, "_strict_response_validation": True} | options
+        return openai.OpenAI(base_url=f"http://{self.host}:{self.port}/v1", **given)
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None

@@ -157,6 +157,17 @@ def test_errors_stand_as_text(server: ServerProcess) -> None:
     assert headers["edgellm-ignored"] == "options.num_gpu" and headers["content-type"] == "application/x-ndjson"
 
 
+def test_bodies_need_no_content_type_but_those_of_pages_do(server: ServerProcess) -> None:
+    """litellm sends none, `curl -d` that of a form."""
+    body = {"model": MODEL, "messages": MESSAGES, "stream": False}
+    own = f"http://{server.host}:{server.port}"
+    for kind in ("", "application/x-www-form-urlencoded"):
+        assert server.ask("POST", "/api/chat", body, {"content-type": kind})[0] == 200
+        assert server.ask("POST", "/api/chat", body, {"content-type": kind, "origin": own})[0] == 415
+        assert server.ask("POST", "/api/chat", body, {"content-type": kind, "origin": "null"})[0] == 403
+    assert server.ask("POST", "/api/chat", body, {"content-type": "text/plain"})[0] == 415
+
+
 def test_results_are_matched_to_calls_by_name_and_order() -> None:
     calls = [{"function": {"name": name, "arguments": {"n": n}}} for n, name in enumerate("aba")]
     tools = [{"role": "tool", "content": "", "tool_name": name} for name in "baa"]

@@ -111,7 +111,7 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
     writer, reader = made(MessageWriter, False)
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     assert found["content"][0] == {"type": "thinking", "thinking": "hello", "signature": ""}
-    assert found["content"][1:] == [{"type": "text", "text": "world"}]
+    assert found["content"][1:] == [{"type": "text", "text": "world", "citations": None}]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 40, 100])

@@ -89,6 +89,8 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": 10**7}, "priority", "whole number"),
     ({"deadline": "soon"}, "deadline", "number of seconds"),
     ({"reasoning_effort": "huge"}, "reasoning_effort", "minimal"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning_effort", "minimal"),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort", "give one of them"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "values by name"),
     ({"continue_final_message": True}, "continue_final_message", "assistant"),
