@@ -60,7 +60,9 @@ def test_unrolled_training_is_what_drafting_computes(models):
     steps, decay = 4, 0.7
     mask = document_attention((codes >= FIRST).cumsum(1), False)
     chain = ChainAttention(partial(attend_with_sum, mask, False))
-    hidden, features = base.with_features(ids, HEAD.eagle_aux_hidden_state_layer_ids, partial(attend_within, mask, False))
+    hidden, features = base.with_features(
+        ids, HEAD.eagle_aux_hidden_state_layer_ids, partial(attend_within, mask, False)
+    )
     read = base.logits, hidden, features, base.model.embed_tokens(ids)
     loss, found = unrolled_loss(draft, read, chain, codes, steps, decay)
 

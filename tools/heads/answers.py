@@ -1,8 +1,8 @@
 """Answers that a model gives itself, by this runtime: what a head learns from.
 
 A line of the file is an answer: `ids` are the prompt's tokens and the answer's; those from `first` on the model wrote
-itself. Some prompts the model wrote, too: it goes on where a user's turn begins (Z. Xu and others 2024, "Magpie"), which
-gives questions like those that it was tuned on, code among them.
+itself. Some prompts the model wrote, too: it goes on where a user's turn begins (Z. Xu and others 2024, "Magpie"),
+which gives questions like those that it was tuned on, code among them.
 """
 
 from __future__ import annotations
@@ -118,14 +118,14 @@ def _answered(
 ) -> list[tuple[list[int], Response]]:
     """Prompts and what was answered before the time `end`, in the order of `asked`; each is drawn with its own seed."""
     left = max(0.0, end - time.perf_counter())
-    requests = [
-        Request(ids, params=replace(params, seed=draw.getrandbits(31)), deadline=left) for ids, params in asked
-    ]
-    responses = zip(asked, llm.handle(requests), strict=True)
-    for _, each in responses:
-        if not isinstance(each, Response):
-            raise each
-    return [(ids, each) for (ids, _), each in responses if each.token_ids]
+    requests = [Request(ids, params=replace(params, seed=draw.getrandbits(31)), deadline=left) for ids, params in asked]
+    found = []
+    for (ids, _), response in zip(asked, llm.handle(requests), strict=True):
+        if not isinstance(response, Response):
+            raise response
+        if response.token_ids:
+            found.append((ids, response))
+    return found
 
 
 def user_turn(tokenizer: Tokenizer) -> list[int]:

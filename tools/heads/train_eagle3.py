@@ -1,0 +1,167 @@
+"""Trains an EAGLE-3 head for a language model on answers that the model gives itself, in SpecForge's layout.
+
+Usage: python -m tools.heads.train_eagle3 BASE TO --prompts FILE.jsonl.xz --held-out FILE ... --work DIR
+       [--answer-minutes 4] [--train-minutes 4] [--draft-vocabulary 8192] [--inner COLUMNS] [--answers FILE]
+
+BASE is a checkpoint as published (config.json, tokenizer, safetensors) or a GGUF file, TO the folder of the head:
+`edgellm build BASE DIR --draft TO`. Prompts are those of `tools.heads.prompts`; what is held out (JSON lines with
+`turns`) is never asked, not by the model itself either. Answers are made by this runtime, on a GPU where there is one,
+in a process of their own; training takes PyTorch and transformers. All of it is recorded in TO/training.json: the
+command, times, the log, digests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tools.bench.provenance import provenance
+from tools.bench.published_quality import as_checkpoint
+from tools.demo_model.draft_model import Draft, begin_from, export_draft
+from tools.heads.answers import Asking, read_documents, write_answers
+from tools.heads.prompts import held_out_runs
+from tools.heads.training import Base, Course, frequent_tokens, held_out_hits, train
+
+#: Documents that the head is measured on and not trained on: a share, and the most.
+_MEASURED, _MOST_MEASURED = 50, 256
+
+
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; its defaults are those of `Asking` and `Course`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base", type=Path)
+    parser.add_argument("to", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the base's files, answers and weights")
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--held-out", type=Path, nargs="*", default=[])
+    parser.add_argument("--answers", type=Path, help="take the answers of this file, and ask nothing")
+    parser.add_argument("--backend", default="auto", help="of the answers")
+    parser.add_argument("--answer-minutes", type=float, default=Asking.minutes)
+    parser.add_argument("--answer-count", type=int, default=Asking.count, help="at most so many")
+    parser.add_argument("--answer-tokens", type=int, default=Asking.tokens)
+    parser.add_argument("--prompt-tokens", type=int, default=Asking.prompt_tokens, help="longer prompts are left out")
+    parser.add_argument("--own-prompts", type=float, default=Asking.own_prompts, help="share that the model writes")
+    parser.add_argument("--train-minutes", type=float, default=Course.minutes)
+    parser.add_argument("--optimizer-steps", type=int, help="so many, in place of minutes")
+    parser.add_argument("--batch-tokens", type=int, default=Course.tokens)
+    parser.add_argument("--steps", type=int, default=Course.steps, help="tokens that a chain predicts ahead")
+    parser.add_argument("--peak", type=float, default=Course.peak, help="highest learning rate")
+    parser.add_argument("--draft-vocabulary", type=int, default=8192)
+    parser.add_argument("--inner", type=int, help="inner columns of the head [default: four times its width]")
+    parser.add_argument("--seed", type=int, default=Course.seed)
+    arguments = parser.parse_args(given)
+    if (arguments.prompts is None) == (arguments.answers is None):
+        parser.error("expected either --prompts or --answers")
+    return arguments
+
+
+def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
+    """Answer the prompts in a process of its own, which leaves the GPU's memory to the training."""
+    asking = Asking(
+        tokens=arguments.answer_tokens,
+        prompt_tokens=arguments.prompt_tokens,
+        own_prompts=arguments.own_prompts,
+        minutes=arguments.answer_minutes,
+        count=arguments.answer_count,
+        seed=arguments.seed,
+    )
+    to, held_out = arguments.work / "answers.jsonl", held_out_runs(arguments.held_out)
+    given = (base, arguments.work / "engines", arguments.backend, arguments.prompts, held_out, asking, to)
+    process = multiprocessing.get_context("spawn").Process(target=write_answers, args=given)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"no answers were made: their process ended with {process.exitcode}")
+    return to
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Answers, training, export; prints what each takes."""
+    arguments, began = parse(given), time.perf_counter()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {**provenance(), "base_sha256": _sha256(arguments.base), "seconds": {}}
+    base_folder = arguments.base
+    if arguments.base.is_file():
+        base_folder = arguments.work / "base"
+        shutil.rmtree(base_folder, ignore_errors=True)
+        as_checkpoint(arguments.base, base_folder, False)
+    answers = arguments.answers or make_answers(arguments, base_folder)
+    record["seconds"]["answers"] = _since(began)
+
+    documents = read_documents(answers)
+    measured = min(_MOST_MEASURED, len(documents) // _MEASURED)
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = Base(base_folder, device)
+    dimensions = base.head_dimensions(arguments.draft_vocabulary, arguments.inner or 4 * base.config.hidden_size)
+    chosen, share = frequent_tokens(documents[measured:], dimensions.draft_vocab_size, dimensions.vocab_size)
+    draft = Draft(dimensions, chosen)
+    begin_from(draft, base.final_norm().cpu(), base.head.float().cpu())
+    draft.to(device)
+    course = Course(
+        minutes=arguments.train_minutes,
+        optimizer_steps=arguments.optimizer_steps,
+        tokens=arguments.batch_tokens,
+        steps=arguments.steps,
+        peak=arguments.peak,
+        seed=arguments.seed,
+    )
+    record |= {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "answers": len(documents),
+        "written_tokens": int(sum(len(each.ids) - each.first for each in documents)),
+        "answers_sha256": _sha256(answers),
+        "draft_vocabulary_share": round(share, 5),
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "course": asdict(course),
+    }
+    print(*(f"{name} {record[name]}" for name in ("answers", "written_tokens", "parameters", "device")), flush=True)
+    print(f"the draft vocabulary holds {100 * share:.2f} % of what the model wrote", flush=True)
+    before = _since(began)
+    record["training"] = train(draft, base, documents[measured:], course)
+    record["seconds"]["training"] = _since(began) - before
+    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course)
+    record["sha256"] = export(draft, base, arguments)
+    record["seconds"]["all"] = _since(began)
+    (arguments.to / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"held-out hits {record['held_out_hits']}; {record['sha256']}; seconds {record['seconds']}", flush=True)
+
+
+def export(draft: Draft, base: Base, arguments: argparse.Namespace) -> str:
+    """Write the head in place of an earlier one, whole or not at all; returns the digest of its weights."""
+    weights, part = arguments.work / "head.safetensors", arguments.to.with_name(arguments.to.name + ".part")
+    save_file({name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, weights)
+    shutil.rmtree(part, ignore_errors=True)
+    export_draft(weights, part, draft.d, base.config.eos_token_id, base.config.pad_token_id)
+    shutil.rmtree(arguments.to, ignore_errors=True)
+    part.rename(arguments.to)
+    return _sha256(arguments.to / "model.safetensors")
+
+
+def _sha256(path: Path) -> str:
+    """The digest of a file; of a folder that of its safetensors, in order."""
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 1)
+
+
+if __name__ == "__main__":
+    main()
