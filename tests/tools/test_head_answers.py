@@ -12,7 +12,7 @@ import pytest
 
 from edgellm import LLM
 from edgellm.text.tokenizer import Tokenizer
-from tools.heads.answers import Asking, read_documents, user_turn, write_answers
+from tools.heads.answers import Asking, build_engines, read_documents, user_turn, write_answers
 from tools.heads.prompts import MOST, held_out_runs, main, select
 
 MEASURED = "Compose a travel blog post about a trip to Hawaii, with places to see."
@@ -67,31 +67,29 @@ def answered(tmp_path_factory: pytest.TempPathFactory, make_checkpoint: Callable
     folder = tmp_path_factory.mktemp("answers")
     make_checkpoint(folder / "base", num_hidden_layers=2)
     prompts = [*(f"What is {number}?" for number in range(4)), MEASURED]
-    write_lines(folder / "prompts.jsonl", [{"source": "a", "prompt": each} for each in prompts])
     held_out = held_out_runs([write_lines(folder / "held_out.jsonl", [{"turns": [MEASURED]}])])
     asking = Asking(tokens=8, prompt_tokens=100, own_prompts=0.5, minutes=0.5, count=10, seed=3)
-    write_answers(
-        folder / "base", folder / "engines", "numpy", folder / "prompts.jsonl", held_out, asking, folder / "answers"
-    )
+    build_engines(folder / "base", folder / "engines", asking)
+    write_answers(folder / "engines", "numpy", prompts, held_out, asking, folder / "answers")
     return folder
 
 
 def test_answers_are_the_models_own(answered: Path) -> None:
     tokenizer = Tokenizer.from_directory(answered / "base")
     documents = read_documents(answered / "answers")
-    asked = [tokenizer.decode(each.ids[: each.first].tolist()) for each in documents]
-    assert sum("What is" in each for each in asked) == 4
-    assert not any("Hawaii" in each for each in asked)
-    assert all(1 <= len(each.ids) - each.first <= 8 for each in documents)
+    given = [each for each in documents if each.first > len(user_turn(tokenizer, ""))]
+    asked = [tokenizer.decode(each.ids[: each.first].tolist()) for each in given]
+    assert len(asked) == 4 and all("What is" in each for each in asked)  # and not what is measured
+    assert all(1 <= len(each.ids) - each.first <= 8 for each in given)
     with LLM(answered / "engines", backend="numpy", drafting=None) as llm:
         greedy = [
-            llm.generate(each.ids[: each.first].tolist(), temperature=0.0, max_tokens=8).token_ids for each in documents
+            llm.generate(each.ids[: each.first].tolist(), temperature=0.0, max_tokens=8).token_ids for each in given
         ]
-    same = [np.array_equal(each.ids[each.first :], ids) for each, ids in zip(documents, greedy, strict=True)]
+    same = [np.array_equal(each.ids[each.first :], ids) for each, ids in zip(given, greedy, strict=True)]
     assert any(same) and not all(same)  # half of them are drawn
 
 
 def test_the_user_turn_ends_where_the_text_begins(answered: Path) -> None:
     tokenizer = Tokenizer.from_directory(answered / "base")
-    ids = user_turn(tokenizer)
+    ids = user_turn(tokenizer, "")
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\n"

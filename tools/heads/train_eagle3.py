@@ -16,10 +16,11 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import random
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from safetensors.torch import save_file
 from tools.bench.provenance import provenance
 from tools.bench.published_quality import as_checkpoint
 from tools.demo_model.draft_model import Draft, begin_from, export_draft
-from tools.heads.answers import Asking, read_documents, write_answers
-from tools.heads.prompts import held_out_runs
+from tools.heads.answers import Asking, build_engines, read_documents, write_answers
+from tools.heads.prompts import held_out_runs, read_lines
 from tools.heads.training import Base, Course, frequent_tokens, held_out_hits, train
 
 #: Documents that the head is measured on and not trained on: a share, and the most.
@@ -47,6 +48,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held-out", type=Path, nargs="*", default=[])
     parser.add_argument("--answers", type=Path, help="take the answers of this file, and ask nothing")
     parser.add_argument("--backend", default="auto", help="of the answers")
+    parser.add_argument("--processes", type=int, default=1, help="that answer side by side")
     parser.add_argument("--answer-minutes", type=float, default=Asking.minutes)
     parser.add_argument("--answer-count", type=int, default=Asking.count, help="at most so many")
     parser.add_argument("--answer-tokens", type=int, default=Asking.tokens)
@@ -67,22 +69,31 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
-    """Answer the prompts in a process of its own, which leaves the GPU's memory to the training."""
+    """Answer the prompts in processes of their own, which leave the GPU's memory to the training."""
+    count, to = arguments.processes, arguments.work / "answers.jsonl"
     asking = Asking(
         tokens=arguments.answer_tokens,
         prompt_tokens=arguments.prompt_tokens,
         own_prompts=arguments.own_prompts,
         minutes=arguments.answer_minutes,
-        count=arguments.answer_count,
+        count=-(-arguments.answer_count // count),
         seed=arguments.seed,
     )
-    to, held_out = arguments.work / "answers.jsonl", held_out_runs(arguments.held_out)
-    given = (base, arguments.work / "engines", arguments.backend, arguments.prompts, held_out, asking, to)
-    process = multiprocessing.get_context("spawn").Process(target=write_answers, args=given)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"no answers were made: their process ended with {process.exitcode}")
+    texts = [line["prompt"] for line in read_lines(arguments.prompts)]
+    held_out, engines = held_out_runs(arguments.held_out), arguments.work / "engines"
+    build_engines(base, engines, asking)
+    parts = [arguments.work / f"answers-{number}.jsonl" for number in range(count)]
+    context, processes = multiprocessing.get_context("spawn"), []
+    for number, part in enumerate(parts):
+        own = replace(asking, seed=asking.seed + number)
+        given = (engines, arguments.backend, texts[number::count], held_out, own, part)
+        processes.append(context.Process(target=write_answers, args=given))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise SystemExit(f"answers are missing: {len(failed)} of {count} processes failed, the first with {failed[0]}")
+    to.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
     return to
 
 
@@ -100,6 +111,7 @@ def main(given: Sequence[str] | None = None) -> None:
     record["seconds"]["answers"] = _since(began)
 
     documents = read_documents(answers)
+    random.Random(arguments.seed).shuffle(documents)
     measured = min(_MOST_MEASURED, len(documents) // _MEASURED)
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")

@@ -64,8 +64,9 @@ class Base:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of last hidden states [.., H] the logits [.., vocabulary]."""
-        logits = F.linear(hidden, self.head) / getattr(self.config, "logits_scaling", 1.0)
+        """Of last hidden states [.., H] the logits [.., vocabulary], in the base's own dtype."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden, self.head) / getattr(self.config, "logits_scaling", 1.0)
         logits = logits * (getattr(self.config, "logit_scale", None) or 1.0)
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -76,15 +77,21 @@ class Base:
         return torch.ones(self.config.hidden_size) if norm is None else norm.weight.float()
 
     def head_dimensions(self, draft_vocabulary: int, inner: int) -> DraftDimensions:
-        """A head of this base's width and attention heads, with so many tokens and inner columns."""
+        """A head of this base's width, with so many tokens and inner columns. Its attention heads are as wide as the
+        base's, else 64 columns, and together as wide as the head: SafeAILab's drafter takes no others."""
         config = self.config
+        width, wide = config.hidden_size, getattr(config, "head_dim", None) or 0
+        wide = wide if wide and width % wide == 0 else 64
+        if width % wide:
+            raise SystemExit(f"the base's hidden size is {width}: expected a multiple of 64")
+        heads, most = width // wide, config.num_key_value_heads
         return DraftDimensions(
             vocab_size=len(self.embedding),
             draft_vocab_size=min(draft_vocabulary, len(self.embedding)),
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
+            hidden_size=width,
+            num_attention_heads=heads,
+            num_key_value_heads=max(count for count in range(1, min(heads, most) + 1) if heads % count == 0),
+            head_dim=wide,
             intermediate_size=inner,
             max_position_embeddings=config.max_position_embeddings,
             rms_norm_eps=config.rms_norm_eps,
