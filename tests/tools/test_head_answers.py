@@ -68,7 +68,7 @@ def answered(tmp_path_factory: pytest.TempPathFactory, make_checkpoint: Callable
     make_checkpoint(folder / "base", num_hidden_layers=2)
     prompts = [*(f"What is {number}?" for number in range(4)), MEASURED]
     held_out = held_out_runs([write_lines(folder / "held_out.jsonl", [{"turns": [MEASURED]}])])
-    asking = Asking(tokens=8, prompt_tokens=100, own_prompts=0.5, minutes=0.5, count=10, seed=3)
+    asking = Asking(answer_minutes=0.5, answer_count=10, answer_tokens=8, prompt_tokens=100, seed=3)
     build_engines(folder / "base", folder / "engines", asking)
     write_answers(folder / "engines", "numpy", prompts, held_out, asking, folder / "answers")
     return folder

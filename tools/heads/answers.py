@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -33,18 +33,16 @@ _GROUP = 512
 
 @dataclass(frozen=True)
 class Asking:
-    """How answers are made: `tokens` of an answer at most, behind prompts of at most `prompt_tokens`; the share of
-    prompts that the model writes; the share of answers that are greedy, others are drawn at `temperature`; how long
-    at most (`minutes`), how many at most, and the seed."""
+    """How answers are made, with what an option on the command line says of it."""
 
-    tokens: int = 192
-    prompt_tokens: int = 320
-    own_prompts: float = 0.5
-    greedy: float = 0.5
-    temperature: float = 0.7
-    minutes: float = 4.0
-    count: int = 1_000_000
-    seed: int = 35
+    answer_minutes: float = field(default=4.0, metadata={"help": "at most so long"})
+    answer_count: int = field(default=1_000_000, metadata={"help": "at most so many answers"})
+    answer_tokens: int = field(default=192, metadata={"help": "of an answer, at most"})
+    prompt_tokens: int = field(default=320, metadata={"help": "longer prompts are left out"})
+    own_prompts: float = field(default=0.5, metadata={"help": "share of prompts that the model writes"})
+    greedy: float = field(default=0.5, metadata={"help": "share of answers that are not drawn"})
+    temperature: float = field(default=0.7, metadata={"help": "of the others"})
+    seed: int = field(default=35, metadata={"help": "of answers, and of the training"})
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def read_documents(path: Path) -> list[Document]:
 
 def build_engines(base: Path, engines: Path, asking: Asking) -> None:
     """Build the engine directory that answers are made with, without a draft."""
-    capacity = asking.prompt_tokens + asking.tokens + _CHUNK
+    capacity = asking.prompt_tokens + asking.answer_tokens + _CHUNK
     build_engine_directory(base, engines, EngineLimits(LARGEST_BATCH, _CHUNK, capacity), [], weights="link", force=True)
 
 
@@ -84,12 +82,12 @@ def write_answers(engines: Path, backend: str, texts: list[str], held_out: set, 
 
 def _write_all(llm: LLM, texts: list[str], held_out: set, asking: Asking, file: TextIO) -> tuple[int, int]:
     """How many answers were written, and how many tokens the model gave for them."""
-    draw, end = random.Random(asking.seed), time.perf_counter() + 60 * asking.minutes
-    sampled = SamplingParams(temperature=asking.temperature, max_tokens=asking.tokens)
+    draw, end = random.Random(asking.seed), time.perf_counter() + 60 * asking.answer_minutes
+    sampled = SamplingParams(temperature=asking.temperature, max_tokens=asking.answer_tokens)
     system = llm.default_system_prompt
     source, opening, answers, written = iter(texts), user_turn(llm.tokenizer, system), 0, 0
-    while answers < asking.count and time.perf_counter() < end:
-        room = min(_GROUP, asking.count - answers)
+    while answers < asking.answer_count and time.perf_counter() < end:
+        room = min(_GROUP, asking.answer_count - answers)
         own, tokens = _own_prompts(llm, opening, round(room * asking.own_prompts), end, draw, asking)
         given = list(islice(source, room - len(own)))
         if not own and not given:

@@ -20,7 +20,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ _MEASURED, _MOST_MEASURED = 50, 256
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; its defaults are those of `Asking` and `Course`."""
+    """The command line; the fields of `Asking` and `Course` are options of their names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
     parser.add_argument("to", type=Path)
@@ -49,36 +49,26 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answers", type=Path, help="take the answers of this file, and ask nothing")
     parser.add_argument("--backend", default="auto", help="of the answers")
     parser.add_argument("--processes", type=int, default=1, help="that answer side by side")
-    parser.add_argument("--answer-minutes", type=float, default=Asking.minutes)
-    parser.add_argument("--answer-count", type=int, default=Asking.count, help="at most so many")
-    parser.add_argument("--answer-tokens", type=int, default=Asking.tokens)
-    parser.add_argument("--prompt-tokens", type=int, default=Asking.prompt_tokens, help="longer prompts are left out")
-    parser.add_argument("--own-prompts", type=float, default=Asking.own_prompts, help="share that the model writes")
-    parser.add_argument("--train-minutes", type=float, default=Course.minutes)
-    parser.add_argument("--optimizer-steps", type=int, help="so many, in place of minutes")
-    parser.add_argument("--batch-tokens", type=int, default=Course.tokens)
-    parser.add_argument("--steps", type=int, default=Course.steps, help="tokens that a chain predicts ahead")
-    parser.add_argument("--peak", type=float, default=Course.peak, help="highest learning rate")
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument("--inner", type=int, help="inner columns of the head [default: four times its width]")
-    parser.add_argument("--seed", type=int, default=Course.seed)
+    for each in {each.name: each for kind in (Asking, Course) for each in fields(kind)}.values():
+        name, kind = each.name.replace("_", "-"), type(each.default)
+        parser.add_argument(f"--{name}", type=kind, default=each.default, help=f"{each.metadata['help']} [%(default)s]")
     arguments = parser.parse_args(given)
     if (arguments.prompts is None) == (arguments.answers is None):
         parser.error("expected either --prompts or --answers")
     return arguments
 
 
+def chosen(kind: Any, arguments: argparse.Namespace) -> Any:
+    """An `Asking` or `Course` of the command line."""
+    return kind(**{each.name: getattr(arguments, each.name) for each in fields(kind)})
+
+
 def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
     """Answer the prompts in processes of their own, which leave the GPU's memory to the training."""
-    count, to = arguments.processes, arguments.work / "answers.jsonl"
-    asking = Asking(
-        tokens=arguments.answer_tokens,
-        prompt_tokens=arguments.prompt_tokens,
-        own_prompts=arguments.own_prompts,
-        minutes=arguments.answer_minutes,
-        count=-(-arguments.answer_count // count),
-        seed=arguments.seed,
-    )
+    count, to, asking = arguments.processes, arguments.work / "answers.jsonl", chosen(Asking, arguments)
+    asking = replace(asking, answer_count=-(-asking.answer_count // count))
     texts = [line["prompt"] for line in read_lines(arguments.prompts)]
     held_out, engines = held_out_runs(arguments.held_out), arguments.work / "engines"
     build_engines(base, engines, asking)
@@ -118,18 +108,11 @@ def main(given: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     base = Base(base_folder, device)
     dimensions = base.head_dimensions(arguments.draft_vocabulary, arguments.inner or 4 * base.config.hidden_size)
-    chosen, share = frequent_tokens(documents[measured:], dimensions.draft_vocab_size, dimensions.vocab_size)
-    draft = Draft(dimensions, chosen)
+    targets, share = frequent_tokens(documents[measured:], dimensions.draft_vocab_size, dimensions.vocab_size)
+    draft = Draft(dimensions, targets)
     begin_from(draft, base.final_norm().cpu(), base.head.float().cpu())
     draft.to(device)
-    course = Course(
-        minutes=arguments.train_minutes,
-        optimizer_steps=arguments.optimizer_steps,
-        tokens=arguments.batch_tokens,
-        steps=arguments.steps,
-        peak=arguments.peak,
-        seed=arguments.seed,
-    )
+    course = chosen(Course, arguments)
     record |= {
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -138,6 +121,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "answers_sha256": _sha256(answers),
         "draft_vocabulary_share": round(share, 5),
         "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+        "asking": asdict(chosen(Asking, arguments)),
         "course": asdict(course),
     }
     print(*(f"{name} {record[name]}" for name in ("answers", "written_tokens", "parameters", "device")), flush=True)

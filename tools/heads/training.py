@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ class Base:
     """A frozen language model: hidden states, features and embeddings of tokens, and logits of hidden states."""
 
     def __init__(self, folder: Path, device: str):
-        """Raises SystemExit for a model whose logits are more than its head's product with the last hidden state,
-        beside the scalings that are known here."""
+        """Raises SystemExit for a model whose logits are more than its head's product with the last hidden state."""
         dtype = torch.float32 if device == "cpu" else "auto"
         self.network = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval().requires_grad_(False)
         self.config: Any = self.network.config.get_text_config()
@@ -66,10 +65,7 @@ class Base:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of last hidden states [.., H] the logits [.., vocabulary], in the base's own dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden, self.head) / getattr(self.config, "logits_scaling", 1.0)
-        logits = logits * (getattr(self.config, "logit_scale", None) or 1.0)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+            return F.linear(hidden, self.head) / getattr(self.config, "logits_scaling", 1.0)
 
     def final_norm(self) -> torch.Tensor:
         """The weight [H] of the norm before the head; ones where no module of the usual name has one."""
@@ -101,16 +97,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Course:
-    """How a head is trained: for `minutes`, or so many `optimizer_steps`; batches of so many `tokens`; chains of
-    `steps` tokens, each of which counts `decay` times the one before; the `peak` learning rate, and the seed."""
+    """How a head is trained, with what an option on the command line says of it."""
 
-    minutes: float = 4.0
-    optimizer_steps: int | None = None
-    tokens: int = 32768
-    steps: int = 6
-    decay: float = 0.8
-    peak: float = 3e-3
-    seed: int = 35
+    train_minutes: float = field(default=4.0, metadata={"help": "so long"})
+    optimizer_steps: int = field(default=0, metadata={"help": "so many, in place of minutes"})
+    batch_tokens: int = field(default=32768, metadata={"help": "of a batch, padding included"})
+    steps: int = field(default=6, metadata={"help": "tokens that a chain guesses ahead"})
+    decay: float = field(default=0.8, metadata={"help": "weight of a step relative to the one before"})
+    peak: float = field(default=3e-3, metadata={"help": "highest learning rate"})
+    seed: int = field(default=35, metadata={"help": "of answers, and of the training"})
 
 
 def frequent_tokens(documents: Sequence[Document], count: int, vocabulary: int) -> tuple[torch.Tensor, float]:
@@ -175,11 +170,10 @@ def train(draft: Draft, base: Base, documents: Sequence[Document], course: Cours
     progress = 0.0
     while progress < 1:
         epochs += 1
-        for batch in batches(documents, course.tokens, draw):
+        for batch in batches(documents, course.batch_tokens, draw):
             seconds = time.perf_counter() - began
-            progress = seconds / (60 * course.minutes)
-            if course.optimizer_steps is not None:
-                progress = step / course.optimizer_steps
+            most = course.optimizer_steps
+            progress = step / most if most else seconds / (60 * course.train_minutes)
             if progress >= 1:
                 break
             loss, found = batch_loss(draft, base, batch, course)
@@ -189,8 +183,8 @@ def train(draft: Draft, base: Base, documents: Sequence[Document], course: Cours
             step, seen = step + 1, seen + sum(len(each.ids) for each in batch)
             if seconds - shown >= _SHOWN:
                 shown = seconds
-                line = {"seconds": round(seconds, 1), "step": step, "loss": round(loss.item(), 4)}
-                log.append(line | {"hits": shares(found)})
+                hits = [round(int(right) / max(1, count), 4) for right, count in found]
+                log.append({"seconds": round(seconds, 1), "step": step, "loss": round(loss.item(), 4), "hits": hits})
                 print(*(f"{name} {value}" for name, value in log[-1].items()), flush=True)
     seconds = time.perf_counter() - began
     return {"steps": step, "tokens": seen, "epochs": epochs, "seconds": round(seconds, 1), "log": log}
@@ -200,12 +194,7 @@ def train(draft: Draft, base: Base, documents: Sequence[Document], course: Cours
 def held_out_hits(draft: Draft, base: Base, documents: Sequence[Document], course: Course) -> list[float]:
     """How often each step's likeliest token is the base's in documents that training never saw."""
     sums = torch.zeros(course.steps, 2, dtype=torch.float64)
-    for batch in batches(documents, course.tokens, random.Random(course.seed)):
+    for batch in batches(documents, course.batch_tokens, random.Random(course.seed)):
         _, found = batch_loss(draft, base, batch, course)
         sums += torch.tensor([[int(right), count] for right, count in found], dtype=torch.float64)
     return [round(float(right / max(1, count)), 4) for right, count in sums]
-
-
-def shares(found: Sequence[tuple[torch.Tensor, int]]) -> list[float]:
-    """The share of right tokens at each step."""
-    return [round(int(right) / max(1, count), 4) for right, count in found]
