@@ -18,6 +18,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from edgellm.benchmark.inputs import load_prompts, parse_configurations
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from tools.bench.provenance import provenance, report
+from tools.heads.answers import chat_ids
 from tools.heads.training import Base
 
 #: What a head's config.json need not say, as the reference's own class of configurations has it.
@@ -80,8 +82,33 @@ def reference_rounds(drafter: Any, features: torch.Tensor, ids: list[int], first
     return found
 
 
+def compared(llm: LLM, drafter: Any, answers: Sequence[tuple[list[int], tuple[int, ...], torch.Tensor]]) -> dict:
+    """Rounds of each answer here and by the reference: `answers` are prompts, what follows, and features of both.
+
+    Raises SystemExit where a drafted answer is another than the plain one.
+    """
+    sums, equal = (Counter[int](), Counter[int]()), 0
+    for prompt, plain, features in answers:
+        response = llm.generate(prompt, max_tokens=len(plain))
+        assert response.drafting is not None
+        if response.token_ids != plain:
+            raise SystemExit(f"a drafted answer begins with {response.text[:60]!r}: it is not the plain one")
+        own = Counter({length: count for length, count in enumerate(response.drafting.lengths) if count})
+        other = Counter(reference_rounds(drafter, features, [*prompt, *plain], len(prompt)))
+        equal += own == other
+        for total, each in zip(sums, (own, other), strict=True):
+            total.update(each)
+    means = [sum(length * count for length, count in each.items()) / max(1, each.total()) for each in sums]
+    return {
+        "answers": len(answers),
+        "equal_answers": equal,
+        "tokens_a_round": [round(mean, 4) for mean in means],
+        "rounds_of_lengths": [dict(sorted(each.items())) for each in sums],
+    }
+
+
 def main() -> None:
-    """Compare every answer with every plan, print the sums, and write all as JSON."""
+    """Compare every answer with every plan, print the sums (here, then the reference's), and write all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("base", "head", "prompts"):
         parser.add_argument(name, type=Path)
@@ -92,43 +119,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     base, module = Base(arguments.base, "cpu"), reference_module(arguments.eagle)
-    prompts = load_prompts(arguments.prompts)[: arguments.count]
-    results: dict[str, Any] = {**provenance(), "plans": {}}
+    results: dict[str, Any] = dict(provenance())
+    capacity = min(1024, base.config.max_position_embeddings)
+    limits = EngineLimits(1, 128, capacity, draft_top_k=10, draft_steps=6, verify_tree_size=60)
+    _, *plans = parse_configurations(",".join(arguments.plans), limits, "numpy", {})
     with tempfile.TemporaryDirectory() as folder:
-        limits = EngineLimits(1, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=60)
         built = {"weights": "link", "dtype": "float32", "draft": arguments.head}
         build_engine_directory(arguments.base, Path(folder), limits, [], force=True, **built)
-        _, *chosen = parse_configurations(",".join(arguments.plans), limits, "numpy", {})
-        with LLM(folder, backend="numpy", drafting=chosen[0].drafting) as llm:
+        with LLM(folder, backend="numpy", drafting=plans[0].drafting) as llm:
             llm.use_drafting(None)
-            asked = [llm.tokenizer.encode_chat(each.messages) for each in prompts]
-            plain = [llm.generate(ids, max_tokens=arguments.tokens).token_ids for ids in asked]
-            whole = [[*ids, *answer] for ids, answer in zip(asked, plain, strict=True)]
-            read = [base.read(torch.tensor([ids]))[1].float() for ids in whole]
-            for plan in chosen:
-                llm.use_drafting(plan.drafting)
-                found = plan.drafting.plan(limits)
-                drafter = reference_drafter(module, arguments.head, base, found.top_k, found.steps, found.tree_size)
-                ours, theirs, equal = Counter(), Counter(), 0
-                for ids, answer, document, features in zip(asked, plain, whole, read, strict=True):
-                    response = llm.generate(ids, max_tokens=arguments.tokens)
-                    assert response.drafting is not None
-                    if response.token_ids != answer:
-                        raise SystemExit(f"{plan.name}: a drafted answer differs from the plain one")
-                    own = Counter({length: count for length, count in enumerate(response.drafting.lengths) if count})
-                    other = Counter(reference_rounds(drafter, features, document, len(ids)))
-                    equal += own == other
-                    ours, theirs = ours + own, theirs + other
-                means = [round(sum(n * c for n, c in each.items()) / each.total(), 4) for each in (ours, theirs)]
-                results["plans"][plan.name] = {
-                    "answers": len(plain),
-                    "equal_answers": equal,
-                    "tokens_a_round": {"here": means[0], "reference": means[1]},
-                    "rounds_of_lengths": [dict(sorted(each.items())) for each in (ours, theirs)],
-                }
-                print(plan.name, json.dumps(results["plans"][plan.name]), flush=True)
+            answers = []
+            for asked in load_prompts(arguments.prompts)[: arguments.count]:
+                prompt = chat_ids(llm.tokenizer, llm.default_system_prompt, asked.messages[0]["content"])
+                plain = llm.generate(prompt, max_tokens=arguments.tokens).token_ids
+                answers.append((prompt, plain, base.read(torch.tensor([[*prompt, *plain]]))[1]))
+            for each in plans:
+                llm.use_drafting(each.drafting)
+                plan = each.drafting.plan(limits)
+                drafter = reference_drafter(module, arguments.head, base, plan.top_k, plan.steps, plan.tree_size)
+                results[each.name] = compared(llm, drafter, answers)
     report(results, arguments.output)
-    sys.exit(any(each["equal_answers"] < each["answers"] for each in results["plans"].values()))
+    sys.exit(any(results[each.name]["equal_answers"] < len(answers) for each in plans))
 
 
 if __name__ == "__main__":
