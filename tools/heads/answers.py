@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TextIO
@@ -33,16 +33,16 @@ _GROUP = 512
 
 @dataclass(frozen=True)
 class Asking:
-    """How answers are made, with what an option on the command line says of it."""
+    """How answers are made; the command line of `train_eagle3` says what each of these is."""
 
-    answer_minutes: float = field(default=4.0, metadata={"help": "at most so long"})
-    answer_count: int = field(default=1_000_000, metadata={"help": "at most so many answers"})
-    answer_tokens: int = field(default=192, metadata={"help": "of an answer, at most"})
-    prompt_tokens: int = field(default=320, metadata={"help": "longer prompts are left out"})
-    own_prompts: float = field(default=0.5, metadata={"help": "share of prompts that the model writes"})
-    greedy: float = field(default=0.5, metadata={"help": "share of answers that are not drawn"})
-    temperature: float = field(default=0.7, metadata={"help": "of the others"})
-    seed: int = field(default=35, metadata={"help": "of answers, and of the training"})
+    answer_minutes: float = 4.0
+    answer_count: int = 1_000_000
+    answer_tokens: int = 192
+    prompt_tokens: int = 320
+    own_prompts: float = 0.5
+    greedy: float = 0.5
+    temperature: float = 0.7
+    seed: int = 35
 
 
 @dataclass(frozen=True)

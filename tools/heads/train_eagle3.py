@@ -36,10 +36,27 @@ from tools.heads.training import Base, Course, frequent_tokens, held_out_hits, t
 
 #: Documents that the head is measured on and not trained on: a share, and the most.
 _MEASURED, _MOST_MEASURED = 50, 256
+#: Options that are fields of `Asking` or `Course`, of the same names and defaults.
+_OPTIONS = {
+    "--answer-minutes": "at most so long",
+    "--answer-count": "at most so many answers",
+    "--answer-tokens": "of an answer, at most",
+    "--prompt-tokens": "longer prompts are left out",
+    "--own-prompts": "share of prompts that the model writes",
+    "--greedy": "share of answers that are not drawn",
+    "--temperature": "of the others",
+    "--train-minutes": "so long",
+    "--optimizer-steps": "so many, in place of minutes",
+    "--batch-tokens": "of a batch, padding included",
+    "--steps": "tokens that a chain guesses ahead",
+    "--decay": "weight of a step relative to the one before",
+    "--peak": "highest learning rate",
+    "--seed": "of answers, and of the training",
+}
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; the fields of `Asking` and `Course` are options of their names."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
     parser.add_argument("to", type=Path)
@@ -51,9 +68,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="that answer side by side")
     parser.add_argument("--draft-vocabulary", type=int, default=8192)
     parser.add_argument("--inner", type=int, help="inner columns of the head [default: four times its width]")
-    for each in {each.name: each for kind in (Asking, Course) for each in fields(kind)}.values():
-        name, kind = each.name.replace("_", "-"), type(each.default)
-        parser.add_argument(f"--{name}", type=kind, default=each.default, help=f"{each.metadata['help']} [%(default)s]")
+    defaults = {**asdict(Asking()), **asdict(Course())}
+    for name, text in _OPTIONS.items():
+        default = defaults[name[2:].replace("-", "_")]
+        parser.add_argument(name, type=type(default), default=default, help=f"{text} [%(default)s]")
     arguments = parser.parse_args(given)
     if (arguments.prompts is None) == (arguments.answers is None):
         parser.error("expected either --prompts or --answers")

@@ -11,7 +11,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Course:
-    """How a head is trained, with what an option on the command line says of it."""
+    """How a head is trained; the command line of `train_eagle3` says what each of these is."""
 
-    train_minutes: float = field(default=4.0, metadata={"help": "so long"})
-    optimizer_steps: int = field(default=0, metadata={"help": "so many, in place of minutes"})
-    batch_tokens: int = field(default=32768, metadata={"help": "of a batch, padding included"})
-    steps: int = field(default=6, metadata={"help": "tokens that a chain guesses ahead"})
-    decay: float = field(default=0.8, metadata={"help": "weight of a step relative to the one before"})
-    peak: float = field(default=3e-3, metadata={"help": "highest learning rate"})
-    seed: int = field(default=35, metadata={"help": "of answers, and of the training"})
+    train_minutes: float = 4.0
+    optimizer_steps: int = 0
+    batch_tokens: int = 32768
+    steps: int = 6
+    decay: float = 0.8
+    peak: float = 3e-3
+    seed: int = 35
 
 
 def frequent_tokens(documents: Sequence[Document], count: int, vocabulary: int) -> tuple[torch.Tensor, float]:
