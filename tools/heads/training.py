@@ -90,7 +90,7 @@ class Base:
             head_dim=wide,
             intermediate_size=inner,
             max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             eagle_aux_hidden_state_layer_ids=self.taps,
         )
 
@@ -163,7 +163,10 @@ def batch_loss(draft: Draft, base: Base, documents: Sequence[Document], course: 
 
 
 def train(draft: Draft, base: Base, documents: Sequence[Document], course: Course) -> dict[str, Any]:
-    """Train the head in place, and return the record: steps, tokens, epochs and the log's lines, which are printed."""
+    """Train the head in place, and return the record: steps, tokens, epochs and the log's lines, which are printed.
+    Raises SystemExit without documents."""
+    if not documents:
+        raise SystemExit("there are no answers to learn from: expected some that come to at least a token each")
     began, draw = time.perf_counter(), random.Random(course.seed)
     optimizer = Optimizer(draft, weight_decay=0.05, plain="lm_head")
     step, seen, epochs, shown, log = 0, 0, 0, -_SHOWN, []
