@@ -13,7 +13,7 @@ reference's `depth` is one less. Exits with 1 where an answer differs, or the ro
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import sys
 import tempfile
@@ -36,17 +36,6 @@ from tools.heads.training import Base
 
 #: What a head's config.json need not say, as the reference's own class of configurations has it.
 _DEFAULTS = {"pad_token_id": None, "pretraining_tp": 1, "rope_scaling": None, "num_key_value_heads": None}
-
-
-def reference_module(folder: Path) -> ModuleType:
-    """The reference's module of drafters, by its file: without the package's own imports of whole models."""
-    path = folder / "eagle" / "model" / "cnets.py"
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location("cnets", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def reference_drafter(module: ModuleType, head: Path, base: Base, top_k: int, steps: int, size: int) -> Any:
@@ -118,7 +107,9 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["chain:5", "tree:10/5/32"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    base, module = Base(arguments.base, "cpu"), reference_module(arguments.eagle)
+    base = Base(arguments.base, "cpu")
+    sys.path.insert(0, str(arguments.eagle / "eagle" / "model"))  # by its file: the package imports whole models
+    module = importlib.import_module("cnets")
     results: dict[str, Any] = dict(provenance())
     capacity = min(1024, base.config.max_position_embeddings)
     limits = EngineLimits(1, 128, capacity, draft_top_k=10, draft_steps=6, verify_tree_size=60)

@@ -85,7 +85,7 @@ def chosen(kind: Any, arguments: argparse.Namespace) -> Any:
 
 def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
     """Answer the prompts in processes of their own, which leave the GPU's memory to the training."""
-    count, to, asking = arguments.processes, arguments.work / "answers.jsonl", chosen(Asking, arguments)
+    count, asking = arguments.processes, chosen(Asking, arguments)
     asking = replace(asking, answer_count=-(-asking.answer_count // count))
     texts = [line["prompt"] for line in read_lines(arguments.prompts)]
     held_out, engines = held_out_runs(arguments.held_out), arguments.work / "engines"
@@ -99,10 +99,13 @@ def make_answers(arguments: argparse.Namespace, base: Path) -> Path:
         processes[-1].start()
     for process in processes:
         process.join()
-    if failed := [process.exitcode for process in processes if process.exitcode]:
-        raise SystemExit(f"answers are missing: {len(failed)} of {count} processes failed, the first with {failed[0]}")
-    to.write_text("".join(part.read_text(encoding="utf-8") for part in parts), encoding="utf-8")
-    return to
+    whole = [part for part, process in zip(parts, processes, strict=True) if not process.exitcode]
+    print(f"{len(whole)} of {count} processes answered", flush=True)  # one that failed has said why
+    if not whole:
+        raise SystemExit("there are no answers: every process failed")
+    answers = arguments.work / "answers.jsonl"
+    answers.write_text("".join(part.read_text(encoding="utf-8") for part in whole), encoding="utf-8")
+    return answers
 
 
 def main(given: Sequence[str] | None = None) -> None:
