@@ -12,8 +12,9 @@ import pytest
 
 from edgellm import LLM
 from edgellm.text.tokenizer import Tokenizer
-from tools.heads.answers import Asking, build_engines, read_documents, user_turn, write_answers
+from tools.heads.answers import build_engines, read_documents, user_turn, write_answers
 from tools.heads.prompts import MOST, held_out_runs, main, select
+from tools.heads.settings import Asking
 
 MEASURED = "Compose a travel blog post about a trip to Hawaii, with places to see."
 

@@ -24,25 +24,12 @@ from edgellm.engines.model.limits import LARGEST_BATCH, EngineLimits
 from edgellm.snapshots.contents import common_beginning
 from edgellm.text.tokenizer import Tokenizer
 from tools.heads.prompts import read_lines, runs_of_words
+from tools.heads.settings import Asking
 
 #: Tokens of a prompt that are computed at once.
 _CHUNK = 128
 #: Requests that are handed over together: batches run empty at the end of a group alone.
 _GROUP = 512
-
-
-@dataclass(frozen=True)
-class Asking:
-    """How answers are made; the command line of `train_eagle3` says what each of these is."""
-
-    answer_minutes: float = 4.0
-    answer_count: int = 1_000_000
-    answer_tokens: int = 192
-    prompt_tokens: int = 320
-    own_prompts: float = 0.5
-    greedy: float = 0.5
-    temperature: float = 0.7
-    seed: int = 35
 
 
 @dataclass(frozen=True)

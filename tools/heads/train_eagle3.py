@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import multiprocessing
-import random
 import shutil
 import time
 from collections.abc import Sequence
@@ -24,18 +23,12 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from tools.bench.provenance import provenance
 from tools.bench.published_quality import as_checkpoint
-from tools.demo_model.draft_model import Draft, begin_from, export_draft
-from tools.heads.answers import Asking, build_engines, read_documents, write_answers
+from tools.heads.answers import build_engines, read_documents, write_answers
 from tools.heads.prompts import held_out_runs, read_lines
-from tools.heads.training import Base, Course, frequent_tokens, held_out_hits, train
+from tools.heads.settings import Asking, Course
 
-#: Documents that the head is measured on and not trained on: a share, and the most.
-_MEASURED, _MOST_MEASURED = 50, 256
 #: Options that are fields of `Asking` or `Course`, of the same names and defaults.
 _OPTIONS = {
     "--answer-minutes": "at most so long",
@@ -112,60 +105,28 @@ def main(given: Sequence[str] | None = None) -> None:
     """Answers, training, export; prints what each takes."""
     arguments, began = parse(given), time.perf_counter()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {**provenance(), "base_sha256": _sha256(arguments.base), "seconds": {}}
-    base_folder = arguments.base
-    if arguments.base.is_file():
-        base_folder = arguments.work / "base"
-        shutil.rmtree(base_folder, ignore_errors=True)
-        as_checkpoint(arguments.base, base_folder, False)
-    answers = arguments.answers or make_answers(arguments, base_folder)
-    record["seconds"]["answers"] = _since(began)
+    record: dict[str, Any] = {**provenance(), "base_sha256": _sha256(arguments.base)}
+    base = arguments.base
+    if base.is_file():
+        base = arguments.work / "base"
+        shutil.rmtree(base, ignore_errors=True)
+        as_checkpoint(arguments.base, base, False)
+    answers = arguments.answers or make_answers(arguments, base)
+    answered = time.perf_counter()
+    from tools.heads.training import train_head  # loads PyTorch, which the processes that answer need not
 
-    documents = read_documents(answers)
-    random.Random(arguments.seed).shuffle(documents)
-    measured = min(_MOST_MEASURED, len(documents) // _MEASURED)
-    torch.manual_seed(arguments.seed)
-    torch.set_float32_matmul_precision("high")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    base = Base(base_folder, device)
-    dimensions = base.head_dimensions(arguments.draft_vocabulary, arguments.inner or 4 * base.config.hidden_size)
-    targets, share = frequent_tokens(documents[measured:], dimensions.draft_vocab_size, dimensions.vocab_size)
-    draft = Draft(dimensions, targets)
-    begin_from(draft, base.final_norm().cpu(), base.head.float().cpu())
-    draft.to(device)
-    course = chosen(Course, arguments)
+    course, sizes = chosen(Course, arguments), (arguments.draft_vocabulary, arguments.inner)
     record |= {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "torch": torch.__version__,
-        "answers": len(documents),
-        "written_tokens": int(sum(len(each.ids) - each.first for each in documents)),
-        "answers_sha256": _sha256(answers),
-        "draft_vocabulary_share": round(share, 5),
-        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
         "asking": asdict(chosen(Asking, arguments)),
         "course": asdict(course),
+        "answers_sha256": _sha256(answers),
     }
-    print(*(f"{name} {record[name]}" for name in ("answers", "written_tokens", "parameters", "device")), flush=True)
-    print(f"the draft vocabulary holds {100 * share:.2f} % of what the model wrote", flush=True)
-    before = _since(began)
-    record["training"] = train(draft, base, documents[measured:], course)
-    record["seconds"]["training"] = _since(began) - before
-    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course)
-    record["sha256"] = export(draft, base, arguments)
-    record["seconds"]["all"] = _since(began)
+    record |= train_head(base, read_documents(answers), sizes, course, arguments.to)
+    record["sha256"] = _sha256(arguments.to / "model.safetensors")
+    ended = time.perf_counter()
+    record["seconds"] = {"answers": round(answered - began, 1), "head": round(ended - answered, 1)}
     (arguments.to / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"held-out hits {record['held_out_hits']}; {record['sha256']}; seconds {record['seconds']}", flush=True)
-
-
-def export(draft: Draft, base: Base, arguments: argparse.Namespace) -> str:
-    """Write the head in place of an earlier one, whole or not at all; returns the digest of its weights."""
-    weights, part = arguments.work / "head.safetensors", arguments.to.with_name(arguments.to.name + ".part")
-    save_file({name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, weights)
-    shutil.rmtree(part, ignore_errors=True)
-    export_draft(weights, part, draft.d, base.config.eos_token_id, base.config.pad_token_id)
-    shutil.rmtree(arguments.to, ignore_errors=True)
-    part.rename(arguments.to)
-    return _sha256(arguments.to / "model.safetensors")
 
 
 def _sha256(path: Path) -> str:
@@ -174,10 +135,6 @@ def _sha256(path: Path) -> str:
     for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _since(began: float) -> float:
-    return round(time.perf_counter() - began, 1)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tools.demo_model.documents import ANSWER, CONTEXT, FIRST, NOTHING
-from tools.demo_model.draft_model import Draft, DraftDimensions
+from tools.demo_model.draft_model import Draft, DraftDimensions, begin_from, export_draft
 from tools.demo_model.optimizer import Optimizer
 from tools.demo_model.unrolled import ChainAttention, attend_with_sum, unrolled_loss
 from tools.heads.answers import Document
+from tools.heads.settings import Course
 
 #: Lengths of batches are multiples of it: fewer shapes for the allocator, and for attention's kernels.
 _STEP = 32
 #: Seconds between lines of the log.
 _SHOWN = 10.0
+#: Documents that the head is measured on and not trained on: one of so many, and the most.
+_MEASURED, _MOST_MEASURED = 50, 256
 #: Steps until the learning rate is at its peak, from which it falls as a cosine.
 _WARM = 20
 
@@ -93,19 +97,6 @@ class Base:
             rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
             eagle_aux_hidden_state_layer_ids=self.taps,
         )
-
-
-@dataclass(frozen=True)
-class Course:
-    """How a head is trained; the command line of `train_eagle3` says what each of these is."""
-
-    train_minutes: float = 4.0
-    optimizer_steps: int = 0
-    batch_tokens: int = 32768
-    steps: int = 6
-    decay: float = 0.8
-    peak: float = 3e-3
-    seed: int = 35
 
 
 def frequent_tokens(documents: Sequence[Document], count: int, vocabulary: int) -> tuple[torch.Tensor, float]:
@@ -201,3 +192,40 @@ def held_out_hits(draft: Draft, base: Base, documents: Sequence[Document], cours
         _, found = batch_loss(draft, base, batch, course)
         sums += torch.tensor([[int(right), count] for right, count in found], dtype=torch.float64)
     return [round(float(right / max(1, count)), 4) for right, count in sums]
+
+
+def train_head(folder: Path, documents: Sequence[Document], sizes: tuple[int, int | None], course: Course, to: Path):
+    """A head for the checkpoint in `folder`, written to the folder `to` in SpecForge's layout, in place of an earlier
+    one, whole or not at all. `sizes` are the draft vocabulary and the inner columns (None: four times its width).
+    Returns the record of it; what it learns from is printed."""
+    documents, device = list(documents), "cuda" if torch.cuda.is_available() else "cpu"
+    random.Random(course.seed).shuffle(documents)
+    measured = min(_MOST_MEASURED, len(documents) // _MEASURED)
+    torch.manual_seed(course.seed)
+    torch.set_float32_matmul_precision("high")
+    base = Base(folder, device)
+    dimensions = base.head_dimensions(sizes[0], sizes[1] or 4 * base.config.hidden_size)
+    targets, share = frequent_tokens(documents[measured:], dimensions.draft_vocab_size, dimensions.vocab_size)
+    draft = Draft(dimensions, targets)
+    begin_from(draft, base.final_norm().cpu(), base.head.float().cpu())
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "torch": torch.__version__,
+        "answers": len(documents),
+        "learned_tokens": int(sum(len(each.ids) - each.first for each in documents)),
+        "draft_vocabulary_share": round(share, 5),
+        "parameters": sum(parameter.numel() for parameter in draft.parameters()),
+    }
+    print(*(f"{name} {value}" for name, value in record.items()), flush=True)
+    record["training"] = train(draft.to(device), base, documents[measured:], course)
+    record["held_out_hits"] = held_out_hits(draft, base, documents[:measured], course)
+    part = to.with_name(to.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    weights = part / "float32.safetensors"
+    save_file({name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, weights)
+    export_draft(weights, part, dimensions, base.config.eos_token_id, base.config.pad_token_id)
+    weights.unlink()
+    shutil.rmtree(to, ignore_errors=True)
+    part.rename(to)
+    return record
