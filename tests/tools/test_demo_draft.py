@@ -60,8 +60,11 @@ def test_unrolled_training_is_what_drafting_computes(models):
     steps, decay = 4, 0.7
     mask = document_attention((codes >= FIRST).cumsum(1), False)
     chain = ChainAttention(partial(attend_with_sum, mask, False))
-    attend = partial(attend_within, mask, False)
-    loss, found = unrolled_loss(draft, base, attend, chain, ids, codes, steps, decay)
+    hidden, features = base.with_features(
+        ids, HEAD.eagle_aux_hidden_state_layer_ids, partial(attend_within, mask, False)
+    )
+    read = base.logits, hidden, features, base.model.embed_tokens(ids)
+    loss, found = unrolled_loss(draft, read, chain, codes, steps, decay)
 
     total, counts, rows = [0.0] * steps, [0] * steps, [0] * steps
     for begin, end in ((0, 13), (13, 24)):
@@ -129,7 +132,7 @@ def test_perfect_and_useless_drafts_bound_the_acceptance(models):
 
 def test_published_layout(models, tmp_path):
     base, draft = models
-    begin_from(draft, base)
+    begin_from(draft, base.model.norm.weight, base.model.embed_tokens.weight)
     save_file({name: value.contiguous() for name, value in draft.state_dict().items()}, tmp_path / "draft.safetensors")
     export_draft(tmp_path / "draft.safetensors", tmp_path / "draft", HEAD, 2, 0)
     state = load_file(tmp_path / "draft" / "model.safetensors")

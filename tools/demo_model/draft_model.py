@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tools.demo_model.model import FeedForward, Model, Norm, rotate
+from tools.demo_model.model import FeedForward, Norm, rotate
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,11 @@ class Draft(nn.Module):
 
 
 @torch.no_grad()
-def begin_from(draft: Draft, base: Model) -> None:
-    """Begin with the base's final norm, its head for the draft vocabulary, and the last tap as the fused feature."""
-    draft.norm.weight.copy_(base.model.norm.weight)
-    draft.lm_head.weight.copy_(base.model.embed_tokens.weight[draft.targets])
+def begin_from(draft: Draft, norm: torch.Tensor, head: torch.Tensor) -> None:
+    """Begin with the base's final `norm` [H], its `head` [vocab, H] for the draft vocabulary, and the last tap as the
+    fused feature."""
+    draft.norm.weight.copy_(norm)
+    draft.lm_head.weight.copy_(head[draft.targets])
     draft.fc.weight[:, -draft.d.hidden_size :] += torch.eye(draft.d.hidden_size)
 
 

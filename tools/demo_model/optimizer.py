@@ -11,9 +11,9 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Approximately U V^T of each matrix's singular value decomposition; [count, rows, columns], bf16 inside."""
+    """Approximately U V^T of each matrix's singular value decomposition; [count, rows, columns], bf16 on a GPU."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)

@@ -89,8 +89,7 @@ def base_and_draft(arguments: argparse.Namespace, folder: Path, device: str) -> 
     d = DraftDimensions(**arguments.dimensions)
     chosen = frequent_answer_tokens(folder, arguments.count, d.draft_vocab_size, d.vocab_size, texts[0][texts[1] > 1])
     draft = Draft(d, chosen)
-    begin_from(draft, base.cpu())
-    base.to(device)
+    begin_from(draft, base.model.norm.weight.cpu(), base.model.embed_tokens.weight.cpu())
     return base, draft.to(device), texts
 
 
@@ -127,8 +126,12 @@ def main() -> None:
         mask = document_attention((codes >= FIRST).cumsum(1), flex)
         with torch.autocast(device, torch.bfloat16):
             chain = ChainAttention(partial(attend_sum, mask, flex))
+            with torch.no_grad():
+                taps = draft.d.eagle_aux_hidden_state_layer_ids
+                hidden, features = base.with_features(tokens, taps, partial(attend, mask, flex))
+                embedded = base.model.embed_tokens(tokens).to(features.dtype)
             loss, found = unrolled_loss(
-                draft, base, partial(attend, mask, flex), chain, tokens, codes, arguments.steps, arguments.decay
+                draft, (base.logits, hidden, features, embedded), chain, codes, arguments.steps, arguments.decay
             )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)

@@ -6,12 +6,16 @@ mask is needed beyond the causal one of step 0, and keys of later steps count ro
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from tools.demo_model.documents import ANSWER, FIRST, TEXT
 from tools.demo_model.draft_model import Draft
-from tools.demo_model.model import Model, rotations
+from tools.demo_model.model import rotations
+
+#: Places whose logits of the base are computed at a time: of 50,000 tokens they are 1.6 GB in float32.
+_PLACES = 8192
 
 
 def attend_with_sum(mask, flex: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
@@ -56,20 +60,53 @@ def predictable(codes: torch.Tensor) -> torch.Tensor:
     return ((kind == ANSWER) | (kind == TEXT)) & (codes < FIRST)
 
 
+class Targets(NamedTuple):
+    """What the base expects behind each place [B * T] whose next token can be predicted: the place's number among
+    those (`rows`, 0 elsewhere), and of each of these its likeliest token (`best`), whether that is in the draft
+    vocabulary (`known`), and the distribution over the draft vocabulary (`probabilities`, fp32)."""
+
+    rows: torch.Tensor
+    best: torch.Tensor
+    known: torch.Tensor
+    probabilities: torch.Tensor
+
+
+@torch.no_grad()
+def targets_of(draft: Draft, logits: Callable, hidden: torch.Tensor, codes: torch.Tensor) -> Targets:
+    """`logits` of the base's last hidden states [B, T, H], where what follows is predictable: of all steps at once."""
+    length = codes.shape[1]
+    following = shifted(predictable(codes), 1) & (torch.arange(length, device=codes.device) + 1 < length)
+    places = following.flatten().nonzero().squeeze(1)
+    best, probabilities = [], []
+    for some in places.split(_PLACES):
+        wanted = logits(hidden.flatten(0, 1)[some]).float()
+        best.append(wanted.argmax(-1))
+        probabilities.append(wanted[:, draft.targets].softmax(-1))
+    rows = torch.zeros(codes.numel(), dtype=torch.long, device=codes.device)
+    rows[places] = torch.arange(len(places), device=codes.device)
+    likeliest = torch.cat(best) if best else rows[:0]
+    return Targets(rows, likeliest, draft.t2d[likeliest], torch.cat(probabilities) if best else hidden.new_empty(0))
+
+
 def unrolled_loss(
-    draft: Draft, base: Model, attend_base: Callable, attention: ChainAttention, tokens, codes, steps: int, decay: float
+    draft: Draft,
+    base: tuple[Callable, torch.Tensor, torch.Tensor, torch.Tensor],
+    attention: ChainAttention,
+    codes: torch.Tensor,
+    steps: int,
+    decay: float,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Mean over the steps (weights decay^s) of the cross entropy to the base's distribution over the draft vocabulary.
 
+    `base`: its logits of hidden states, and of the tokens [B, T] the last hidden states, features and embeddings.
     Counted where the tokens so far and the one to predict belong to one answer and the base's likeliest tokens are in
     the draft vocabulary. Returns also (rows where the draft's likeliest token is the base's, rows) of each step.
     """
-    with torch.no_grad():
-        hidden, features = base.with_features(tokens, draft.d.eagle_aux_hidden_state_layer_ids, attend_base)
-        embedded = base.model.embed_tokens(tokens).to(features.dtype)
-    length = tokens.shape[1]
-    cosine, sine = rotations(length + steps, draft.d, tokens.device)
-    usable, order = predictable(codes), torch.arange(length, device=tokens.device)
+    logits_of, hidden, features, embedded = base
+    targets = targets_of(draft, logits_of, hidden, codes)
+    length = codes.shape[1]
+    cosine, sine = rotations(length + steps, draft.d, codes.device)
+    usable, order = predictable(codes), torch.arange(length, device=codes.device)
     alive = shifted(usable, 1)
     feature, total, found = draft.fuse(features), 0.0, []
     for step in range(steps):
@@ -77,14 +114,12 @@ def unrolled_loss(
         feature = draft.midlayer(shifted(embedded, step + 1), feature, rotation, attention)
         alive = alive & shifted(usable, step + 2) & (order + step + 2 < length)
         rows = alive.flatten().nonzero().squeeze(1)
-        with torch.no_grad():
-            wanted = base.logits(shifted(hidden, step + 1).flatten(0, 1)[rows]).float()
-            best = wanted.argmax(-1)
-            known = draft.t2d[best]
-            alive = alive.flatten().index_fill(0, rows[~known], False).view_as(alive)
-            probabilities = wanted[known][:, draft.targets].softmax(-1)
-        logits = draft.logits(feature.flatten(0, 1)[rows[known]]).float()
-        each = -(probabilities * logits.log_softmax(-1)).sum(-1)
+        wanted = targets.rows[rows + step + 1]  # a row's place in a later step stands so much later in its line
+        known = targets.known[wanted]
+        alive = alive.flatten().index_fill(0, rows[~known], False).view_as(alive)
+        rows, wanted = rows[known], wanted[known]
+        logits = draft.logits(feature.flatten(0, 1)[rows]).float()
+        each = -(targets.probabilities[wanted] * logits.log_softmax(-1)).sum(-1)
         total = total + decay**step * each.sum() / max(1, len(each))
-        found.append(((draft.targets[logits.argmax(-1)] == best[known]).sum(), known.numel()))
+        found.append(((draft.targets[logits.argmax(-1)] == targets.best[wanted]).sum(), known.numel()))
     return total / sum(decay**step for step in range(steps)), found
