@@ -381,5 +381,8 @@ class ResponseWriter(Writer):
             "service_tier": "default",
             "truncation": "disabled" if self._asked.conversation is None else "auto",
             **self._asked.echoed,
-            "tools": [_FUNCTION | tool for tool in self._asked.echoed.get("tools", ())],
+            "tools": [
+                _FUNCTION | tool if tool.get("type") == "function" else tool
+                for tool in self._asked.echoed.get("tools", ())
+            ],
         }
