@@ -57,12 +57,13 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
             copy_with_tensors(path, target / path.name)
         elif path.suffix == PACKED:
             (target / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
-        elif not path.name.endswith(DRAWN):
+        else:
             shutil.copy(path, target / path.name)
-    for path in source.glob(f"*{DRAWN}"):
+    for path in target.glob(f"*{DRAWN}"):
         whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
         stored, metadata = (read_tensors(whole), read_metadata(whole)) if whole.exists() else ({}, {"format": "pt"})
         write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
+        path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
         if EVERY_FOURTH in tensors:
