@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -374,13 +373,6 @@ def is_in_the_code(parts: list[str]) -> bool:
 def test_every_slash_command_has_its_line() -> None:
     page = (PAGES / "guides" / "chat.md").read_text(encoding="utf-8")
     assert [name for name in COMMANDS if f"`/{name}" not in page] == []
-
-
-def test_the_modules_that_the_changelog_moves_to_are_there() -> None:
-    moved = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Moved")[2]
-    modules = re.findall(r"^- `([\w.]+)`:", moved, re.MULTILINE)
-    assert len(modules) > 50
-    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
 def test_the_units_are_those_that_systemd_takes(tmp_path: Path) -> None:
