@@ -140,7 +140,14 @@ def test_calls_are_those_of_python(reader: Any, llm: LLM, choice: dict[str, Any]
         assert message.stop_reason == ("tool_use" if expected.tool_calls else "end_turn")
         assert len({each.id for each in message.content if each.type == "tool_use"}) == len(expected.tool_calls)
     assert bool(expected.tool_calls) == (choice["type"] != "none")
-    assert sum(each.type == "input_json" for each in events) > 1 or not expected.tool_calls
+    if expected.tool_calls and pieces(events) == 1:  # what a busy machine has not read joins
+        events = streamed(reader, **fields)[1]
+    assert pieces(events) > 1 or not expected.tool_calls
+
+
+def pieces(events: list[Any]) -> int:
+    """Of the arguments of calls."""
+    return sum(each.type == "input_json" for each in events)
 
 
 def test_a_call_that_the_limit_cuts_is_not_to_be_run(reader: Any) -> None:

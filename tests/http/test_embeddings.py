@@ -32,15 +32,16 @@ def embedder(model: EmbeddingModel) -> Iterator[ServerProcess]:
 
 
 def test_openais_client_gets_the_vectors_of_the_oracle(embedder: ServerProcess, model: EmbeddingModel) -> None:
-    create, expected = embedder.client().embeddings.create, model.expected["embeddings"]
+    client = embedder.client(_strict_response_validation=False)  # its types know lists alone, and it asks for base64
+    create, expected = client.embeddings.create, model.expected["embeddings"]
     plain: dict[str, Any] = {"model": NAME, "input": model.texts}
-    found = create(**plain)  # asks for base64
+    found = create(**plain)
     vectors = np.asarray([each.embedding for each in found.data], np.float32)
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
     assert [each.index for each in found.data] == list(range(len(model.texts))) and found.model == NAME
     count = sum(len(text.encode()) + 1 for text in model.texts)  # its tokens are bytes, and one that ends each
     assert (found.usage.prompt_tokens, found.usage.total_tokens) == (count, count)
-    numbers = create(**plain, encoding_format="float", user="someone")
+    numbers = embedder.client().embeddings.create(**plain, encoding_format="float", user="someone")
     assert np.array_equal(np.asarray([each.embedding for each in numbers.data], np.float32), vectors)
     cut = create(**plain, dimensions=8, encoding_format="float")
     np.testing.assert_allclose([each.embedding for each in cut.data], normalised(expected[:, :8]), atol=TOLERANCE)
