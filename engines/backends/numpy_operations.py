@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
+from edgellm.engines.backends.numpy_experts import chosen_experts
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
@@ -292,6 +294,20 @@ class NumpyOperations(Operations[np.ndarray]):
         for slot, count in enumerate(tokens.tolist()):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
         return output.reshape(*rows.shape[:2], -1), gates
+
+    def experts(
+        self, step: Experts, x: np.ndarray, scores: np.ndarray, correction: np.ndarray | None, gate_up: Any, down: Any
+    ) -> np.ndarray:
+        """Expert by expert, in the order of their ids: all rows that chose one go through it together. The weights are
+        `ExpertMatrices`."""
+        rows = x.reshape(-1, x.shape[-1])
+        ids, shares = chosen_experts(scores.reshape(len(rows), -1), step.mixture, correction)
+        total = np.zeros_like(rows)
+        for expert in np.unique(ids).tolist():
+            row, place = np.nonzero(ids == expert)
+            inner = self.gated(self.linear(rows[row], gate_up.of(expert)), "silu")
+            total[row] += shares[row, place, None] * self.linear(inner, down.of(expert))
+        return total.reshape(x.shape)
 
     def window_attention(
         self,

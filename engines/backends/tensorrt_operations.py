@@ -13,7 +13,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
@@ -230,6 +230,9 @@ class TensorRTOperations(Operations[Any]):
 
     def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
         raise _without_layer("the gated delta rule", step.index)
+
+    def experts(self, step: Experts, *tensors: Any) -> Any:
+        raise EngineError(f"TensorRT has nothing for {step.title}. Take --backend numpy")
 
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.checkpoints.expert_stacks import experts_apart
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
     SINGLE_FILE,
@@ -63,9 +64,10 @@ class Checkpoint:
     of GGUF files are read when they are asked for.
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
-    multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
-    `quantization` says which linear layers are packed, and how; None: none is. `head` is the format, but for its dtype,
-    of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which stands for the published one.
+    multimodal model's language model by the names that it has alone, stacked experts one by one; `files` the weight
+    files in order of their names. `quantization` says which linear layers are packed, and how; None: none is. `head` is
+    the format, but for its dtype, of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which
+    stands for the published one.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Checkpoint:
             self.tensors = _unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
+        self.tensors = experts_apart(self.tensors)
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None, head_file: Path | None = None) -> Checkpoint:
@@ -234,17 +237,28 @@ class Checkpoint:
 
         Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has.
         """
+        read = self.reader(name, shape)
+        return None if read is None else read()
+
+    def reader(self, name: str, shape: Sequence[int]) -> Callable[[], StoredWeight] | None:
+        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
-        found = self._misfit(name, shape) or self._differences(self._stored(name, shape))
+        wanted, (rows, columns) = self._stored(name, shape), shape
+        found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        rows, columns = shape
-        try:
-            return layout.read(LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), self._typed))
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+        views = {each: self._typed(each) for each in wanted}
+        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), views.get)
+
+        def read() -> StoredWeight:
+            try:
+                return layout.read(tensors)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {error}") from None
+
+        return read
 
     def check(self, specs: Sequence[WeightSpec], unread: tuple[str, ...] = ()) -> None:
         """One CheckpointError that lists all `problems`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
+from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
 from edgellm.engines.model.states import DeltaMatrix, Edge
@@ -13,6 +13,7 @@ from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
+    Experts,
     GatedDelta,
     GatedNorm,
     Input,
@@ -196,6 +197,24 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
+    def experts(self, mixture: Mixture, normed: Input, residual: str) -> Experts:
+        """The mixture of experts of `normed` rows, added to the `residual`."""
+        hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
+        gate_up = {f"{expert}.{part}_proj": inner for expert in range(count) for part in ("gate", "up")}
+        down = {f"{expert}.down_proj": hidden for expert in range(count)}
+        correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
+        return Experts(
+            residual,
+            normed,
+            residual,
+            mixture,
+            self.linear("mlp.gate", count, hidden, False),
+            _of_experts(self.linear("mlp.experts.gate_up_proj", gate_up, hidden, False), count),
+            _of_experts(self.linear("mlp.experts.down_proj", down, inner, False), count),
+            correction,
+            self._config.residual_scale,
+        )
+
     def residual(
         self,
         residual: str,
@@ -203,9 +222,10 @@ class LayerWeights(NamedWeights):
         keep: Keep | None = None,
         mixed: str = "context",
         output: Linear | None = None,
+        mixture: Mixture | None = None,
     ) -> list[Step]:
         """The steps from the value `mixed`, which goes through `output` (attention's own), and the `residual` through
-        the MLP to "hidden", or with `selects` to "selected"."""
+        the MLP, or its `mixture` of experts, to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
@@ -221,13 +241,20 @@ class LayerWeights(NamedWeights):
             of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
             before = "pre_feedforward_layernorm"
         normed = self.input(result, before)
+        attended = LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention)
+        if mixture is not None:
+            return [attended, self.experts(mixture, normed, result)]
         up = self.linear(first, parts, hidden, bias)
         down = self.linear("mlp.down_proj", hidden, inner, bias)
         return [
-            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
+            attended,
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
             LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
+
+
+def _of_experts(linear: Linear, count: int) -> Linear:
+    return replace(linear, weight=replace(linear.weight, experts=count))
 
 
 def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
@@ -293,11 +320,11 @@ def decoder_layer(
     normed = layer.input(value, "input_layernorm")
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
-        return steps + layer.residual(value, selects, keep, steps[-1].output, output)
+        return steps + layer.residual(value, selects, keep, steps[-1].output, output, config.mixture_of(index))
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
     steps = layer.attention(index, (normed,), keep=early, windows=windows, ahead=ahead)
-    return steps + layer.residual(value, selects, late)
+    return steps + layer.residual(value, selects, late, mixture=config.mixture_of(index))
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:

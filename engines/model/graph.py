@@ -22,6 +22,7 @@ from edgellm.engines.model.steps import (
     AveragePool,
     DropFirst,
     EncoderAttention,
+    Experts,
     GatedDelta,
     GatedNorm,
     Gather,
@@ -64,6 +65,7 @@ class ProgramGraph(Generic[Tensor]):
             NormParts: cls._norm_parts,
             NormLinear: cls._norm_linear,
             LinearResidual: cls._linear_residual,
+            Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
             GatedDelta: cls._gated_delta,
@@ -165,6 +167,17 @@ class ProgramGraph(Generic[Tensor]):
         if step.norm is not None:
             y = self._to_residual(self._norm(y, step.norm))
         values[step.output] = operations.add(residual, y)
+
+    def _experts(self, step: Experts) -> None:
+        operations, weights = self._operations, self._weights
+        x = operations.to_compute(self._input(step.given))
+        scores = operations.to_float32(self._linear(x, step.router))
+        correction = None if step.correction is None else weights[step.correction.name]
+        gate_up, down = weights[step.gate_up.weight.name], weights[step.down.weight.name]
+        y = self._to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        if step.scale != 1.0:
+            y = operations.scale(y, step.scale)
+        self._values[step.output] = operations.add(self._to_residual(self._values[step.residual]), y)
 
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values

@@ -9,9 +9,9 @@ that attention reads (the key range), V vocabulary, R rotary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 
 Tensor = TypeVar("Tensor")
 
@@ -133,6 +133,13 @@ class Operations(Protocol[Tensor]):
 
         b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
+        """
+
+    def experts(
+        self, step: Experts, x: Tensor, scores: Tensor, correction: Tensor | None, gate_up: Any, down: Any
+    ) -> Tensor:
+        """The sum of what the step's experts give of `x` [B, T, H] where the router gave `scores` [B, T, E]:
+        [B, T, H] float32. `gate_up` and `down` are weights of experts, which `weight` may give in a form of their own.
         """
 
     def window_attention(

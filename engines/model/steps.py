@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, KVRows, WindowRows
 
@@ -258,6 +258,32 @@ class LinearResidual(Step):
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
         kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
         return kept | {self.output: (rows, residual)}
+
+
+@dataclass(frozen=True)
+class Experts(Step):
+    """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
+
+    The `router` [E, H] scores the `given` rows. The rows of expert e in `gate_up` [E 2 I, H] and `down` [E H, I] begin
+    at e 2 I and e H, and it gives down(silu(gate) up). Experts are added in float32 in the order of their ids, so that
+    a row's sum follows from what its own give, whichever rows are beside it. `correction` [E] is for the choice alone.
+    """
+
+    given: Input = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    mixture: Mixture
+    router: Linear
+    gate_up: Linear
+    down: Linear
+    correction: WeightSpec | None = None
+    scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        return f"the mixture of experts {self.router.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.residual][0], residual)}
 
 
 @dataclass(frozen=True, repr=False)

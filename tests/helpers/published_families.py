@@ -322,6 +322,24 @@ OLMO_2_1B = OLMO_2_7B | {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
+QWEN3_30B_A3B = QWEN3_0_6B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
 STARCODER2_3B = {
     "architectures": ["Starcoder2ForCausalLM"],
     "model_type": "starcoder2",
@@ -372,6 +390,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
+    "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
     "starcoder2-3b": (STARCODER2_3B, 3_030_371_328),
     "starcoder2-7b": (STARCODER2_7B, 7_173_923_840),
 }

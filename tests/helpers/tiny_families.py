@@ -65,6 +65,18 @@ FAMILIES = {
         "sliding_window": 4096,
     },
 }
+#: Those with mixtures of experts.
+MIXTURES = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    }
+}
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {
     "gemma3": {

@@ -138,6 +138,18 @@ _QWEN3_5_ROPE = {
     "mrope_interleaved": True,
 }
 
+_QWEN3_MOE = {
+    **_SMALL,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
+
 VARIATIONS = {
     "llama_untied": Variation("llama", dtype="float32"),
     "llama_tied_sharded": Variation("llama", {"tie_word_embeddings": True}, shards=True),
@@ -353,6 +365,7 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "qwen3_moe": Variation("qwen3_moe", _QWEN3_MOE, seed=2600, generated=64, length=19),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

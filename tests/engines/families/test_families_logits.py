@@ -13,6 +13,7 @@ from golden_sequences import Sequences
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -163,6 +164,8 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("starcoder2", {"hidden_act": "silu"}),
         ("starcoder2", {"sliding_window": 6}),
         ("starcoder2", {"mlp_bias": False}),
+        ("qwen3_moe", {"mixture": Mixture(6, 2, 16, normalized=False, dense_layers=(1,))}),
+        ("qwen3_moe", {"mixture": Mixture(6, 1, 16, dense_layers=(1,))}),
         ("qwen3_5_text", {"norm_offset": 0.0}),
         ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],

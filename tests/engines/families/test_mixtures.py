@@ -1,0 +1,296 @@
+"""Mixtures of experts on NumPy: greedy text against transformers, trees, batches, stacks, packed experts, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_answers import (
+    ANSWER,
+    GOLDENS,
+    answer,
+    assert_a_batch_gives_what_each_does_alone,
+    assert_trees_give_what_plain_decoding_does,
+    expected,
+    make_runner,
+)
+from golden_sequences import Sequences
+from packed_checkpoints import write_packed
+from safetensors.numpy import load_file, save_file
+from tiny_families import MIXTURES
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.info import directory_facts, fact_lines
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
+from edgellm.engines.backends.numpy_experts import chosen_experts
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import (
+    AdapterError,
+    CheckpointError,
+    EngineDirectoryError,
+    EngineError,
+    UnsupportedModelError,
+)
+from edgellm.engines.families import decoder_config
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.model.config import Mixture
+from edgellm.engines.model.decoder import decoder_program, decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.steps import Experts
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+
+#: The golden models with mixtures.
+NAMES = ["qwen3_moe"]
+MODEL = "model.safetensors"
+by_name = pytest.mark.parametrize("name", NAMES)
+
+
+@by_name
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    prompt, tokens = expected(name)
+    assert len(tokens) == ANSWER
+    runner = make_runner(name)
+    assert answer(runner, prompt, ANSWER) == tokens
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", ["compute", pytest.param("int8", marks=pytest.mark.slow)])
+@by_name
+def test_trees_give_the_tokens_of_plain_decoding(name: str, kv_cache: str) -> None:
+    runner = make_runner(name, kv_cache)
+    assert_trees_give_what_plain_decoding_does(runner)
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", [pytest.param("compute", marks=pytest.mark.slow), "int8"])
+@by_name
+def test_sequences_of_different_lengths_in_one_batch(name: str, kv_cache: str) -> None:
+    runner = make_runner(name, kv_cache, slots=3)
+    assert_a_batch_gives_what_each_does_alone(runner)
+    runner.close()
+
+
+def stacked(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint whose experts are stacked, as transformers has them in memory."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / MODEL)
+    experts = sorted({name.rsplit(".", 3)[0] for name in tensors if ".experts." in name})
+    for module in experts:
+        count = len([name for name in tensors if name.startswith(f"{module}.") and "gate_proj" in name])
+        parts = {
+            "gate_up_proj": [(expert, ("gate_proj", "up_proj")) for expert in range(count)],
+            "down_proj": [(expert, ("down_proj",)) for expert in range(count)],
+        }
+        for stack, of_each in parts.items():
+            found = [[tensors.pop(f"{module}.{expert}.{part}.weight") for part in own] for expert, own in of_each]
+            tensors[f"{module}.{stack}"] = np.stack([np.concatenate(own) for own in found])
+    save_file(tensors, target / MODEL)
+    return target
+
+
+def test_stacked_experts_are_slices_of_the_file(tmp_path: Path) -> None:
+    source = GOLDENS / "qwen3_moe"
+    target = stacked(source, tmp_path / "stacked")
+    one_by_one, of_stack = Sequences(source), Sequences(target)
+    np.testing.assert_array_equal(*(each.logits(each.token_ids[:1], [0]) for each in (one_by_one, of_stack)))
+    with Checkpoint.open(target) as checkpoint:
+        info = checkpoint.info("model.layers.2.mlp.experts.3.up_proj.weight")
+        whole = checkpoint.info("model.layers.2.mlp.experts.3.gate_proj.weight")
+        assert (info.offset, info.shape) == (whole.offset + whole.nbytes, (16, 24))
+        assert info.name == "model.layers.2.mlp.experts.gate_up_proj[3, 16:32]"
+
+
+class TestChoice:
+    """Which experts a row goes through."""
+
+    def test_ties_go_to_the_lower_id(self) -> None:
+        given = np.array([[1, 3, 3, 3, 0]], np.float32)
+        ids, shares = chosen_experts(given, Mixture(5, 2, 8))
+        assert ids.tolist() == [[1, 2]] and shares.tolist() == [[0.5, 0.5]]
+
+    def test_shares_are_of_all_unless_normalized(self) -> None:
+        given = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32))
+        ids, shares = chosen_experts(given, Mixture(4, 2, 8, normalized=False))
+        assert ids.tolist() == [[1, 3]]
+        np.testing.assert_allclose(shares, [[0.4, 0.3]], rtol=1e-6)
+        _, shares = chosen_experts(given, Mixture(4, 2, 8, scale=2.5))
+        np.testing.assert_allclose(shares, [[2.5 * 4 / 7, 2.5 * 3 / 7]], rtol=1e-6)
+
+    def test_a_correction_is_for_the_choice_alone(self) -> None:
+        given, mixture = np.zeros((1, 3), np.float32), Mixture(3, 1, 8, "sigmoid", normalized=False)
+        ids, shares = chosen_experts(given, mixture, np.array([0, 0, 0.1], np.float32))
+        assert ids.tolist() == [[2]] and shares.tolist() == [[0.5]]
+        _, shares = chosen_experts(given, replace(mixture, normalized=True, epsilon=0.5))
+        assert shares.tolist() == [[0.5]]
+
+    @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+    def test_nan_is_of_its_row_alone(self, scores: str) -> None:
+        given = np.array([[1, 2, 3], [1, np.nan, 3], [3, 2, 1]], np.float32)
+        mixture = Mixture(3, 2, 8, scores)
+        ids, shares = chosen_experts(given, mixture)
+        assert np.isnan(shares[1]).all() and ids.min() >= 0 and ids.max() < 3
+        for row in (0, 2):
+            alone = chosen_experts(given[row : row + 1], mixture)
+            assert alone[0][0].tolist() == ids[row].tolist() and alone[1][0].tolist() == shares[row].tolist()
+
+
+TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
+
+
+def answers(directory: Path) -> list[tuple[int, ...]]:
+    """A batch of three, greedy and drawn."""
+    with LLM(directory, backend="numpy") as llm:
+        asked = []
+        for number, text in enumerate(TEXTS):
+            params = SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=12, ignore_eos=True)
+            asked.append(Request(llm.tokenizer.encode_chat([{"role": "user", "content": text}]), None, params))
+        return [response.token_ids for response in llm.handle(asked)]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_packed_answers_are_those_of_the_dense_twin(
+    family: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
+    found = []
+    for model in write_packed(source, tmp_path / "packed", tmp_path / "twin"):
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(tmp_path / f"{model.name}_engines"))
+    assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
+    facts = directory_facts(tmp_path / "packed_engines", verify=True)
+    assert facts["differences"] == []
+    mixture = EngineDirectory.read(tmp_path / "packed_engines").config.mixture
+    assert mixture is not None and 0 < facts["mixture"]["active_parameters"] < facts["parameters"]
+    assert facts["mixture"]["token_bytes"] < sum(facts["weights"].values())
+    said = "\n".join(fact_lines(facts))
+    assert f"mixtures of {mixture.experts} experts of {mixture.size}, {mixture.chosen} for each token" in said
+
+
+def test_gpus_refuse_a_mixture_by_name() -> None:
+    config = Sequences(GOLDENS / "qwen3_moe").config
+    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
+    reason = kernel_refusal(config, shape, "float16", 1 << 20)
+    assert reason == "kernels cannot run the mixture of experts model.layers.0.mlp.gate: there is no kernel for it"
+    assert not splits_on(config, shape, "float16", "sm_90")
+    for packed in (False, True):
+        told = plan_refusal(config, shape, "float16", 1 << 20, packed)
+        assert told is not None and reason in told and told.endswith("run on NumPy so far: take --backend numpy")
+
+
+def test_the_plan_counts_no_mapped_experts() -> None:
+    config = Sequences(GOLDENS / "qwen3_moe").config
+    specs = decoder_weights(config)
+    sizes = {spec.name: int(np.prod(spec.shape)) for spec in specs}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    on_numpy, on_a_gpu = (plan_memory(config, EngineLimits(), specs, dtype).items for dtype in ("float32", "float16"))
+    assert on_numpy["weights"] == 4 * (sum(sizes.values()) - experts)
+    assert on_numpy["an expert's weights"] == 4 * 2 * 16 * 24
+    assert on_a_gpu["weights"] == 2 * sum(sizes.values()) and "an expert's weights" not in on_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+        ({"num_local_experts": 5000}, "num_local_experts is 5000, expected a whole number from 1 to 4096"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, expected a whole number"),
+        ({"moe_intermediate_size": "16"}, 'moe_intermediate_size is "16", expected'),
+        ({"mlp_only_layers": "1"}, 'mlp_only_layers is "1", expected a list of layers'),
+        ({"n_shared_experts": 1}, "n_shared_experts is 1, which is not supported"),
+        ({"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc", which is not supported'),
+    ],
+)
+def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
+    config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+    assert decoder_config(config).mixture == Mixture(6, 2, 16, dense_layers=(1,))
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
+        decoder_config(config | changed)
+    assert problem in str(raised.value)
+
+
+def test_every_other_layer_is_dense_by_the_step() -> None:
+    config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+    found = decoder_config(config | {"mlp_only_layers": None, "decoder_sparse_step": 2, "norm_topk_prob": False})
+    assert found.mixture == Mixture(6, 2, 16, normalized=False, dense_layers=(0, 2))
+
+
+def changed_tensors(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> str:
+    """What is said of the golden model where its tensors are changed."""
+    shutil.copytree(GOLDENS / "qwen3_moe", tmp_path / "changed")
+    tensors = load_file(tmp_path / "changed" / MODEL)
+    change(tensors)
+    save_file(tensors, tmp_path / "changed" / MODEL)
+    with pytest.raises(CheckpointError) as raised:
+        Sequences(tmp_path / "changed")
+    return str(raised.value)
+
+
+def test_missing_experts_and_routers_of_wrong_shapes(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+        tensors["model.layers.0.mlp.gate.weight"] = tensors["model.layers.0.mlp.gate.weight"][:4].copy()
+
+    said = changed_tensors(tmp_path, change)
+    assert "missing: model.layers.2.mlp.experts.5.up_proj.weight [16, 24]" in said
+    assert "wrong shape: model.layers.0.mlp.gate.weight is [4, 24], expected [6, 24]" in said
+
+
+def test_nan_in_an_expert_is_found_where_it_is_loaded(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.2.mlp.experts.5.up_proj.weight"][3, 4] = np.nan
+
+    said = changed_tensors(tmp_path, change)
+    assert "'model.layers.2.mlp.experts.5.up_proj.weight'" in said and "nan at [3, 4]" in said
+
+
+def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    path = tmp_path / "engines" / "edgellm.json"
+    described = json.loads(path.read_text())
+    for key, value, problem in (
+        ("chosen", 90, "'chosen' is 90, there are 8 experts"),
+        ("scores", "best", "'scores' is 'best', expected one of softmax, sigmoid"),
+        ("dense_layers", [9], r"'dense_layers' is \[9\], expected different layers from 0 to 2"),
+        ("experts", 5000, "'experts' is 5000, expected"),
+    ):
+        changed = described["config"] | {"mixture": described["config"]["mixture"] | {key: value}}
+        path.write_text(json.dumps(described | {"config": changed}))
+        with pytest.raises(EngineDirectoryError, match=problem):
+            EngineDirectory.open(tmp_path / "engines")
+
+
+def test_adapters_of_experts_and_quantizing_are_refused_by_name(
+    make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config)
+    adapter = make_adapter(tmp_path / "adapter", config)
+    assert set(LoraAdapter.read(adapter, config).pairs) >= {"model.layers.0.self_attn.q_proj"}
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for kind, shape in (("A", (4, config.hidden_size)), ("B", (32, 4))):
+        tensors[f"base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{kind}.weight"] = np.ones(
+            shape, np.float32
+        )
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"it adapts a mixture's experts \(2 tensors, the first is"):
+        LoraAdapter.read(adapter, config)
+    with pytest.raises(CheckpointError, match="is a mixture of experts, which is not quantized here so far"):
+        quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
+
+
+def test_tensorrt_has_nothing_for_experts() -> None:
+    program = decoder_program(Sequences(GOLDENS / "qwen3_moe").config, EngineShape("decode", 1, 1, 8, 8))
+    (step, *_) = (each for each in program.steps if isinstance(each, Experts))
+    with pytest.raises(EngineError, match="TensorRT has nothing for the mixture of experts model"):
+        TensorRTOperations.experts(None, step)  # type: ignore[arg-type]
