@@ -15,7 +15,7 @@ from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
 
 
-def _conv_width(fields: ConfigFields, key: str) -> int:
+def conv_width(fields: ConfigFields, key: str) -> int:
     """How many tokens a short convolution reaches over; problems are noted in `fields`."""
     width, (least, most) = fields.size(key), CONV_WIDTHS
     if width and not least <= width <= most:
@@ -23,13 +23,13 @@ def _conv_width(fields: ConfigFields, key: str) -> int:
     return width
 
 
-_LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
+LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
 
 
 def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
     """`block_ff_dim` and `tie_embedding` of older files count more than `intermediate_size` and `tie_word_embeddings`,
     their `full_attn_idxs` less than `layer_types`."""
-    kinds = fields.layer_kinds(_LFM2_TYPES, _types_by_index(fields))
+    kinds = fields.layer_kinds(LFM2_TYPES, _types_by_index(fields))
     tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
     fields.values = fields.values | {
         "rms_norm_eps": fields.positive("norm_eps"),
@@ -40,7 +40,7 @@ def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
         fields,
         qk_norm=True,
         layer_kinds=kinds,
-        conv_width=_conv_width(fields, "conv_L_cache"),
+        conv_width=conv_width(fields, "conv_L_cache"),
         conv_bias=fields.switch("conv_bias"),
         naming="lfm2",
     )
@@ -122,7 +122,7 @@ def read_qwen3_5_text(fields: ConfigFields) -> DecoderConfig:
         norm_offset=1.0,
         attention_gate=True,
         layer_kinds=fields.layer_kinds(_QWEN_TYPES, _types_by_interval(fields)),
-        conv_width=_conv_width(fields, "linear_conv_kernel_dim"),
+        conv_width=conv_width(fields, "linear_conv_kernel_dim"),
         delta_heads=_delta_heads(fields),
         naming="qwen3_5",
     )

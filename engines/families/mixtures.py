@@ -1,4 +1,5 @@
-"""Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE."""
+"""Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
+LFM2-MoE."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
+from edgellm.engines.families.hybrid import LFM2_TYPES, conv_width
+from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
@@ -53,5 +56,79 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
+    },
+)
+
+
+def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
+    """Norms of query and key over all heads together; shares are not normalized by default. `clip_qkv` is refused."""
+    mixture = read_mixture(fields, "intermediate_size", 64, normalized=fields.switch("norm_topk_prob"))
+    own: dict[str, Any] = {"qk_norm": True, "joint_qk_norm": True, "mixture": mixture}
+    return read_decoder(fields, **biases(fields), **own)
+
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _read_olmoe,
+    {"num_key_value_heads": None, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+)
+
+
+def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
+    """Granite's scales; the router's scores are the softmax over the chosen."""
+    return read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe")
+
+
+GRANITE_MOE = Family(
+    "granitemoe", "GraniteMoeForCausalLM", _read_granite_moe, {"num_key_value_heads": None, "num_experts_per_tok": 2}
+)
+
+
+def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
+    """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
+    `use_expert_bias` a bias of each expert takes part in the choice alone."""
+    dense, layers = fields.values.get("num_dense_layers"), layer_count(fields)
+    if not is_integer(dense) or not 0 <= dense <= layers:
+        fields.expect("num_dense_layers", dense, f"a whole number from 0 to {layers}")
+        dense = 0
+    tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
+    fields.values = fields.values | {
+        "rms_norm_eps": fields.positive("norm_eps"),
+        "tie_word_embeddings": fields.switch(tied),
+    }
+    own: dict[str, Any] = {
+        "scores": "sigmoid",
+        "correction": fields.switch("use_expert_bias"),
+        "normalized": fields.switch("norm_topk_prob"),
+        "epsilon": 1e-6,
+        "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
+        "dense_layers": tuple(range(dense)),
+    }
+    return read_decoder(
+        fields,
+        qk_norm=True,
+        layer_kinds=fields.layer_kinds(LFM2_TYPES, ["full_attention"] * layers),
+        conv_width=conv_width(fields, "conv_L_cache"),
+        conv_bias=fields.switch("conv_bias"),
+        naming="lfm2",
+        mixture=read_mixture(fields, "moe_intermediate_size", 32, **own),
+    )
+
+
+LFM2_MOE = Family(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    _read_lfm2_moe,
+    {
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts_per_tok": 4,
+        "use_expert_bias": True,
     },
 )

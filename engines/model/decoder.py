@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ HEAD_GROUPS = (128, 64, 32)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's.
+#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's; * stands for an expert's number.
 _PUBLISHED = {
     "llama": {},
     "lfm2": {
@@ -47,10 +48,22 @@ _PUBLISHED = {
         "mlp.gate_proj": "feed_forward.w1",
         "mlp.up_proj": "feed_forward.w3",
         "mlp.down_proj": "feed_forward.w2",
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.gate",
+        "mlp.experts.*.gate_proj": "feed_forward.experts.*.w1",
+        "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
+        "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
+    },
+    "granitemoe": {
+        "mlp.gate": "block_sparse_moe.router.layer",
+        "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.gate_proj",
+        "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.up_proj",
+        "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
     },
     "qwen3_5": {},
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
 #: By the same, what begins the names of tensors beside the decoder's: of a draft head.
 _UNREAD = {"qwen3_5": ("mtp.",)}
 #: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
@@ -67,15 +80,23 @@ class NamedWeights:
     def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
         """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
         module, dot, kind = name.rpartition(".")
-        source = f"{self._source}{self._published.get(module, module)}{dot}{kind}"
+        source = f"{self._source}{self._named(module)}{dot}{kind}"
         return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+
+    def _named(self, module: str) -> str:
+        """What the checkpoint calls a module."""
+        expert = _EXPERT.match(module)
+        if expert is None:
+            return self._published.get(module, module)
+        any_expert = f"mlp.experts.*.{module[expert.end() :]}"
+        return self._published.get(any_expert, any_expert).replace("*", expert[1])
 
     def linear(self, name: str, rows: int | Mapping[str, int], columns: int, bias: bool = True) -> Linear:
         """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
         fill one behind the other."""
         folder = name[: name.rfind(".") + 1]
         parts = {name: rows} if isinstance(rows, int) else {f"{folder}{part}": size for part, size in rows.items()}
-        named = {self._published.get(part, part): size for part, size in parts.items()}
+        named = {self._named(part): size for part, size in parts.items()}
 
         def spec(kind: str, *width: int) -> WeightSpec:
             sources = tuple((f"{self._source}{part}.{kind}", (size, *width)) for part, size in named.items())

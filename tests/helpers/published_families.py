@@ -340,6 +340,35 @@ QWEN3_30B_A3B = QWEN3_0_6B | {
     "num_key_value_heads": 4,
     "tie_word_embeddings": False,
 }
+OLMOE_1B_7B = OLMO_2_1B | {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "vocab_size": 50304,
+    "intermediate_size": 1024,
+    "norm_topk_prob": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-05,
+    "torch_dtype": "bfloat16",
+}
+GRANITE_3_1_3B_A800M = LLAMA_2_7B | {
+    "architectures": ["GraniteMoeForCausalLM"],
+    "model_type": "granitemoe",
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "num_attention_heads": 24,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": 40,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
 STARCODER2_3B = {
     "architectures": ["Starcoder2ForCausalLM"],
     "model_type": "starcoder2",
@@ -391,6 +420,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
+    "OLMoE-1B-7B": (OLMOE_1B_7B, 6_919_161_856),
+    "granite-3.1-3b-a800m": (GRANITE_3_1_3B_A800M, 3_298_793_472),
     "starcoder2-3b": (STARCODER2_3B, 3_030_371_328),
     "starcoder2-7b": (STARCODER2_7B, 7_173_923_840),
 }

@@ -75,7 +75,24 @@ MIXTURES = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
-    }
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "granitemoe": {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "residual_multiplier": 0.3,
+    },
+    "lfm2_moe": {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
 }
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {

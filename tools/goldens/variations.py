@@ -138,12 +138,12 @@ _QWEN3_5_ROPE = {
     "mrope_interleaved": True,
 }
 
+_MIXTURE = {**_SMALL, "intermediate_size": 16, "num_attention_heads": 2, "num_experts_per_tok": 2}
 _QWEN3_MOE = {
-    **_SMALL,
-    "num_attention_heads": 2,
-    "head_dim": 16,
+    **_MIXTURE,
     "num_experts": 6,
-    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+    "head_dim": 16,
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
     "num_hidden_layers": 3,
@@ -366,6 +366,34 @@ VARIATIONS = {
         length=19,
     ),
     "qwen3_moe": Variation("qwen3_moe", _QWEN3_MOE, seed=2600, generated=64, length=19),
+    "olmoe": Variation(
+        "olmoe", {**_MIXTURE, "num_experts": 6, "num_key_value_heads": 2}, seed=2610, generated=64, length=19
+    ),
+    "granitemoe": Variation(
+        "granitemoe",
+        {**_MIXTURE, **_GRANITE, "num_local_experts": 5, "tie_word_embeddings": True},
+        dtype="bfloat16",
+        seed=2620,
+        generated=64,
+        length=19,
+    ),
+    "lfm2_moe": Variation(
+        "lfm2_moe",
+        {
+            **_MIXTURE,
+            "num_experts": 6,
+            "norm_eps": 1e-5,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "routed_scaling_factor": 1.5,
+        },
+        _LFM2_ROPE,
+        seed=2630,
+        generated=64,
+        length=19,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

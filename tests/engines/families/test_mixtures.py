@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,7 +50,7 @@ from edgellm.engines.model.steps import Experts
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 #: The golden models with mixtures.
-NAMES = ["qwen3_moe"]
+NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe"]
 MODEL = "model.safetensors"
 by_name = pytest.mark.parametrize("name", NAMES)
 
@@ -215,6 +216,52 @@ def test_configurations_that_are_refused(changed: dict[str, object], problem: st
     with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
         decoder_config(config | changed)
     assert problem in str(raised.value)
+
+
+def test_the_largest_lfm2_has_the_published_number_of_parameters() -> None:
+    """8,339,929,856 parameters, and a bias of each expert beside them, which transformers calls a buffer."""
+    published = {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "bos_token_id": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": 7,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1792,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+        "vocab_size": 65536,
+    }
+    config = decoder_config(published)
+    assert config.mixture == Mixture(32, 4, 1792, "sigmoid", True, True, 1e-6, 1.0, (0, 1))
+    assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == 8_339_929_856 + 22 * 32
+    for changed, problem in (
+        ({"num_dense_layers": 25}, "num_dense_layers is 25, expected a whole number from 0 to 24"),
+        ({"use_expert_bias": 1}, "use_expert_bias is 1, expected true or false"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number above 0"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
+            decoder_config(published | changed)
+
+
+def test_clipped_projections_are_refused() -> None:
+    config = json.loads((GOLDENS / "olmoe" / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=r"clip_qkv is 8.0, which is not supported"):
+        decoder_config(config | {"clip_qkv": 8.0})
 
 
 def test_every_other_layer_is_dense_by_the_step() -> None:
