@@ -1,5 +1,5 @@
 """Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
-LFM2-MoE."""
+LFM2-MoE, Qwen3.5-MoE."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
-from edgellm.engines.families.hybrid import LFM2_TYPES, conv_width
+from edgellm.engines.families.hybrid import LFM2_TYPES, QWEN3_5_DEFAULTS, conv_width, read_qwen3_5, read_qwen3_5_text
 from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import is_integer
@@ -132,3 +132,30 @@ LFM2_MOE = Family(
         "use_expert_bias": True,
     },
 )
+
+
+def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
+    """Qwen3.5's layers, each with a mixture and an expert that every token goes through."""
+    mixture = read_mixture(
+        fields, "moe_intermediate_size", 256, shared_size=fields.size("shared_expert_intermediate_size")
+    )
+    fields.values = fields.values | {"intermediate_size": mixture.size or 1}  # there is no MLP of another size
+    return read_qwen3_5_text(fields, mixture=mixture)
+
+
+def _read_qwen3_5_moe(fields: ConfigFields) -> DecoderConfig:
+    return read_qwen3_5(fields, _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+
+
+_QWEN3_5_MOE = {
+    **QWEN3_5_DEFAULTS,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

@@ -190,7 +190,7 @@ def _language_tensors(
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )
-    experts = [name for name in tensors if ".experts." in name]
+    experts = [name for name in tensors if ".experts." in name or ".shared_expert" in name]
     if experts:
         problems.append(
             f"it adapts a mixture's experts ({len(experts)} tensors, the first is {experts[0]!r:.120}), but adapters "

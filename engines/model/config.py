@@ -44,7 +44,8 @@ class Mixture:
     equal ones those of lower ids. `scores` is one of `EXPERT_SCORES`: softmax over all of what the router gives, or
     sigmoid of each. With a `correction` a number of each expert is added for the choice alone. What the chosen give is
     added times their scores, which are `normalized` (divided by their sum + `epsilon`; softmax over all so becomes
-    softmax over the chosen) and multiplied by `scale`.
+    softmax over the chosen) and multiplied by `scale`. With a `shared_size` each token goes through a further MLP of so
+    many rows, too, times the sigmoid of a gate of its own.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -56,6 +57,7 @@ class Mixture:
     epsilon: float = field(default=0.0, metadata=ADDED_LATER)
     scale: float = field(default=1.0, metadata=ADDED_LATER)
     dense_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    shared_size: int = field(default=0, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)

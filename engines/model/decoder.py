@@ -224,6 +224,14 @@ class LayerWeights(NamedWeights):
         gate_up = {f"{expert}.{part}_proj": inner for expert in range(count) for part in ("gate", "up")}
         down = {f"{expert}.down_proj": hidden for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
+        shared: tuple[Linear, ...] = ()
+        if mixture.shared_size:
+            name, size = "mlp.shared_expert", mixture.shared_size
+            shared = (
+                self.linear(f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}, hidden, False),
+                self.linear(f"{name}.down_proj", hidden, size, False),
+                self.linear(f"{name}_gate", 1, hidden, False),
+            )
         return Experts(
             residual,
             normed,
@@ -234,6 +242,7 @@ class LayerWeights(NamedWeights):
             _of_experts(self.linear("mlp.experts.down_proj", down, inner, False), count),
             correction,
             self._config.residual_scale,
+            shared,
         )
 
     def residual(

@@ -87,7 +87,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
         attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
     steps += layer.attention(0, attended, masks_all=True, keep=keep)
-    steps += layer.residual(residual, shape.selected < shape.tokens)
+    steps += layer.residual(residual, shape.selected < shape.tokens, mixture=decoder.mixture)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
     weight = single_weight(name, rows, hidden) if config.has_head else WeightSpec(name, (rows, hidden), ())

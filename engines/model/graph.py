@@ -175,6 +175,11 @@ class ProgramGraph(Generic[Tensor]):
         correction = None if step.correction is None else weights[step.correction.name]
         gate_up, down = weights[step.gate_up.weight.name], weights[step.down.weight.name]
         y = self._to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        if step.shared:
+            first, second, gate = step.shared
+            of_all = self._linear(operations.gated(self._linear(x, first), "silu"), second)
+            share = operations.activation(operations.to_float32(self._linear(x, gate)), "sigmoid")
+            y = operations.add(y, self._to_residual(operations.multiply(operations.to_float32(of_all), share)))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         self._values[step.output] = operations.add(self._to_residual(self._values[step.residual]), y)

@@ -60,7 +60,7 @@ class Operations(Protocol[Tensor]):
         """The sum of two tensors of one shape."""
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product, element by element, of two tensors of one shape."""
+        """The product, element by element, of two tensors of one shape, or of rows and a column of factors."""
 
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""

@@ -267,6 +267,7 @@ class Experts(Step):
     The `router` [E, H] scores the `given` rows. The rows of expert e in `gate_up` [E 2 I, H] and `down` [E H, I] begin
     at e 2 I and e H, and it gives down(silu(gate) up). Experts are added in float32 in the order of their ids, so that
     a row's sum follows from what its own give, whichever rows are beside it. `correction` [E] is for the choice alone.
+    `shared` are the layers of an expert that every token goes through: gate and up, down, and its own gate [1, H].
     """
 
     given: Input = field(metadata=READS)
@@ -277,6 +278,7 @@ class Experts(Step):
     down: Linear
     correction: WeightSpec | None = None
     scale: float = 1.0
+    shared: tuple[Linear, ...] = ()
 
     @property
     def title(self) -> str:

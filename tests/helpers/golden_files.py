@@ -1,7 +1,8 @@
 """Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
 
 A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
-Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed.
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed, as
+descriptions and expected values are.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
 Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
@@ -57,12 +58,13 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
             copy_with_tensors(path, target / path.name)
         elif path.suffix == PACKED:
             (target / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
-        elif not path.name.endswith(DRAWN):
+        else:
             shutil.copy(path, target / path.name)
-    for path in source.glob(f"*{DRAWN}"):
+    for path in target.glob(f"*{DRAWN}"):
         whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
         stored, metadata = (read_tensors(whole), read_metadata(whole)) if whole.exists() else ({}, {"format": "pt"})
         write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
+        path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
         if EVERY_FOURTH in tensors:

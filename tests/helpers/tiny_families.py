@@ -131,6 +131,16 @@ DELTA_LAYERS = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+MIXTURES["qwen3_5_moe"] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    **DELTA_LAYERS,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 64,
+}
 #: Of families with recurrent layers.
 RECURRENT = {
     "lfm2": {

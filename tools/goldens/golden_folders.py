@@ -113,9 +113,9 @@ def write_folders(
     files = [path for path in directory.rglob("*") if path.is_file()]
     for path in files:
         path.chmod(0o644)
-        if path.suffix == ".json" and not path.name.endswith(DRAWN):  # what is indented takes a third more
-            path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
-        elif path.name == "model.safetensors":
+        if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
             pack(path)
+        elif path.suffix == ".json":  # what is indented takes a third more
+            path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     print(f"{len(chosen)} folders made, {size / 1e6:.2f} MB")

@@ -394,6 +394,26 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "qwen3_5_moe_text": Variation(
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_5,
+            "full_attention_interval": 2,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24,
+        },
+        _QWEN3_5_ROPE,
+        seed=2640,
+        generated=64,
+        length=19,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

@@ -174,6 +174,7 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("lfm2_moe", {"mixture": replace(LFM2_MOE, scores="softmax")}),
         ("lfm2_moe", {"mixture": replace(LFM2_MOE, correction=False)}),
         ("lfm2_moe", {"mixture": replace(LFM2_MOE, scale=1.0)}),
+        ("qwen3_5_moe_text", {"mixture": Mixture(6, 2, 16)}),
         ("qwen3_5_text", {"norm_offset": 0.0}),
         ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],

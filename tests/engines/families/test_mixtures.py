@@ -50,7 +50,7 @@ from edgellm.engines.model.steps import Experts
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 #: The golden models with mixtures.
-NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe"]
+NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "qwen3_5_moe_text"]
 MODEL = "model.safetensors"
 by_name = pytest.mark.parametrize("name", NAMES)
 
