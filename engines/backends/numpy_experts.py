@@ -1,4 +1,4 @@
-"""Which experts of a mixture each token goes through, and how much of each it takes."""
+"""Which experts of a mixture each token goes through, how much of each it takes, and gpt-oss's activation."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def chosen_experts(
     shares *= shares.dtype.type(mixture.scale)
     shares[np.isnan(given).any(axis=1)] = np.nan
     return ids, shares
+
+
+def clamped(gate_up: np.ndarray, limit: float) -> np.ndarray:
+    """gpt-oss's activation of rows [.., 2 I] in which gate and up alternate: [.., I]; see `Mixture.limit`."""
+    gate = np.minimum(gate_up[..., ::2], limit)
+    up = np.clip(gate_up[..., 1::2], -limit, limit)
+    return (up + 1) * (gate * ACTIVATIONS["sigmoid"](gate * gate.dtype.type(1.702)))

@@ -178,7 +178,11 @@ class TensorRTOperations(Operations[Any]):
             )
         return method
 
-    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any) -> Any:
+    def attention(
+        self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any, sinks: Any | None = None
+    ) -> Any:
+        if sinks is not None:
+            raise EngineError("TensorRT has no attention with sinks. Take --backend numpy")
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)
@@ -219,7 +223,7 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def window_attention(self, query: Any, *others: Any) -> Any:
+    def window_attention(self, query: Any, *others: Any, sinks: Any | None = None) -> Any:
         raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
 
     def attention_ahead(self, query: Any, *others: Any) -> Any:

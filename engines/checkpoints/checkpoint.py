@@ -99,7 +99,7 @@ class Checkpoint:
             self.tensors = _unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
-        self.tensors = experts_apart(self.tensors)
+        self.tensors = experts_apart(self.tensors, config.get("model_type") == "gpt_oss")
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None, head_file: Path | None = None) -> Checkpoint:
@@ -183,7 +183,8 @@ class Checkpoint:
                 f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
                 "Take the model's unquantized checkpoint"
             )
-        return self.raw_bytes(name).view(STORAGE[info.dtype]).reshape(info.shape)
+        values = self.raw_bytes(name).view(STORAGE[info.dtype])
+        return values.reshape(info.shape[::-1]).T if info.turned else values.reshape(info.shape)
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""

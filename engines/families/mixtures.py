@@ -1,5 +1,5 @@
 """Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
-LFM2-MoE, Qwen3.5-MoE."""
+LFM2-MoE, gpt-oss, Qwen3.5-MoE."""
 
 from __future__ import annotations
 
@@ -130,6 +130,33 @@ LFM2_MOE = Family(
         "num_dense_layers": 2,
         "num_experts_per_tok": 4,
         "use_expert_bias": True,
+    },
+)
+
+
+def _read_gpt_oss(fields: ConfigFields) -> DecoderConfig:
+    """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
+    and an activation of their own (`Mixture.limit`)."""
+    alpha = fields.values.get("swiglu_alpha")
+    if alpha not in (None, 1.702):
+        fields.refuse("swiglu_alpha", alpha, "supported is 1.702")
+    limit = fields.positive("swiglu_limit", 7.0, 1e6)
+    mixture = read_mixture(fields, "intermediate_size", 128, biases=True, limit=limit)
+    own: dict[str, Any] = {"attention_sinks": True, "naming": "gpt_oss", "mixture": mixture}
+    return read_decoder(fields, windowed=lambda layer: layer % 2 == 0, **biases(fields), **own)
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _read_gpt_oss,
+    {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
     },
 )
 

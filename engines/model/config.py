@@ -27,7 +27,7 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe")
+NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "gpt_oss")
 #: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
 POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
@@ -46,6 +46,9 @@ class Mixture:
     added times their scores, which are `normalized` (divided by their sum + `epsilon`; softmax over all so becomes
     softmax over the chosen) and multiplied by `scale`. With a `shared_size` each token goes through a further MLP of so
     many rows, too, times the sigmoid of a gate of its own.
+
+    `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
+    are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate).
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -58,6 +61,8 @@ class Mixture:
     scale: float = field(default=1.0, metadata=ADDED_LATER)
     dense_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     shared_size: int = field(default=0, metadata=ADDED_LATER)
+    biases: bool = field(default=False, metadata=ADDED_LATER)
+    limit: float = field(default=0.0, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,8 @@ class DecoderConfig:
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
-    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs.
+    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With
+    `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
     """
 
     family: str
@@ -150,6 +156,7 @@ class DecoderConfig:
     gated_mlp: bool = field(default=True, metadata=ADDED_LATER)
     pooling: str = field(default=POOLINGS[0], metadata=ADDED_LATER)
     mixture: Mixture | None = field(default=None, metadata=ADDED_LATER)
+    attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:

@@ -61,6 +61,7 @@ _PUBLISHED = {
         "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
     },
     "qwen3_5": {},
+    "gpt_oss": {"mlp.gate": "mlp.router"},
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
@@ -161,6 +162,7 @@ class LayerWeights(NamedWeights):
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
             ahead,
+            self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
@@ -221,7 +223,9 @@ class LayerWeights(NamedWeights):
     def experts(self, mixture: Mixture, normed: Input, residual: str) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
-        gate_up = {f"{expert}.{part}_proj": inner for expert in range(count) for part in ("gate", "up")}
+        gates = ("gate_up",) if mixture.limit else ("gate", "up")
+        rows = 2 * inner // len(gates)
+        gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
         down = {f"{expert}.down_proj": hidden for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
         shared: tuple[Linear, ...] = ()
@@ -237,13 +241,20 @@ class LayerWeights(NamedWeights):
             normed,
             residual,
             mixture,
-            self.linear("mlp.gate", count, hidden, False),
-            _of_experts(self.linear("mlp.experts.gate_up_proj", gate_up, hidden, False), count),
-            _of_experts(self.linear("mlp.experts.down_proj", down, inner, False), count),
+            self.linear("mlp.gate", count, hidden, mixture.biases),
+            self._of_experts("mlp.experts.gate_up_proj", gate_up, hidden, mixture),
+            self._of_experts("mlp.experts.down_proj", down, inner, mixture),
             correction,
             self._config.residual_scale,
             shared,
         )
+
+    def _of_experts(self, name: str, rows: Mapping[str, int], columns: int, mixture: Mixture) -> Linear:
+        """A linear layer of all experts, whose biases [E, N] stand in one tensor."""
+        count, linear = mixture.experts, self.linear(name, rows, columns, False)
+        stacked = (f"{self._source}{name}_bias", (count, sum(rows.values()) // count))
+        bias = WeightSpec(f"{self._prefix}{name}.bias", stacked[1], (stacked,)) if mixture.biases else None
+        return Linear(linear.name, replace(linear.weight, experts=count), bias)
 
     def residual(
         self,
@@ -281,10 +292,6 @@ class LayerWeights(NamedWeights):
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
             LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
-
-
-def _of_experts(linear: Linear, count: int) -> Linear:
-    return replace(linear, weight=replace(linear.weight, experts=count))
 
 
 def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:

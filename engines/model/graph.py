@@ -173,7 +173,9 @@ class ProgramGraph(Generic[Tensor]):
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]
-        gate_up, down = weights[step.gate_up.weight.name], weights[step.down.weight.name]
+        layers = step.gate_up, step.down
+        biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
+        gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
         y = self._to_residual(operations.experts(step, x, scores, correction, gate_up, down))
         if step.shared:
             first, second, gate = step.shared
@@ -213,13 +215,16 @@ class ProgramGraph(Generic[Tensor]):
         values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
+        sinks = None if step.sinks is None else self._weights[step.sinks.name]
         if step.looks_ahead:
             seen = given[LAST_SEEN]
             context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, step.scale, *scales)
+            context = operations.attention(query, keys, values, mask, step.scale, *scales, sinks=sinks)
         else:
-            context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)
+            context = operations.window_attention(
+                query, keys, values, mask, start, step.window, step.scale, *scales, sinks=sinks
+            )
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)

@@ -91,13 +91,21 @@ class Operations(Protocol[Tensor]):
         """
 
     def attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *scales: Tensor
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *scales: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
         softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
-        weights. Query head h uses key-value head h // (nq / nkv).
+        weights. Query head h uses key-value head h // (nq / nkv). `sinks` [nq] are scores beside those of keys, which
+        count in the softmax of their head alone.
         """
 
     def short_convolution(
@@ -136,10 +144,17 @@ class Operations(Protocol[Tensor]):
         """
 
     def experts(
-        self, step: Experts, x: Tensor, scores: Tensor, correction: Tensor | None, gate_up: Any, down: Any
+        self,
+        step: Experts,
+        x: Tensor,
+        scores: Tensor,
+        correction: Tensor | None,
+        gate_up: tuple[Any, Tensor | None],
+        down: tuple[Any, Tensor | None],
     ) -> Tensor:
         """The sum of what the step's experts give of `x` [B, T, H] where the router gave `scores` [B, T, E]:
-        [B, T, H] float32. `gate_up` and `down` are weights of experts, which `weight` may give in a form of their own.
+        [B, T, H] float32. `gate_up` and `down` are weights of experts, which `weight` may give in a form of their
+        own, and their biases [E, N].
         """
 
     def window_attention(
@@ -152,6 +167,7 @@ class Operations(Protocol[Tensor]):
         window: int,
         scale: float,
         *scales: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 

@@ -131,6 +131,14 @@ DELTA_LAYERS = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+MIXTURES["gpt_oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 20,
+}
 MIXTURES["qwen3_5_moe"] = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",

@@ -394,6 +394,24 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "gpt_oss": Variation(
+        "gpt_oss",
+        {**_MIXTURE, "head_dim": 8, "num_attention_heads": 4, "num_local_experts": 5, "sliding_window": 6}
+        | {"swiglu_limit": 1.5, "num_key_value_heads": 2},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        dtype="bfloat16",
+        seed=2650,
+        generated=64,
+        length=19,
+    ),
     "qwen3_5_moe_text": Variation(
         "qwen3_5_moe_text",
         {
