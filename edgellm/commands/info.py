@@ -182,16 +182,15 @@ def _need_no_plans(executors: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool
 
 
 def _mixture_facts(directory: EngineDirectory) -> dict[str, int]:
-    """Of a model with mixtures of experts: the parameters at work for a token, and the bytes that it reads of weights
-    as they are in the files: one row of the embedding table, and of experts those that are chosen."""
+    """The parameters at work for a token of a mixture of experts, and what it reads of the files, in bytes: one row of
+    the embedding table, and the experts that are chosen."""
     config = directory.config
     if config.mixture is None:
         return {}
-    chosen, experts = config.mixture.chosen, config.mixture.experts
     active = read = 0
     with directory.checkpoints["base"]() as checkpoint:
         for spec in decoder_weights(config):
-            share = chosen / experts if spec.experts else 1
+            share = config.mixture.chosen / spec.experts if spec.experts else 1
             active += int(math.prod(spec.shape) * share)
             if spec.name == embedding_name(config) != head_weight_name(config):
                 share = 1 / config.vocab_size

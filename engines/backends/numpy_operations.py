@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
-from edgellm.engines.backends.numpy_experts import chosen_experts, clamped
+from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
@@ -307,21 +307,7 @@ class NumpyOperations(Operations[np.ndarray]):
         gate_up: tuple[Any, np.ndarray | None],
         down: tuple[Any, np.ndarray | None],
     ) -> np.ndarray:
-        """Expert by expert, in the order of their ids: all rows that chose one go through it together. The weights are
-        `ExpertMatrices`."""
-        rows = x.reshape(-1, x.shape[-1])
-        ids, shares = chosen_experts(scores.reshape(len(rows), -1), step.mixture, correction)
-        limit = step.mixture.limit
-        total = np.zeros_like(rows)
-        for expert in np.unique(ids).tolist():
-            row, place = np.nonzero(ids == expert)
-            inner = self._of_expert(rows[row], expert, *gate_up)
-            inner = clamped(inner, limit) if limit else self.gated(inner, "silu")
-            total[row] += shares[row, place, None] * self._of_expert(inner, expert, *down)
-        return total.reshape(x.shape)
-
-    def _of_expert(self, x: np.ndarray, expert: int, matrices: Any, biases: np.ndarray | None) -> np.ndarray:
-        return self.linear(x, matrices.of(expert), None if biases is None else biases[expert])
+        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
 
     def window_attention(
         self,

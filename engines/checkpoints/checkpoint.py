@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.expert_stacks import experts_apart
+from edgellm.engines.checkpoints.tensor_names import experts_apart, unwrapped
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
     SINGLE_FILE,
@@ -28,7 +28,6 @@ from edgellm.engines.formats.tensors import (
     VISION_PREFIXES,
     convert,
     is_multimodal,
-    language_model_name,
     published_names,
     value_and_place,
 )
@@ -96,7 +95,7 @@ class Checkpoint:
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
         if self._is_multimodal:
-            self.tensors = _unwrapped(self.tensors)
+            self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
         self.tensors = experts_apart(self.tensors, config.get("model_type") == "gpt_oss")
@@ -363,20 +362,6 @@ class Checkpoint:
         if same_type and np.array_equal(self.raw_bytes(_HEAD), self.raw_bytes(_EMBEDDING)):
             return []
         return [f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true"]
-
-
-def _unwrapped(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors by the language model's own names; CheckpointError where two tensors would have the same."""
-    named: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        own = language_model_name(name)
-        if own in named:
-            raise CheckpointError(
-                f"{info.file}: the tensors {named[own].name!r} and {name!r} are one and the same of the language "
-                "model. Remove one"
-            )
-        named[own] = info
-    return named
 
 
 def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | None = None) -> np.ndarray:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, NamedWeights, as_published, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import LayerWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program, single_weight, token_inputs
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Input, Keep, Linear, NormLinear, Step

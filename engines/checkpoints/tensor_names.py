@@ -1,4 +1,5 @@
-"""Experts of a mixture that a checkpoint stacks in one tensor, as one tensor each: slices of the same mapped file."""
+"""The tensors of checkpoints by other names: the language model's own, and each expert of a mixture by itself where a
+checkpoint stacks them in one tensor, as slices of the same mapped file."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import TensorInfo
+from edgellm.engines.formats.tensors import language_model_name
 
 _MLP, _GATE_UP, _DOWN = ".mlp.experts.", ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 #: How the name of a stack [E, rows, columns] ends; what its experts' names have in that place, and what stands one
@@ -51,3 +54,17 @@ def experts_apart(tensors: Mapping[str, TensorInfo], is_gpt_oss: bool = False) -
                 info, name=own, shape=shape[::-1] if turned else shape, offset=offset, nbytes=nbytes, turned=turned
             )
     return found
+
+
+def unwrapped(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors by the language model's own names; CheckpointError where two tensors would have the same."""
+    named: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        own = language_model_name(name)
+        if own in named:
+            raise CheckpointError(
+                f"{info.file}: the tensors {named[own].name!r} and {name!r} are one and the same of the language "
+                "model. Remove one"
+            )
+        named[own] = info
+    return named
