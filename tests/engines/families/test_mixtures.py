@@ -27,6 +27,7 @@ from tiny_families import MIXTURES
 
 from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
+from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
 from edgellm.engines.backends.numpy_experts import chosen_experts
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
@@ -144,6 +145,7 @@ class TestChoice:
             assert alone[0][0].tolist() == ids[row].tolist() and alone[1][0].tolist() == shares[row].tolist()
 
 
+DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
 TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
 
 
@@ -174,6 +176,41 @@ def test_packed_answers_are_those_of_the_dense_twin(
     assert facts["mixture"]["token_bytes"] < sum(facts["weights"].values())
     said = "\n".join(fact_lines(facts))
     assert f"mixtures of {mixture.experts} experts of {mixture.size}, {mixture.chosen} for each token" in said
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_sessions_snapshots_adapters_and_drafts(
+    family: str,
+    make_checkpoint: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+    make_draft: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Answers of a conversation with and without what was kept of it, drafted and plain; an adapter changes them."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
+    engines, kept = tmp_path / "engines", tmp_path / "kept.edgekv"
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config)
+    adapter = make_adapter(tmp_path / "adapter", config, targets=("q_proj", "o_proj"))
+    limits = EngineLimits(2, 16, 256, draft_top_k=4, draft_steps=3, verify_tree_size=12, lora_slots=1, max_lora_rank=4)
+    build_engine_directory(
+        source, engines, limits, [], draft=make_draft(tmp_path / "draft"), adapters={"style": adapter}
+    )
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+
+    def said(adapter: str | None, drafting: DraftingConfig | None, load: bool = False) -> list[tuple[int, ...]]:
+        with LLM(engines, backend="numpy", drafting=drafting) as llm:
+            if load:
+                llm.load_snapshot(kept)
+            session = llm.create_session("be brief", params, adapter=adapter)
+            found = [session.send(text).token_ids for text in TEXTS]
+            if not (load or kept.exists()):
+                llm.cache_system_prompt("be brief", save=kept)
+            return found
+
+    plain = said(None, None)
+    assert said(None, None, load=True) == plain and said(None, DRAFTING) == plain
+    assert said("style", None) == said("style", DRAFTING) != plain
 
 
 #: What the four bits of MXFP4 stand for, as the OCP's formats have them.
