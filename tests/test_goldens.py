@@ -28,20 +28,20 @@ from safetensors.numpy import load_file
 #: The most bytes that each folder of goldens may have.
 LIMITS = {
     "agents": 21_500,
-    "decoder": 350_000,
-    "draft": 120_000,
+    "decoder": 280_000,
+    "draft": 88_000,
     "embedding": 12_000,
     "gguf": 40_000,
-    "image_prompts": 280_000,
+    "image_prompts": 157_000,
     "images": 35_000,
-    "lora": 210_000,
+    "lora": 130_000,
     "losses": 10_000,
     "mmproj": 8_000,
-    "mtp": 30_000,
+    "mtp": 33_000,
     "published": 12_000,
-    "quantized": 1_440_000,
+    "quantized": 1_270_000,
     "torch_files": 40_000,
-    "vision": 115_000,
+    "vision": 55_000,
 }
 #: The most bytes that all tracked files may have.
 CHECKOUT_LIMIT = 46 << 20

@@ -51,6 +51,16 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
 
 
+def mixture_in_words(config: Mapping[str, Any]) -> str:
+    """The mixture of experts of a `DecoderConfig` as a dictionary, and what runs it."""
+    mixture = config["mixture"]
+    layers = config["num_layers"] - len(mixture["dense_layers"])
+    return (
+        f"{layers} with mixtures of {mixture['experts']} experts of {mixture['size']}, {mixture['chosen']} for each "
+        "token, which run on NumPy so far"
+    )
+
+
 def draft_in_words(config: dict[str, Any]) -> str:
     """Kind, dimensions and features of a `DraftConfig` as a dictionary."""
     layer, kind = config["decoder"], f"EAGLE-{config['generation']}"
@@ -87,7 +97,8 @@ def executor_facts(
         name, reason = "kernels", refusal_on(*described)
         if reason is not None:
             name = SplitEngine.name if splits_on(*described) else "TensorRT"
-            if name == "TensorRT" and (shape.kv_cache != "compute" or shape.model in packed):
+            has_experts = getattr(models[shape.model], "mixture", None) is not None
+            if name == "TensorRT" and (shape.kv_cache != "compute" or shape.model in packed or has_experts):
                 name = "nothing but the NumPy backend"
         found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
         found.setdefault(next((known for known in found if known[0] == name), (name, reason)), []).append(shape)

@@ -29,7 +29,7 @@ from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
 from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.model.config import POOLINGS, WeightSpec
-from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
+from edgellm.engines.model.decoder import as_published, decoder_weights, embedding_name, head_format, head_weight_name
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
@@ -90,6 +90,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "file": None if file is None else str(file),
         "config": asdict(config),
         "parameters": _parameters(decoder_weights(as_published(config))),
+        "mixture": {} if differences else _mixture_facts(directory),
         "dtype": directory.dtype,
         "attention": directory.attention,
         "tool_format": directory.tool_format or checkpoint_format(directory.path, None),
@@ -178,6 +179,23 @@ def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
 def _need_no_plans(executors: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
     """Whether kernels run every step on each of some GPUs."""
     return all(each["name"] == "kernels" for found in executors.values() for each in found)
+
+
+def _mixture_facts(directory: EngineDirectory) -> dict[str, int]:
+    """The parameters at work for a token of a mixture of experts, and what it reads of the files, in bytes: one row of
+    the embedding table, and the experts that are chosen."""
+    config = directory.config
+    if config.mixture is None:
+        return {}
+    active = read = 0
+    with directory.checkpoints["base"]() as checkpoint:
+        for spec in decoder_weights(config):
+            share = config.mixture.chosen / spec.experts if spec.experts else 1
+            active += int(math.prod(spec.shape) * share)
+            if spec.name == embedding_name(config) != head_weight_name(config):
+                share = 1 / config.vocab_size
+            read += int(sum(size for _, size in described_parts(checkpoint, [spec]).values()) * share)
+    return {"active_parameters": active, "token_bytes": read}
 
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
@@ -287,6 +305,14 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     if config["layer_kinds"]:
         yield "", descriptions.mixers_in_words(config)
+    if config["mixture"] is not None:
+        yield "", descriptions.mixture_in_words(config)
+    if facts["mixture"]:
+        active, read = facts["mixture"]["active_parameters"], facts["mixture"]["token_bytes"]
+        yield (
+            "",
+            f"a token goes through {active / 1e6:,.1f} M parameters, {mebibytes(read).strip()} of the weights' files",
+        )
     if config["pooling"] != POOLINGS[0]:
         yield "embeddings", f"of {config['hidden_size']} dimensions, by the last token: it gives no answers"
     ends = ", ".join(map(str, config["eos_token_ids"])) or "none"

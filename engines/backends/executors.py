@@ -15,6 +15,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.segments import BETWEEN, segment_shapes
+from edgellm.engines.model.steps import Experts
 from edgellm.kernels.gpu import find_gpu
 
 #: The shared memory that a block may have, in bytes, by compute capability.
@@ -60,6 +61,8 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return f"kernels compute in float16 and bfloat16, not {dtype}"
     program = model_program(config, shape)
     for step in program.steps:
+        if isinstance(step, Experts):
+            return f"TensorRT has nothing for {step.title}"
         if type(step) in BETWEEN:
             refusal = between_engines(step).refusal(step, program, shared_limit)
             if refusal is not None:
@@ -70,6 +73,11 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
 def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, packed: bool) -> str | None:
     """Why no TensorRT engine runs a shape that kernels do not run, whole or at its attention and recurrent layers, and
     what to do; None if one does. `packed`: the model has packed weights."""
+    if isinstance(config, DecoderConfig) and config.mixture is not None:
+        return (
+            f"{shape.name} cannot run on a GPU: {kernel_refusal(config, shape, dtype, shared_limit)}, and TensorRT has "
+            "nothing for it. Models with mixtures of experts run on NumPy so far: take --backend numpy"
+        )
     if shape.kv_cache != "compute":
         kernels = kernel_refusal(config, shape, dtype, shared_limit)
         return (
@@ -92,6 +100,8 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
 
 def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     """The layers of a shape for which TensorRT has no operation; nothing where it has all."""
+    if isinstance(config, DecoderConfig) and config.mixture is not None:
+        return "mixtures of experts"
     if isinstance(config, DecoderConfig) and config.is_recurrent:
         return "recurrent layers"
     if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:

@@ -11,13 +11,15 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
+from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
@@ -242,20 +244,23 @@ class NumpyOperations(Operations[np.ndarray]):
         mask: np.ndarray | None,
         scale: float,
         *scales: np.ndarray,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
+        of_rows = None if sinks is None else _sinks_of_rows(sinks, kv_heads, tokens)
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         grouped = _grouped(query, kv_heads, scale)
         rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
-            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
+            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens, of_rows)
         else:  # one head at a time: its scores stay in the processor's cache
             context = np.empty_like(grouped)
             for b in range(batch):
                 bias = None if visible.bias is None else visible.bias[b, 0]
                 for h in range(kv_heads):
                     head = [each[b, h] for each in rows]
-                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
+                    sink = None if of_rows is None else of_rows[h]
+                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink)
         return context.reshape(query.shape)
 
     def short_convolution(
@@ -293,6 +298,17 @@ class NumpyOperations(Operations[np.ndarray]):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
         return output.reshape(*rows.shape[:2], -1), gates
 
+    def experts(
+        self,
+        step: Experts,
+        x: np.ndarray,
+        scores: np.ndarray,
+        correction: np.ndarray | None,
+        gate_up: tuple[Any, np.ndarray | None],
+        down: tuple[Any, np.ndarray | None],
+    ) -> np.ndarray:
+        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
+
     def window_attention(
         self,
         query: np.ndarray,
@@ -303,12 +319,13 @@ class NumpyOperations(Operations[np.ndarray]):
         window: int,
         scale: float,
         *scales: np.ndarray,
+        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
             return np.arange(first, start + query.shape[2]), hidden
 
-        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen)
+        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen, sinks)
 
     def attention_ahead(
         self,
@@ -455,11 +472,13 @@ def _ring_attention(
     start_index: np.ndarray,
     scale: float,
     seen: Callable[[int, int], tuple[np.ndarray, np.ndarray | None]],
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention of queries [B, nq, T, D] over caches [B, nkv, rows, D] that are rings. `seen` gives for a sequence and
     its start the positions [n] of keys, and which of them each token does not see, [T, n] bool (None: it sees all)."""
     tokens, (kv_heads, held) = query.shape[2], caches[0].shape[1:3]
     grouped = _grouped(query, kv_heads, scale)
+    of_rows = None if sinks is None else _sinks_of_rows(sinks, kv_heads, tokens)
     context = np.empty_like(grouped)
     # Of many tokens one head at a time: its scores stay in the processor's cache.
     heads = range(kv_heads) if tokens > 1 else [slice(None)]
@@ -469,17 +488,28 @@ def _ring_attention(
         bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
         for h in heads:
             rows = [each[b, h].take(places, axis=-2) for each in caches]
-            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
+            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens, None if of_rows is None else of_rows[h])
     return context.reshape(query.shape)
 
 
+def _sinks_of_rows(sinks: np.ndarray, kv_heads: int, tokens: int) -> np.ndarray:
+    """The sinks [nq] of the rows of `_grouped` queries: [nkv, group * T, 1]."""
+    return np.repeat(sinks.reshape(kv_heads, -1), tokens, axis=1)[..., None]
+
+
 def _attend(
-    query: np.ndarray, rows: Sequence[np.ndarray], bias: np.ndarray | None, first_hidden: int, tokens: int
+    query: np.ndarray,
+    rows: Sequence[np.ndarray],
+    bias: np.ndarray | None,
+    first_hidden: int,
+    tokens: int,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), `rows` keys and values [..., n, D], and
     where these are int8 their scales [..., n, 1].
 
     `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
+    `sinks` [..., group * T, 1] are scores without a value.
     """
     keys, values, *scales = rows
     if scales:
@@ -490,9 +520,14 @@ def _attend(
     if bias is not None:
         masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
         masked[..., first_hidden:] += bias
-    scores -= scores.max(axis=-1, keepdims=True)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    scores -= largest
     np.exp(scores, out=scores)
     total = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks - largest)
     if scales:
         scores *= scales[1].swapaxes(-1, -2)
     context = np.matmul(scores, values)

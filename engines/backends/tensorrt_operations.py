@@ -13,7 +13,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).
@@ -178,7 +178,11 @@ class TensorRTOperations(Operations[Any]):
             )
         return method
 
-    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any) -> Any:
+    def attention(
+        self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any, sinks: Any | None = None
+    ) -> Any:
+        if sinks is not None:
+            raise EngineError("TensorRT has no attention with sinks. Take --backend numpy")
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)
@@ -219,7 +223,7 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def window_attention(self, query: Any, *others: Any) -> Any:
+    def window_attention(self, query: Any, *others: Any, sinks: Any | None = None) -> Any:
         raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
 
     def attention_ahead(self, query: Any, *others: Any) -> Any:
@@ -230,6 +234,9 @@ class TensorRTOperations(Operations[Any]):
 
     def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
         raise _without_layer("the gated delta rule", step.index)
+
+    def experts(self, step: Experts, *tensors: Any) -> Any:
+        raise EngineError(f"TensorRT has nothing for {step.title}. Take --backend numpy")
 
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2

@@ -24,7 +24,7 @@ from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.errors import BuildError, EdgeLLMError
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.strict_formats import JSONObject, plain_values
-from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, Mixture
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
@@ -222,11 +222,11 @@ def _build(line: bytes) -> bytes:
     shape, values = request.object("shape").dataclass(EngineShape), request.object("config")
     config: ModelConfig
     if shape.model == "draft":
-        config = values.dataclass(DraftConfig, decoder=DecoderConfig)
+        config = values.dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture)
     elif shape.model == "vision":
         config = values.dataclass(VisionConfig)
     else:
-        config = values.dataclass(DecoderConfig)
+        config = values.dataclass(DecoderConfig, mixture=Mixture)
     return build_plan(config, shape, *(request.get(key, "str") for key in ("dtype", "attention", "target")))
 
 

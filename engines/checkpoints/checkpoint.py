@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.engines.checkpoints.tensor_names import experts_apart, unwrapped
 from edgellm.engines.checkpoints.weight_files import (
     HEAD_FILE,
     SINGLE_FILE,
@@ -27,7 +28,6 @@ from edgellm.engines.formats.tensors import (
     VISION_PREFIXES,
     convert,
     is_multimodal,
-    language_model_name,
     published_names,
     value_and_place,
 )
@@ -63,9 +63,10 @@ class Checkpoint:
     of GGUF files are read when they are asked for.
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
-    multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
-    `quantization` says which linear layers are packed, and how; None: none is. `head` is the format, but for its dtype,
-    of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which stands for the published one.
+    multimodal model's language model by the names that it has alone, stacked experts one by one; `files` the weight
+    files in order of their names. `quantization` says which linear layers are packed, and how; None: none is. `head` is
+    the format, but for its dtype, of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which
+    stands for the published one.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class Checkpoint:
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
         if self._is_multimodal:
-            self.tensors = _unwrapped(self.tensors)
+            self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
+        self.tensors = experts_apart(self.tensors, config.get("model_type") == "gpt_oss")
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
@@ -180,7 +182,8 @@ class Checkpoint:
                 f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
                 "Take the model's unquantized checkpoint"
             )
-        return self.raw_bytes(name).view(STORAGE[info.dtype]).reshape(info.shape)
+        values = self.raw_bytes(name).view(STORAGE[info.dtype])
+        return values.reshape(info.shape[::-1]).T if info.turned else values.reshape(info.shape)
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
@@ -234,17 +237,28 @@ class Checkpoint:
 
         Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has.
         """
+        read = self.reader(name, shape)
+        return None if read is None else read()
+
+    def reader(self, name: str, shape: Sequence[int]) -> Callable[[], StoredWeight] | None:
+        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
-        found = self._misfit(name, shape) or self._differences(self._stored(name, shape))
+        wanted, (rows, columns) = self._stored(name, shape), shape
+        found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        rows, columns = shape
-        try:
-            return layout.read(LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), self._typed))
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from None
+        views = {each: self._typed(each) for each in wanted}
+        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), views.get)
+
+        def read() -> StoredWeight:
+            try:
+                return layout.read(tensors)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {error}") from None
+
+        return read
 
     def check(self, specs: Sequence[WeightSpec], unread: tuple[str, ...] = ()) -> None:
         """One CheckpointError that lists all `problems`."""
@@ -348,20 +362,6 @@ class Checkpoint:
         if same_type and np.array_equal(self.raw_bytes(_HEAD), self.raw_bytes(_EMBEDDING)):
             return []
         return [f"unknown: {_HEAD} differs from {_EMBEDDING}, though config.json has tie_word_embeddings true"]
-
-
-def _unwrapped(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors by the language model's own names; CheckpointError where two tensors would have the same."""
-    named: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        own = language_model_name(name)
-        if own in named:
-            raise CheckpointError(
-                f"{info.file}: the tensors {named[own].name!r} and {name!r} are one and the same of the language "
-                "model. Remove one"
-            )
-        named[own] = info
-    return named
 
 
 def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | None = None) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from edgellm.engines.formats.digests import is_known_finite, remember_finite
 from edgellm.engines.formats.tensors import STORAGE, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
+from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
@@ -27,6 +28,8 @@ _ALIGNMENT = 64
 _THREADS = 4
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
+#: What gives a packed weight, or values and their dtype: views of a mapped file.
+_MappedPart = Callable[[], StoredWeight] | tuple[np.ndarray, str]
 
 
 class FiniteCheck:
@@ -62,28 +65,69 @@ class FiniteCheck:
             remember_finite(file, self._checkpoint.status(file), names)
 
 
+class ExpertMatrices:
+    """The matrices of a mixture's experts, as they are in the mapped file: each becomes float32 where it is used.
+
+    `parts` are what stands behind each other in the `shape` [E * N, K] of all.
+    """
+
+    def __init__(self, spec: WeightSpec, parts: Sequence[_MappedPart]) -> None:
+        self.shape = spec.shape
+        count = len(parts) // spec.experts
+        self._parts = [parts[start : start + count] for start in range(0, len(parts), count)]
+
+    def of(self, expert: int) -> np.ndarray:
+        """The matrix [N, K] of one expert, float32: a view of the file where that has it so."""
+        found = [_float32(part) for part in self._parts[expert]]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _float32(part: _MappedPart) -> np.ndarray:
+    if callable(part):
+        packed = part().unpacked()
+        return packed.values() if packed.input_scales is None else packed.values() * packed.input_scales
+    values, dtype = part
+    if dtype == "float32":
+        return values
+    target = np.empty(values.shape, np.float32)
+    float32_into(values, dtype, target)
+    return target
+
+
 def load_numpy_weights(
     checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """Every buffer by name as a C-contiguous float32 array of the spec's shape; `progress` gets bytes of them done and
-    in all.
+    in all. Those of a mixture's experts are `ExpertMatrices`, which take none of it.
 
     Packed weights are dequantized, each with what its inputs are scaled by: like all others they take 4 bytes for each
     element, and while they are made, those of a few threads 1 byte more for each of theirs and pieces of 16 MiB.
     Raises CheckpointError for tensors that are missing, have another shape, or values that are infinite or NaN.
     """
+    of_experts = [spec for spec in specs if spec.experts]
+    check = FiniteCheck(checkpoint, specs)
+    specs = [spec for spec in specs if not spec.experts]
     step = _ALIGNMENT // 4
     sizes = [-(-math.prod(spec.shape) // step) * step for spec in specs]
     arena = np.empty(sum(sizes) + step, np.float32)
     position = -(arena.ctypes.data // 4) % step
-    weights = {}
+    weights: dict[str, Any] = {}
     for spec, size in zip(specs, sizes, strict=True):
         weights[spec.name] = arena[position : position + math.prod(spec.shape)].reshape(spec.shape)
         position += size
     shapes = (shape for spec in specs for _, shape in spec.parts)
     places = zip(part_places(specs), shapes, strict=True)
     parts = [(name, weights[spec.name].reshape(-1)[place].reshape(shape)) for (spec, name, place), shape in places]
-    check = FiniteCheck(checkpoint, specs)
+
+    def mapped_part(name: str, shape: tuple[int, int]) -> _MappedPart:
+        read = checkpoint.reader(name, shape)
+        if read is not None:
+            read()  # what is wrong is found now
+            return read
+        values = _part(checkpoint, name, shape)
+        if check.is_due(name):
+            found[name] = first_not_finite(values.reshape(-1))
+        return values, checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
         packed = checkpoint.packed(name, target.shape)
@@ -109,6 +153,8 @@ def load_numpy_weights(
             done += target.nbytes
             if progress is not None:
                 progress(done, total)
+        for spec in of_experts:
+            weights[spec.name] = ExpertMatrices(spec, list(pool.map(mapped_part, *zip(*spec.parts, strict=True))))
     check.conclude(found)
     return weights
 

@@ -44,7 +44,7 @@ from edgellm.engines.formats.digests import FileDigest, current_digest, hash_byt
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.formats.strict_formats import ADDED_LATER, JSONObject, plain_values
-from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig, Mixture
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.model.rotary import context_bounds
@@ -404,7 +404,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
-    config = values.object("config").dataclass(DecoderConfig)
+    config = values.object("config").dataclass(DecoderConfig, mixture=Mixture)
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")

@@ -18,6 +18,7 @@ from edgellm.engines.model.config import (
     CONV_WIDTHS,
     DELTA_PROJECTIONS,
     DRAFT_HEAD,
+    EXPERT_SCORES,
     FEATURE_NORMS,
     GENERATIONS,
     HEADS,
@@ -28,6 +29,7 @@ from edgellm.engines.model.config import (
     POOLINGS,
     DecoderConfig,
     DraftConfig,
+    Mixture,
 )
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
@@ -127,7 +129,7 @@ class EngineAdapter:
 def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     """The section "draft"."""
     values.refuse_other_keys("config", "files")
-    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
+    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
     files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
@@ -269,6 +271,12 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     fits = not (config.layer_norms and config.qk_norm)
     require(fits, "layer_norms", "expected false where heads are normed")
     _check_delta(values, config)
+    if config.mixture is not None:
+        own, mixture = values.object("mixture"), config.mixture
+        _require(own, mixture, mixture.chosen <= mixture.experts, "chosen", f"there are {mixture.experts} experts")
+        is_known = mixture.scores in EXPERT_SCORES
+        _require(own, mixture, is_known, "scores", f"expected one of {', '.join(EXPERT_SCORES)}")
+        _check_layers(own, mixture, "dense_layers", layers - 1)
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)
     has_window = "window" not in kinds or bool(config.sliding_window)

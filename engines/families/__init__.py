@@ -21,6 +21,15 @@ from edgellm.engines.families.llama import (
     SMOLLM3,
     STARCODER2,
 )
+from edgellm.engines.families.mixtures import (
+    GPT_OSS,
+    GRANITE_MOE,
+    LFM2_MOE,
+    OLMOE,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_MOE,
+)
 from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
 from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
@@ -34,6 +43,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA, GEMMA3),
         *(STARCODER2, LFM2, QWEN3_5_TEXT),
+        *(QWEN3_MOE, OLMOE, GRANITE_MOE, LFM2_MOE, GPT_OSS, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
         *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
     )
 }

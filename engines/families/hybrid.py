@@ -8,6 +8,9 @@ tensors the decoder leaves alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields, layer_count
 from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
@@ -15,7 +18,7 @@ from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
 
 
-def _conv_width(fields: ConfigFields, key: str) -> int:
+def conv_width(fields: ConfigFields, key: str) -> int:
     """How many tokens a short convolution reaches over; problems are noted in `fields`."""
     width, (least, most) = fields.size(key), CONV_WIDTHS
     if width and not least <= width <= most:
@@ -23,13 +26,13 @@ def _conv_width(fields: ConfigFields, key: str) -> int:
     return width
 
 
-_LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
+LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
 
 
 def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
     """`block_ff_dim` and `tie_embedding` of older files count more than `intermediate_size` and `tie_word_embeddings`,
     their `full_attn_idxs` less than `layer_types`."""
-    kinds = fields.layer_kinds(_LFM2_TYPES, _types_by_index(fields))
+    kinds = fields.layer_kinds(LFM2_TYPES, _types_by_index(fields))
     tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
     fields.values = fields.values | {
         "rms_norm_eps": fields.positive("norm_eps"),
@@ -40,7 +43,7 @@ def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
         fields,
         qk_norm=True,
         layer_kinds=kinds,
-        conv_width=_conv_width(fields, "conv_L_cache"),
+        conv_width=conv_width(fields, "conv_L_cache"),
         conv_bias=fields.switch("conv_bias"),
         naming="lfm2",
     )
@@ -89,7 +92,7 @@ _QWEN_TYPES = {"linear_attention": "delta", "full_attention": "attention"}
 #: What the class of the whole model takes for the image token.
 _IMAGE_TOKEN = 248056
 #: What the class of the text model takes for what a file leaves out.
-_QWEN_TEXT = {
+QWEN3_5_DEFAULTS = {
     "vocab_size": 248320,
     "hidden_size": 4096,
     "intermediate_size": 12288,
@@ -108,8 +111,8 @@ _QWEN_TEXT = {
 }
 
 
-def read_qwen3_5_text(fields: ConfigFields) -> DecoderConfig:
-    """Norms by 1 + weight, with those on query and key."""
+def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
+    """Norms by 1 + weight, with those on query and key. `own` is for `read_decoder`."""
     gate = fields.values.get("attn_output_gate")
     if gate not in (None, True):
         fields.refuse("attn_output_gate", gate, "supported is attention with a gate")
@@ -122,15 +125,21 @@ def read_qwen3_5_text(fields: ConfigFields) -> DecoderConfig:
         norm_offset=1.0,
         attention_gate=True,
         layer_kinds=fields.layer_kinds(_QWEN_TYPES, _types_by_interval(fields)),
-        conv_width=_conv_width(fields, "linear_conv_kernel_dim"),
+        conv_width=conv_width(fields, "linear_conv_kernel_dim"),
         delta_heads=_delta_heads(fields),
         naming="qwen3_5",
+        **own,
     )
 
 
-def read_qwen3_5(fields: ConfigFields) -> DecoderConfig:
-    """The language model inside a whole checkpoint; without a `vision_config` its image token is one like any other."""
-    config, vision = read_qwen3_5_text(text_fields(fields, _QWEN_TEXT)), fields.values.get("vision_config")
+def read_qwen3_5(
+    fields: ConfigFields,
+    read: Callable[[ConfigFields], DecoderConfig] = read_qwen3_5_text,
+    defaults: Mapping[str, Any] = QWEN3_5_DEFAULTS,
+) -> DecoderConfig:
+    """The language model inside a whole checkpoint, by `read` and its `defaults`; without a `vision_config` its image
+    token is one like any other."""
+    config, vision = read(text_fields(fields, defaults)), fields.values.get("vision_config")
     if vision is None:
         return config
     if not isinstance(vision, dict):
@@ -158,5 +167,5 @@ def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
     return keys, values, fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
 
 
-QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, _QWEN_TEXT)
+QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, QWEN3_5_DEFAULTS)
 QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", read_qwen3_5)

@@ -144,16 +144,16 @@ def _read_phi3(fields: ConfigFields) -> DecoderConfig:
 PHI3 = Family("phi3", "Phi3ForCausalLM", _read_phi3, {"num_key_value_heads": None})
 
 
-def _read_granite(fields: ConfigFields) -> DecoderConfig:
+def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
     """A scale each for embeddings, attention, residual stream and logits; those that are left out are 1, that of the
-    attention too. Logits are divided by theirs."""
+    attention too. Logits are divided by theirs. `own` is for `read_decoder`."""
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
     scales: dict[str, Any] = {"embedding_scale": embedding, "residual_scale": residual, "attention_scale": attention}
-    return read_llama(fields, **scales, logits_scale=1 / logits)
+    return read_llama(fields, **scales, logits_scale=1 / logits, **own)
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, {"num_key_value_heads": None})
+GRANITE = Family("granite", "GraniteForCausalLM", read_granite, {"num_key_value_heads": None})
 
 
 def _read_smollm3(fields: ConfigFields) -> DecoderConfig:

@@ -66,7 +66,7 @@ _ACTIVATIONS: dict[str | None, str] = {
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
 }
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
-_QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
+_QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
 #: What the language model has where LLaVA's and Gemma 3's files do not say.
@@ -127,7 +127,8 @@ def _read_qwen3_5(top: ConfigFields) -> _Read:
     if taps not in (None, []):
         top.refuse("vision_config: deepstack_visual_indexes", taps, "supported are no layers")
     top.values = top.values | {"vision_config": given | {"deepstack_visual_indexes": []}}
-    return _read_qwen3(top)
+    fields, values = _read_qwen3(top)
+    return fields, values | {"family": "qwen3_5"}  # that of its mixtures, too
 
 
 def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]) -> _Read:
@@ -232,7 +233,7 @@ def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _R
 _READERS = {
     "qwen2_5_vl": _read_qwen2_5,
     "qwen3_vl": _read_qwen3,
-    "qwen3_5": _read_qwen3_5,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,
 }

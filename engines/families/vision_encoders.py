@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.decoder import NamedWeights
 from edgellm.engines.model.limits import EngineShape, vision_shape
+from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import (

@@ -56,7 +56,8 @@ COPY_AGAIN = "Copy the file anew from its source"
 class TensorInfo:
     """Where a tensor lies: `offset` in bytes from the start of `file`, `nbytes` long, C-ordered.
 
-    `dtype` is the project's name: "float16", "bfloat16", "float32", or one that models are not computed in.
+    `dtype` is the project's name: "float16", "bfloat16", "float32", or one that models are not computed in. With
+    `turned` a matrix is the transpose of what lies there.
     """
 
     name: str
@@ -65,6 +66,7 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    turned: bool = False
 
 
 class SafetensorsFile:

@@ -150,10 +150,10 @@ class JSONObject:
         """This object as a dataclass whose annotations are strings; every field must be there and no other key.
 
         A field marked `ADDED_LATER` may be missing, one that is `bounded` has a range; `nested` gives the dataclasses
-        of fields that hold one.
+        of fields that hold one, at any depth.
         """
         values = {
-            field.name: self.object(field.name).dataclass(nested[field.name])
+            field.name: self.object(field.name).dataclass(nested[field.name], **nested)
             if field.name in nested
             else self.get(field.name, str(field.type), field.metadata.get("largest"))
             for field in fields(cls)

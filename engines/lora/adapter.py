@@ -179,7 +179,7 @@ def _read_pairs(
 def _language_tensors(
     tensors: Mapping[str, TensorInfo], settings: LoraConfig, problems: list[str]
 ) -> dict[str, TensorInfo]:
-    """The tensors but those for a vision part, which are one problem together."""
+    """The tensors but those for a vision part, which are one problem together, and those for experts, another."""
     prefixes = {name: vision_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
     vision = [name for name, prefix in prefixes.items() if prefix]
     if vision:
@@ -190,7 +190,13 @@ def _language_tensors(
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )
-    return {name: info for name, info in tensors.items() if not prefixes[name]}
+    experts = [name for name in tensors if ".experts." in name or ".shared_expert" in name]
+    if experts:
+        problems.append(
+            f"it adapts a mixture's experts ({len(experts)} tensors, the first is {experts[0]!r:.120}), but adapters "
+            "are served for attention and MLPs alone: train it with other target_modules"
+        )
+    return {name: info for name, info in tensors.items() if not prefixes[name] and name not in experts}
 
 
 def _names_in_training(tensors: Iterable[str], modules: Iterable[str]) -> dict[str, str]:

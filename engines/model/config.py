@@ -9,6 +9,8 @@ from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024
+#: Experts of a layer, each described by itself; published models have up to 512.
+LARGEST_EXPERTS = 4096
 #: Patches in height and in width that become one token; published models have 2.
 LARGEST_MERGE = 64
 #: Tokens of an image that has a fixed number of them; published models have 256.
@@ -27,11 +29,42 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2")
+NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "gpt_oss")
 #: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
 POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
 MLP_ACTIVATIONS = ("silu", "gelu_tanh")
+#: What becomes of what a mixture's router gives, as `Mixture.scores` has it.
+EXPERT_SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts, which stands for the MLP of all layers but the `dense_layers`.
+
+    Of `experts`, MLPs with a gate of `size` rows each, a token goes through those `chosen` that score the highest, of
+    equal ones those of lower ids. `scores` is one of `EXPERT_SCORES`: softmax over all of what the router gives, or
+    sigmoid of each. With a `correction` a number of each expert is added for the choice alone. What the chosen give is
+    added times their scores, which are `normalized` (divided by their sum + `epsilon`; softmax over all so becomes
+    softmax over the chosen) and multiplied by `scale`. With a `shared_size` each token goes through a further MLP of so
+    many rows, too, times the sigmoid of a gate of its own.
+
+    `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
+    are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate).
+    """
+
+    experts: int = field(metadata=bounded(LARGEST_EXPERTS))
+    chosen: int = field(metadata=bounded(LARGEST_EXPERTS))
+    size: int
+    scores: str = field(default="softmax", metadata=ADDED_LATER)
+    correction: bool = field(default=False, metadata=ADDED_LATER)
+    normalized: bool = field(default=True, metadata=ADDED_LATER)
+    epsilon: float = field(default=0.0, metadata=ADDED_LATER)
+    scale: float = field(default=1.0, metadata=ADDED_LATER)
+    dense_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    shared_size: int = field(default=0, metadata=ADDED_LATER)
+    biases: bool = field(default=False, metadata=ADDED_LATER)
+    limit: float = field(default=0.0, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
@@ -67,7 +100,8 @@ class DecoderConfig:
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
-    parts of a layer, one of `NAMINGS`.
+    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With
+    `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
     """
 
     family: str
@@ -123,6 +157,8 @@ class DecoderConfig:
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
     gated_mlp: bool = field(default=True, metadata=ADDED_LATER)
     pooling: str = field(default=POOLINGS[0], metadata=ADDED_LATER)
+    mixture: Mixture | None = field(default=None, metadata=ADDED_LATER)
+    attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
@@ -166,6 +202,10 @@ class DecoderConfig:
         """Whether there are layers whose state is more than KV rows."""
         return any(kind in RECURRENT_KINDS for kind in self.layer_kinds)
 
+    def mixture_of(self, index: int) -> Mixture | None:
+        """The mixture of experts of a layer; None where it has an MLP."""
+        return None if self.mixture is None or index in self.mixture.dense_layers else self.mixture
+
     def layer_kind(self, index: int) -> str:
         """What mixes the tokens of a layer, one of `LAYER_KINDS`."""
         return self.layer_kinds[index] if self.layer_kinds else LAYER_KINDS[0]
@@ -176,13 +216,15 @@ class WeightSpec:
     """One weight as an engine takes it: a buffer that one or several checkpoint tensors fill, one behind the other.
 
     `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
-    or "float32", which it then has on every backend.
+    or "float32", which it then has on every backend. With `experts` its rows are those of so many experts of a mixture,
+    one behind the other, of which a step reads a few.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
     dtype: str = field(default="compute", repr=False)
+    experts: int = field(default=0, repr=False)
 
 
 #: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.

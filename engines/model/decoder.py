@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
+from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
 from edgellm.engines.model.states import DeltaMatrix, Edge
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
+    Experts,
     GatedDelta,
     GatedNorm,
     Input,
@@ -33,61 +34,17 @@ HEAD_GROUPS = (128, 64, 32)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's.
-_PUBLISHED = {
-    "llama": {},
-    "lfm2": {
-        "norm": "embedding_norm",
-        "input_layernorm": "operator_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_norm": "self_attn.q_layernorm",
-        "self_attn.k_norm": "self_attn.k_layernorm",
-        "self_attn.o_proj": "self_attn.out_proj",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-    },
-    "qwen3_5": {},
-    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
-}
-#: By the same, what begins the names of tensors beside the decoder's: of a draft head.
+#: By `DecoderConfig.naming`, what begins the names of tensors beside the decoder's: of a draft head.
 _UNREAD = {"qwen3_5": ("mtp.",)}
 #: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
 _SMALL = "float32"
-
-
-class NamedWeights:
-    """Makes the weights of one part of a model: `prefix` begins their names, `source` those in the checkpoint, which
-    calls modules otherwise where `published` says so."""
-
-    def __init__(self, prefix: str, source: str, published: Mapping[str, str] | None = None) -> None:
-        self._prefix, self._source, self._published = prefix, source, published or {}
-
-    def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
-        """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
-        module, dot, kind = name.rpartition(".")
-        source = f"{self._source}{self._published.get(module, module)}{dot}{kind}"
-        return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
-
-    def linear(self, name: str, rows: int | Mapping[str, int], columns: int, bias: bool = True) -> Linear:
-        """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
-        fill one behind the other."""
-        folder = name[: name.rfind(".") + 1]
-        parts = {name: rows} if isinstance(rows, int) else {f"{folder}{part}": size for part, size in rows.items()}
-        named = {self._published.get(part, part): size for part, size in parts.items()}
-
-        def spec(kind: str, *width: int) -> WeightSpec:
-            sources = tuple((f"{self._source}{part}.{kind}", (size, *width)) for part, size in named.items())
-            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(named.values()), *width), sources)
-
-        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
 
 
 class LayerWeights(NamedWeights):
     """Makes the weights and steps of a decoder's layer."""
 
     def __init__(self, config: DecoderConfig, prefix: str, source: str) -> None:
-        super().__init__(prefix, source, _PUBLISHED[config.naming])
+        super().__init__(prefix, source, PUBLISHED[config.naming])
         self._config = config
 
     def norm(self, name: str, size: int | None = None, offset: float | None = None) -> Norm:
@@ -139,6 +96,7 @@ class LayerWeights(NamedWeights):
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
             ahead,
+            self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
@@ -196,6 +154,35 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
+    def experts(self, mixture: Mixture, normed: Input, residual: str) -> Experts:
+        """The mixture of experts of `normed` rows, added to the `residual`."""
+        hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
+        gates = ("gate_up",) if mixture.limit else ("gate", "up")
+        rows = 2 * inner // len(gates)
+        gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
+        down = {f"{expert}.down_proj": hidden for expert in range(count)}
+        correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
+        shared: tuple[Linear, ...] = ()
+        if mixture.shared_size:
+            name, size = "mlp.shared_expert", mixture.shared_size
+            shared = (
+                self.linear(f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}, hidden, False),
+                self.linear(f"{name}.down_proj", hidden, size, False),
+                self.linear(f"{name}_gate", 1, hidden, False),
+            )
+        return Experts(
+            residual,
+            normed,
+            residual,
+            mixture,
+            self.linear("mlp.gate", count, hidden, mixture.biases),
+            self.linear_of_experts("mlp.experts.gate_up_proj", gate_up, hidden, count, mixture.biases),
+            self.linear_of_experts("mlp.experts.down_proj", down, inner, count, mixture.biases),
+            correction,
+            self._config.residual_scale,
+            shared,
+        )
+
     def residual(
         self,
         residual: str,
@@ -203,9 +190,10 @@ class LayerWeights(NamedWeights):
         keep: Keep | None = None,
         mixed: str = "context",
         output: Linear | None = None,
+        mixture: Mixture | None = None,
     ) -> list[Step]:
         """The steps from the value `mixed`, which goes through `output` (attention's own), and the `residual` through
-        the MLP to "hidden", or with `selects` to "selected"."""
+        the MLP, or its `mixture` of experts, to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
@@ -221,10 +209,13 @@ class LayerWeights(NamedWeights):
             of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
             before = "pre_feedforward_layernorm"
         normed = self.input(result, before)
+        attended = LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention)
+        if mixture is not None:
+            return [attended, self.experts(mixture, normed, result)]
         up = self.linear(first, parts, hidden, bias)
         down = self.linear("mlp.down_proj", hidden, inner, bias)
         return [
-            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
+            attended,
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
             LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
@@ -293,11 +284,11 @@ def decoder_layer(
     normed = layer.input(value, "input_layernorm")
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
-        return steps + layer.residual(value, selects, keep, steps[-1].output, output)
+        return steps + layer.residual(value, selects, keep, steps[-1].output, output, config.mixture_of(index))
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
     steps = layer.attention(index, (normed,), keep=early, windows=windows, ahead=ahead)
-    return steps + layer.residual(value, selects, late)
+    return steps + layer.residual(value, selects, late, mixture=config.mixture_of(index))
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, NamedWeights, as_published, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import LayerWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program, single_weight, token_inputs
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Input, Keep, Linear, NormLinear, Step
@@ -85,7 +86,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
         attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
     steps += layer.attention(0, attended, masks_all=True, keep=keep)
-    steps += layer.residual(residual, shape.selected < shape.tokens)
+    steps += layer.residual(residual, shape.selected < shape.tokens, mixture=decoder.mixture)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
     weight = single_weight(name, rows, hidden) if config.has_head else WeightSpec(name, (rows, hidden), ())

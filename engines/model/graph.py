@@ -22,6 +22,7 @@ from edgellm.engines.model.steps import (
     AveragePool,
     DropFirst,
     EncoderAttention,
+    Experts,
     GatedDelta,
     GatedNorm,
     Gather,
@@ -64,6 +65,7 @@ class ProgramGraph(Generic[Tensor]):
             NormParts: cls._norm_parts,
             NormLinear: cls._norm_linear,
             LinearResidual: cls._linear_residual,
+            Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
             GatedDelta: cls._gated_delta,
@@ -166,6 +168,24 @@ class ProgramGraph(Generic[Tensor]):
             y = self._to_residual(self._norm(y, step.norm))
         values[step.output] = operations.add(residual, y)
 
+    def _experts(self, step: Experts) -> None:
+        operations, weights = self._operations, self._weights
+        x = operations.to_compute(self._input(step.given))
+        scores = operations.to_float32(self._linear(x, step.router))
+        correction = None if step.correction is None else weights[step.correction.name]
+        layers = step.gate_up, step.down
+        biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
+        gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
+        y = self._to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        if step.shared:
+            first, second, gate = step.shared
+            of_all = self._linear(operations.gated(self._linear(x, first), "silu"), second)
+            share = operations.activation(operations.to_float32(self._linear(x, gate)), "sigmoid")
+            y = operations.add(y, self._to_residual(operations.multiply(operations.to_float32(of_all), share)))
+        if step.scale != 1.0:
+            y = operations.scale(y, step.scale)
+        self._values[step.output] = operations.add(self._to_residual(self._values[step.residual]), y)
+
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values
         heads, kv_heads, size = step.heads
@@ -195,13 +215,16 @@ class ProgramGraph(Generic[Tensor]):
         values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
+        sinks = None if step.sinks is None else self._weights[step.sinks.name]
         if step.looks_ahead:
             seen = given[LAST_SEEN]
             context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, step.scale, *scales)
+            context = operations.attention(query, keys, values, mask, step.scale, *scales, sinks=sinks)
         else:
-            context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)
+            context = operations.window_attention(
+                query, keys, values, mask, start, step.window, step.scale, *scales, sinks=sinks
+            )
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)

@@ -65,7 +65,9 @@ def plan_memory(
     what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
-    weights = sum(weight_bytes(spec, dtype) for spec in specs)
+    # Where experts are computed in float32, by NumPy, they stay in the mapped file but for one at a time.
+    mapped = [spec for spec in specs if spec.experts and dtype == "float32"]
+    weights = sum(weight_bytes(spec, dtype) for spec in specs if not (mapped and spec.experts))
     layers = decoder_states(config, limits.kv_cache, limits)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
     in_windows = (layer for layer in layers if isinstance(layer, WindowRows))
@@ -87,6 +89,8 @@ def plan_memory(
         "token masks": 2 * most_logit_rows(limits) * (-(-config.vocab_size // 32) + 1) * ITEM_SIZES["int32"],
         "token biases": limits.max_batch * config.vocab_size * ITEM_SIZES["float32"],
     }
+    if mapped:
+        items["an expert's weights"] = max(weight_bytes(spec, dtype) // spec.experts for spec in mapped)
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
         items["slot exchange"] = exchange_bytes(states, dtype)
     if windows:

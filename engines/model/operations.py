@@ -9,9 +9,9 @@ that attention reads (the key range), V vocabulary, R rotary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from edgellm.engines.model.steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
 
 Tensor = TypeVar("Tensor")
 
@@ -60,7 +60,7 @@ class Operations(Protocol[Tensor]):
         """The sum of two tensors of one shape."""
 
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product, element by element, of two tensors of one shape."""
+        """The product, element by element, of two tensors of one shape, or of rows and a column of factors."""
 
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""
@@ -91,13 +91,21 @@ class Operations(Protocol[Tensor]):
         """
 
     def attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *scales: Tensor
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *scales: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
         softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
-        weights. Query head h uses key-value head h // (nq / nkv).
+        weights. Query head h uses key-value head h // (nq / nkv). `sinks` [nq] are scores beside those of keys, which
+        count in the softmax of their head alone.
         """
 
     def short_convolution(
@@ -135,6 +143,20 @@ class Operations(Protocol[Tensor]):
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
         """
 
+    def experts(
+        self,
+        step: Experts,
+        x: Tensor,
+        scores: Tensor,
+        correction: Tensor | None,
+        gate_up: tuple[Any, Tensor | None],
+        down: tuple[Any, Tensor | None],
+    ) -> Tensor:
+        """The sum of what the step's experts give of `x` [B, T, H] where the router gave `scores` [B, T, E]:
+        [B, T, H] float32. `gate_up` and `down` are weights of experts, which `weight` may give in a form of their
+        own, and their biases [E, N].
+        """
+
     def window_attention(
         self,
         query: Tensor,
@@ -145,6 +167,7 @@ class Operations(Protocol[Tensor]):
         window: int,
         scale: float,
         *scales: Tensor,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, KVRows, WindowRows
 
@@ -260,6 +260,35 @@ class LinearResidual(Step):
         return kept | {self.output: (rows, residual)}
 
 
+@dataclass(frozen=True)
+class Experts(Step):
+    """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
+
+    The `router` [E, H] scores the `given` rows. The rows of expert e in `gate_up` [E 2 I, H] and `down` [E H, I] begin
+    at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture.limit` says; biases are [E, 2 I] and [E, H].
+    Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
+    whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
+    every token goes through: gate and up, down, and its own gate [1, H].
+    """
+
+    given: Input = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    mixture: Mixture
+    router: Linear
+    gate_up: Linear
+    down: Linear
+    correction: WeightSpec | None = None
+    scale: float = 1.0
+    shared: tuple[Linear, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return f"the mixture of experts {self.router.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.residual][0], residual)}
+
+
 @dataclass(frozen=True, repr=False)
 class Attention(Step):
     """Grouped-query attention over the KV rows of layer `index`: q/k norm, rotary embedding, row write, softmax of
@@ -272,7 +301,8 @@ class Attention(Step):
     sigmoid. With a `window` each token sees the latest so many of the rows that it would see, its own included, and the
     layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on. With
     `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
-    the step, and with a window those of them that its own position reaches back to.
+    the step, and with a window those of them that its own position reaches back to. `sinks` [n] are scores of each
+    head that take part in its softmax beside those of keys, and have no value.
     """
 
     value: str = field(metadata=READS)
@@ -287,6 +317,7 @@ class Attention(Step):
     window: int | None = field(default=None, metadata=ADDED_LATER)
     rotary_first: int = field(default=0, metadata=ADDED_LATER)
     looks_ahead: bool = field(default=False, metadata=ADDED_LATER | READS_LAST_SEEN)
+    sinks: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         """The layer's state in an engine of a shape, which need not know what of it is saved."""

@@ -9,7 +9,7 @@ from typing import Any
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantization.compressed_tensors import CompressedTensors
-from edgellm.engines.quantization.floats import FineGrainedFp8
+from edgellm.engines.quantization.floats import FineGrainedFp8, Mxfp4
 from edgellm.engines.quantization.gguf_blocks import Gguf
 from edgellm.engines.quantization.gptq_awq import AutoRound, Awq, GptqModel
 from edgellm.engines.quantization.layout import Quantization, Settings
@@ -18,7 +18,7 @@ from edgellm.engines.quantization.modelopt import ModelOpt
 #: ModelOpt's own file; newer releases of it write the same into `config.json`.
 MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
-_CLASSES = (CompressedTensors, Awq, GptqModel, AutoRound, FineGrainedFp8, ModelOpt, Gguf)
+_CLASSES = (CompressedTensors, Awq, GptqModel, AutoRound, FineGrainedFp8, ModelOpt, Mxfp4, Gguf)
 _METHODS: dict[str, Callable[[Settings, str], Quantization]] = {each.method: each for each in _CLASSES}
 #: Spellings of the same.
 _OTHER_NAMES = {"auto_round": "auto-round", "autoround": "auto-round", "intel/auto-round": "auto-round"}

@@ -1,5 +1,5 @@
-"""Weights of 8-bit floats, with one scale, one of each row, or one of each block, of 4-bit floats (NVFP4) as weights
-alone; and Hugging Face's FP8."""
+"""Weights of 8-bit floats, with one scale, one of each row, or one of each block, of 4-bit floats (NVFP4, MXFP4) as
+weights alone; and Hugging Face's FP8 and gpt-oss's MXFP4."""
 
 from __future__ import annotations
 
@@ -103,6 +103,46 @@ class Nvfp4Layout(Layout):
         inputs = tensors.input_scales() if self.scaled else None
         format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=inputs is not None)
         return StoredWeight(format, (codes,), np.asarray(scales, np.float32), input_scales=inputs)
+
+
+@dataclass(frozen=True)
+class Mxfp4Layout(Layout):
+    """`weight_blocks` uint8 [N, K / 2], of each byte the low half first; `weight_scales` [N, K / 32], exponents of two
+    that count from 127."""
+
+    name: str = "MXFP4"
+    group: int = 32
+    scale_tensor = "weight_scales"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        return {
+            "weight_blocks": Stored.of((rows, columns // 2), "uint8"),
+            "weight_scales": Stored.of((rows, columns // self.group), "uint8"),
+        }
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        return WeightFormat("fp4", self.group, False, "float32", scaling="powers")
+
+    def read(self, tensors: LinearTensors) -> StoredWeight:
+        exponents = tensors.integers("weight_scales")
+        tensors.check("weight_scales", exponents < 255, exponents, "exponents below 255, which is NaN")
+        codes = StoredCodes(tensors.integers("weight_blocks"), "rows", 4, tensors.shape)
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+        return StoredWeight(self.format(""), (codes,), scales.astype(np.float32))
+
+
+class Mxfp4(Quantization):
+    """Hugging Face's `quant_method` mxfp4: experts alone are packed."""
+
+    method = "mxfp4"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        settings.choice("dequantize", (False,), False)
+        self._layout = Mxfp4Layout()
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """See `Quantization`."""
+        return self._layout if any(".mlp.experts." in name for name in names) else None
 
 
 class FineGrainedFp8(Quantization):

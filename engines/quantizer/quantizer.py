@@ -200,6 +200,11 @@ def _quantize_model(
     """A language model, layer by layer."""
     _check_options(options, texts)
     config = checkpoint_decoder_config(checkpoint)
+    if config.mixture is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is a mixture of experts, which is not quantized here so far. Take a release of the "
+            "model with packed weights"
+        )
     checkpoint.check(decoder_weights(config), unread_tensors(config))
     _check_groups(_columns(config), options)
     longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)

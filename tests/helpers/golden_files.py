@@ -1,7 +1,8 @@
 """Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
 
 A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
-Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed.
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed, as
+descriptions and expected values are.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
 Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.

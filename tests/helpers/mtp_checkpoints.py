@@ -15,7 +15,7 @@ from tiny_families import RECURRENT
 
 DECODERS, GOLDENS = golden_folder("decoder"), golden_folder("mtp")
 #: The golden heads, by the names of their bases.
-HEADS = ("qwen3_5_text", "qwen3_5_tied")
+HEADS = ("qwen3_5_text", "qwen3_5_tied", "qwen3_5_moe_text")
 #: Fields of a tiny Qwen3.5 whose head drafts.
 TINY = RECURRENT["qwen3_5"] | {
     "mtp_num_hidden_layers": 1,

@@ -65,6 +65,35 @@ FAMILIES = {
         "sliding_window": 4096,
     },
 }
+#: Those with mixtures of experts.
+MIXTURES = {
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "granitemoe": {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "residual_multiplier": 0.3,
+    },
+    "lfm2_moe": {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+}
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {
     "gemma3": {
@@ -101,6 +130,24 @@ DELTA_LAYERS = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+}
+MIXTURES["gpt_oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": 20,
+}
+MIXTURES["qwen3_5_moe"] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    **DELTA_LAYERS,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 64,
 }
 #: Of families with recurrent layers.
 RECURRENT = {

@@ -113,7 +113,7 @@ def write_folders(
     files = [path for path in directory.rglob("*") if path.is_file()]
     for path in files:
         path.chmod(0o644)
-        if path.name == "model.safetensors" or path.name.endswith(DRAWN):
+        if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
             pack(path)
         elif path.suffix == ".json":  # what is indented takes a third more
             path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")

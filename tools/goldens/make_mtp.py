@@ -21,10 +21,11 @@ import torch
 from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, write_folders
 from make_drafts import TOKENS, expected_values
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 
-BASES = ("qwen3_5_text", "qwen3_5_tied")
+BASES = ("qwen3_5_text", "qwen3_5_tied", "qwen3_5_moe_text")
 CHAIN = 3
 _DECODERS = golden_folder("decoder")
 
@@ -38,7 +39,8 @@ class Parts(torch.nn.Module):
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(hidden, epsilon)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(hidden, epsilon)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
-        self.layers = torch.nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        layer_class = Qwen3_5MoeDecoderLayer if hasattr(config, "num_experts") else Qwen3_5DecoderLayer
+        self.layers = torch.nn.ModuleList([layer_class(config, config.layer_types.index("full_attention"))])
         self.norm = Qwen3_5RMSNorm(hidden, epsilon)
 
 
@@ -73,9 +75,11 @@ def make_head(name: str, directory: Path) -> None:
     """Write the tensors of one head and what is computed with them."""
     seed = 1900 + BASES.index(name)
     torch.manual_seed(seed)
-    model_class = {"qwen3_5_text": Qwen3_5ForCausalLM, "qwen3_5": Qwen3_5ForConditionalGeneration}[
-        json.loads((_DECODERS / name / "config.json").read_text())["model_type"]
-    ]
+    model_class = {
+        "qwen3_5_text": Qwen3_5ForCausalLM,
+        "qwen3_5": Qwen3_5ForConditionalGeneration,
+        "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
+    }[json.loads((_DECODERS / name / "config.json").read_text())["model_type"]]
     base = model_class.from_pretrained(_DECODERS / name, dtype=torch.float32, attn_implementation="eager")
     base_config = AutoConfig.from_pretrained(_DECODERS / name)
     config, dtype = base_config.get_text_config(), base_config.dtype

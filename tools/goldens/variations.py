@@ -138,6 +138,18 @@ _QWEN3_5_ROPE = {
     "mrope_interleaved": True,
 }
 
+_MIXTURE = {**_SMALL, "intermediate_size": 16, "num_attention_heads": 2, "num_experts_per_tok": 2}
+_QWEN3_MOE = {
+    **_MIXTURE,
+    "num_experts": 6,
+    "intermediate_size": 24,
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+}
+
 VARIATIONS = {
     "llama_untied": Variation("llama", dtype="float32"),
     "llama_tied_sharded": Variation("llama", {"tie_word_embeddings": True}, shards=True),
@@ -350,6 +362,73 @@ VARIATIONS = {
         },
         dtype="bfloat16",
         seed=1950,
+        generated=64,
+        length=19,
+    ),
+    "qwen3_moe": Variation("qwen3_moe", _QWEN3_MOE, seed=2600, generated=64, length=19),
+    "olmoe": Variation(
+        "olmoe", {**_MIXTURE, "num_experts": 6, "num_key_value_heads": 2}, seed=2610, generated=64, length=19
+    ),
+    "granitemoe": Variation(
+        "granitemoe",
+        {**_MIXTURE, **_GRANITE, "num_local_experts": 5, "tie_word_embeddings": True},
+        dtype="bfloat16",
+        seed=2620,
+        generated=64,
+        length=19,
+    ),
+    "lfm2_moe": Variation(
+        "lfm2_moe",
+        {
+            **_MIXTURE,
+            "num_experts": 6,
+            "norm_eps": 1e-5,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 3,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "routed_scaling_factor": 1.5,
+        },
+        _LFM2_ROPE,
+        seed=2630,
+        generated=64,
+        length=19,
+    ),
+    "gpt_oss": Variation(
+        "gpt_oss",
+        {**_MIXTURE, "head_dim": 8, "num_attention_heads": 4, "num_local_experts": 5, "sliding_window": 6}
+        | {"swiglu_limit": 1.5, "num_key_value_heads": 2},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        dtype="bfloat16",
+        seed=2650,
+        generated=64,
+        length=19,
+    ),
+    "qwen3_5_moe_text": Variation(
+        "qwen3_5_moe_text",
+        {
+            **_QWEN3_5,
+            "full_attention_interval": 2,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_expert_intermediate_size": 24,
+        },
+        _QWEN3_5_ROPE,
+        seed=2640,
         generated=64,
         length=19,
     ),

@@ -65,7 +65,7 @@ class FewTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape = program.shape
-        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = _sink_refusal(step) or attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
         return refused or too_large(attention_shared_bytes(_attention_shape(step, shape)), limit)
 
     def scratch(self, step: Attention, program: Program) -> Edge:
@@ -106,7 +106,7 @@ class PromptTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape, size = program.shape, step.heads[2]
-        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = _sink_refusal(step) or prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
         return refused or too_large(attention_bytes(size, 2 if size <= 128 else 1, shape.kv_cache == "int8"), limit)
 
     def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
@@ -148,3 +148,7 @@ def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
     """What the attention of a layer works on."""
     rows, window = (shape.kv_rows, 0) if step.window is None else (shape.window_rows, step.window)
     return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)
+
+
+def _sink_refusal(step: Attention) -> str | None:
+    return None if step.sinks is None else "it has attention sinks, which kernels do not compute"

@@ -13,6 +13,7 @@ from golden_sequences import Sequences
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -23,6 +24,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 GOLDENS = golden_folder("decoder")
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 TOLERANCE = 1e-4
+LFM2_MOE = Mixture(6, 2, 16, "sigmoid", True, True, 1e-6, 1.5, (0,))
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
@@ -163,6 +165,20 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("starcoder2", {"hidden_act": "silu"}),
         ("starcoder2", {"sliding_window": 6}),
         ("starcoder2", {"mlp_bias": False}),
+        ("qwen3_moe", {"mixture": Mixture(6, 2, 16, normalized=False, dense_layers=(1,))}),
+        ("qwen3_moe", {"mixture": Mixture(6, 1, 16, dense_layers=(1,))}),
+        ("olmoe", {"joint_qk_norm": False, "qk_norm": False}),
+        ("olmoe", {"mixture": Mixture(6, 2, 16)}),
+        ("granitemoe", {"residual_scale": 1.0}),
+        ("granitemoe", {"mixture": Mixture(5, 2, 16, normalized=False)}),
+        ("lfm2_moe", {"mixture": replace(LFM2_MOE, scores="softmax")}),
+        ("lfm2_moe", {"mixture": replace(LFM2_MOE, correction=False)}),
+        ("lfm2_moe", {"mixture": replace(LFM2_MOE, scale=1.0)}),
+        ("gpt_oss", {"attention_sinks": False}),
+        ("gpt_oss", {"mixture": Mixture(5, 2, 16, biases=True, limit=7.0)}),
+        ("gpt_oss", {"mixture": Mixture(5, 2, 16, limit=1.5)}),
+        ("gpt_oss", {"sliding_window": 7}),
+        ("qwen3_5_moe_text", {"mixture": Mixture(6, 2, 16)}),
         ("qwen3_5_text", {"norm_offset": 0.0}),
         ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],
@@ -171,6 +187,7 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
 def test_what_a_family_has_of_its_own_would_be_missed(name: str, changed: dict[str, Any]) -> None:
     sequences = Sequences(GOLDENS / name, batch=2)
     assert all(getattr(sequences.config, key) != value for key, value in changed.items())
+    assert name != "lfm2_moe" or sequences.config.mixture == LFM2_MOE
     sequences.config = replace(sequences.config, **changed)
     sequences.table = rotary_table(sequences.config, sequences.rows)
     assert largest_difference(sequences.logits(sequences.token_ids, [0, 0]), sequences.expected) > 100 * TOLERANCE

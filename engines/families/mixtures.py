@@ -1,0 +1,188 @@
+"""Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
+LFM2-MoE, gpt-oss, Qwen3.5-MoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
+from edgellm.engines.families.hybrid import LFM2_TYPES, QWEN3_5_DEFAULTS, conv_width, read_qwen3_5, read_qwen3_5_text
+from edgellm.engines.families.llama import read_granite
+from edgellm.engines.families.qwen import QWEN3
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
+
+
+def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mixture:
+    """How many experts there are (`usual` where the file does not say), how many of them a token goes through, and how
+    large they are, which is in the field `size`; problems are noted in `fields`. `own` is what else the family says of
+    its `Mixture`."""
+    key = "num_experts"
+    if fields.values.get(key) is None:  # transformers 5 writes the other name, of some families
+        key = "num_local_experts"
+    count = fields.size(key, usual, LARGEST_EXPERTS)
+    chosen = fields.size("num_experts_per_tok", largest=LARGEST_EXPERTS)
+    if chosen > count > 0:
+        fields.wrong.append(f"num_experts_per_tok is {chosen}, but there are {count} experts")
+    return Mixture(count, chosen, fields.size(size), **own)
+
+
+def _read_qwen3_moe(fields: ConfigFields) -> DecoderConfig:
+    """Qwen3's attention. Layers of `mlp_only_layers` have an MLP, and those whose number, counted from 1, is no
+    multiple of `decoder_sparse_step`. A window is that of every layer."""
+    given, step = fields.values.get("mlp_only_layers"), fields.size("decoder_sparse_step")
+    listed, layers = [] if given is None else given, range(layer_count(fields))
+    if not isinstance(listed, list) or not all(is_integer(each) for each in listed):
+        fields.expect("mlp_only_layers", given, "a list of layers")
+        listed = []
+    dense = tuple(layer for layer in layers if layer in listed or (step and (layer + 1) % step))
+    own: dict[str, Any] = {"dense_layers": dense, "normalized": fields.switch("norm_topk_prob")}
+    mixture = read_mixture(fields, "moe_intermediate_size", 128, **own)
+    return read_decoder(fields, windowed=every_layer, **biases(fields), qk_norm=True, mixture=mixture)
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _read_qwen3_moe,
+    {
+        **QWEN3.defaults,
+        "head_dim": None,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+    },
+)
+
+
+def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
+    """Norms of query and key over all heads together; shares are not normalized by default. `clip_qkv` is refused."""
+    mixture = read_mixture(fields, "intermediate_size", 64, normalized=fields.switch("norm_topk_prob"))
+    own: dict[str, Any] = {"qk_norm": True, "joint_qk_norm": True, "mixture": mixture}
+    return read_decoder(fields, **biases(fields), **own)
+
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _read_olmoe,
+    {"num_key_value_heads": None, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+)
+
+
+def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
+    """Granite's scales; the router's scores are the softmax over the chosen."""
+    return read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe")
+
+
+GRANITE_MOE = Family(
+    "granitemoe", "GraniteMoeForCausalLM", _read_granite_moe, {"num_key_value_heads": None, "num_experts_per_tok": 2}
+)
+
+
+def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
+    """LFM2's layers, of which the first `num_dense_layers` have an MLP; scores are sigmoids, and with
+    `use_expert_bias` a bias of each expert takes part in the choice alone."""
+    dense, layers = fields.values.get("num_dense_layers"), layer_count(fields)
+    if not is_integer(dense) or not 0 <= dense <= layers:
+        fields.expect("num_dense_layers", dense, f"a whole number from 0 to {layers}")
+        dense = 0
+    tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
+    fields.values = fields.values | {
+        "rms_norm_eps": fields.positive("norm_eps"),
+        "tie_word_embeddings": fields.switch(tied),
+    }
+    own: dict[str, Any] = {
+        "scores": "sigmoid",
+        "correction": fields.switch("use_expert_bias"),
+        "normalized": fields.switch("norm_topk_prob"),
+        "epsilon": 1e-6,
+        "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
+        "dense_layers": tuple(range(dense)),
+    }
+    return read_decoder(
+        fields,
+        qk_norm=True,
+        layer_kinds=fields.layer_kinds(LFM2_TYPES, ["full_attention"] * layers),
+        conv_width=conv_width(fields, "conv_L_cache"),
+        conv_bias=fields.switch("conv_bias"),
+        naming="lfm2",
+        mixture=read_mixture(fields, "moe_intermediate_size", 32, **own),
+    )
+
+
+LFM2_MOE = Family(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    _read_lfm2_moe,
+    {
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "moe_intermediate_size": 1792,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts_per_tok": 4,
+        "use_expert_bias": True,
+    },
+)
+
+
+def _read_gpt_oss(fields: ConfigFields) -> DecoderConfig:
+    """Attention with sinks and biases, within a window in every other layer, the first included; experts with biases
+    and an activation of their own (`Mixture.limit`)."""
+    alpha = fields.values.get("swiglu_alpha")
+    if alpha not in (None, 1.702):
+        fields.refuse("swiglu_alpha", alpha, "supported is 1.702")
+    limit = fields.positive("swiglu_limit", 7.0, 1e6)
+    mixture = read_mixture(fields, "intermediate_size", 128, biases=True, limit=limit)
+    own: dict[str, Any] = {"attention_sinks": True, "naming": "gpt_oss", "mixture": mixture}
+    return read_decoder(fields, windowed=lambda layer: layer % 2 == 0, **biases(fields), **own)
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _read_gpt_oss,
+    {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+    },
+)
+
+
+def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
+    """Qwen3.5's layers, each with a mixture and an expert that every token goes through."""
+    mixture = read_mixture(
+        fields, "moe_intermediate_size", 256, shared_size=fields.size("shared_expert_intermediate_size")
+    )
+    fields.values = fields.values | {"intermediate_size": mixture.size or 1}  # there is no MLP of another size
+    return read_qwen3_5_text(fields, mixture=mixture)
+
+
+def _read_qwen3_5_moe(fields: ConfigFields) -> DecoderConfig:
+    return read_qwen3_5(fields, _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+
+
+_QWEN3_5_MOE = {
+    **QWEN3_5_DEFAULTS,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

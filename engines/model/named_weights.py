@@ -1,0 +1,83 @@
+"""Makes the weights of linear layers and norms by the names that checkpoints have for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.steps import Linear
+
+#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's; * stands for an expert's number.
+PUBLISHED = {
+    "llama": {},
+    "lfm2": {
+        "norm": "embedding_norm",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp": "feed_forward",
+        "mlp.gate": "feed_forward.gate",
+        "mlp.experts.*.gate_proj": "feed_forward.experts.*.w1",
+        "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
+        "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
+    },
+    "granitemoe": {
+        "mlp.gate": "block_sparse_moe.router.layer",
+        "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.gate_proj",
+        "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.up_proj",
+        "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
+    },
+    "qwen3_5": {},
+    "gpt_oss": {"mlp.gate": "mlp.router"},
+    "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+}
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
+
+
+class NamedWeights:
+    """Makes the weights of one part of a model: `prefix` begins their names, `source` those in the checkpoint, which
+    calls modules otherwise where `published` says so."""
+
+    def __init__(self, prefix: str, source: str, published: Mapping[str, str] | None = None) -> None:
+        self._prefix, self._source, self._published = prefix, source, published or {}
+
+    def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
+        """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
+        module, dot, kind = name.rpartition(".")
+        source = f"{self._source}{self._named(module)}{dot}{kind}"
+        return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+
+    def _named(self, module: str) -> str:
+        """What the checkpoint calls a module."""
+        expert = _EXPERT.match(module)
+        if expert is None:
+            return self._published.get(module, module)
+        any_expert = f"mlp.experts.*.{module[expert.end() :]}"
+        return self._published.get(any_expert, any_expert).replace("*", expert[1])
+
+    def linear(self, name: str, rows: int | Mapping[str, int], columns: int, bias: bool = True) -> Linear:
+        """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
+        fill one behind the other."""
+        folder = name[: name.rfind(".") + 1]
+        parts = {name: rows} if isinstance(rows, int) else {f"{folder}{part}": size for part, size in rows.items()}
+        named = {self._named(part): size for part, size in parts.items()}
+
+        def spec(kind: str, *width: int) -> WeightSpec:
+            sources = tuple((f"{self._source}{part}.{kind}", (size, *width)) for part, size in named.items())
+            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(named.values()), *width), sources)
+
+        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
+
+    def linear_of_experts(self, name: str, rows: Mapping[str, int], columns: int, count: int, biases: bool) -> Linear:
+        """One layer of each of `count` experts, whose biases [E, N] stand in one tensor."""
+        linear = self.linear(name, rows, columns, False)
+        stacked = (f"{self._source}{name}_bias", (count, sum(rows.values()) // count))
+        bias = WeightSpec(f"{self._prefix}{name}.bias", stacked[1], (stacked,)) if biases else None
+        return Linear(linear.name, replace(linear.weight, experts=count), bias)

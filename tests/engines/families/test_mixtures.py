@@ -1,0 +1,431 @@
+"""Mixtures of experts on NumPy: greedy text against transformers, trees, batches, stacks, packed experts, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_answers import (
+    ANSWER,
+    GOLDENS,
+    answer,
+    assert_a_batch_gives_what_each_does_alone,
+    assert_trees_give_what_plain_decoding_does,
+    expected,
+    make_runner,
+)
+from golden_sequences import Sequences
+from packed_checkpoints import write_packed
+from safetensors.numpy import load_file, save_file
+from tiny_families import MIXTURES
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.info import directory_facts, fact_lines
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
+from edgellm.engines.backends.numpy_experts import chosen_experts
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import (
+    AdapterError,
+    CheckpointError,
+    EngineDirectoryError,
+    EngineError,
+    UnsupportedModelError,
+)
+from edgellm.engines.families import decoder_config
+from edgellm.engines.lora.adapter import LoraAdapter
+from edgellm.engines.model.config import Mixture
+from edgellm.engines.model.decoder import decoder_program, decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.steps import Experts
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+
+#: The golden models with mixtures.
+NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text"]
+MODEL = "model.safetensors"
+by_name = pytest.mark.parametrize("name", NAMES)
+
+
+@by_name
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    prompt, tokens = expected(name)
+    assert len(tokens) == ANSWER
+    runner = make_runner(name)
+    assert answer(runner, prompt, ANSWER) == tokens
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", ["compute", pytest.param("int8", marks=pytest.mark.slow)])
+@by_name
+def test_trees_give_the_tokens_of_plain_decoding(name: str, kv_cache: str) -> None:
+    runner = make_runner(name, kv_cache)
+    assert_trees_give_what_plain_decoding_does(runner)
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", [pytest.param("compute", marks=pytest.mark.slow), "int8"])
+@by_name
+def test_sequences_of_different_lengths_in_one_batch(name: str, kv_cache: str) -> None:
+    runner = make_runner(name, kv_cache, slots=3)
+    assert_a_batch_gives_what_each_does_alone(runner)
+    runner.close()
+
+
+def stacked(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint whose experts are stacked, as transformers has them in memory."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / MODEL)
+    experts = sorted({name.rsplit(".", 3)[0] for name in tensors if ".experts." in name})
+    for module in experts:
+        count = len([name for name in tensors if name.startswith(f"{module}.") and "gate_proj" in name])
+        parts = {
+            "gate_up_proj": [(expert, ("gate_proj", "up_proj")) for expert in range(count)],
+            "down_proj": [(expert, ("down_proj",)) for expert in range(count)],
+        }
+        for stack, of_each in parts.items():
+            found = [[tensors.pop(f"{module}.{expert}.{part}.weight") for part in own] for expert, own in of_each]
+            tensors[f"{module}.{stack}"] = np.stack([np.concatenate(own) for own in found])
+    save_file(tensors, target / MODEL)
+    return target
+
+
+def test_stacked_experts_are_slices_of_the_file(tmp_path: Path) -> None:
+    source = GOLDENS / "qwen3_moe"
+    target = stacked(source, tmp_path / "stacked")
+    one_by_one, of_stack = Sequences(source), Sequences(target)
+    np.testing.assert_array_equal(*(each.logits(each.token_ids[:1], [0]) for each in (one_by_one, of_stack)))
+    with Checkpoint.open(target) as checkpoint:
+        info = checkpoint.info("model.layers.2.mlp.experts.3.up_proj.weight")
+        whole = checkpoint.info("model.layers.2.mlp.experts.3.gate_proj.weight")
+        assert (info.offset, info.shape) == (whole.offset + whole.nbytes, (16, 24))
+        assert info.name == "model.layers.2.mlp.experts.gate_up_proj[3, 16:32]"
+
+
+class TestChoice:
+    """Which experts a row goes through."""
+
+    def test_ties_go_to_the_lower_id(self) -> None:
+        given = np.array([[1, 3, 3, 3, 0]], np.float32)
+        ids, shares = chosen_experts(given, Mixture(5, 2, 8))
+        assert ids.tolist() == [[1, 2]] and shares.tolist() == [[0.5, 0.5]]
+
+    def test_shares_are_of_all_unless_normalized(self) -> None:
+        given = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32))
+        ids, shares = chosen_experts(given, Mixture(4, 2, 8, normalized=False))
+        assert ids.tolist() == [[1, 3]]
+        np.testing.assert_allclose(shares, [[0.4, 0.3]], rtol=1e-6)
+        _, shares = chosen_experts(given, Mixture(4, 2, 8, scale=2.5))
+        np.testing.assert_allclose(shares, [[2.5 * 4 / 7, 2.5 * 3 / 7]], rtol=1e-6)
+
+    def test_a_correction_is_for_the_choice_alone(self) -> None:
+        given, mixture = np.zeros((1, 3), np.float32), Mixture(3, 1, 8, "sigmoid", normalized=False)
+        ids, shares = chosen_experts(given, mixture, np.array([0, 0, 0.1], np.float32))
+        assert ids.tolist() == [[2]] and shares.tolist() == [[0.5]]
+        _, shares = chosen_experts(given, replace(mixture, normalized=True, epsilon=0.5))
+        assert shares.tolist() == [[0.5]]
+
+    @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+    def test_nan_is_of_its_row_alone(self, scores: str) -> None:
+        given = np.array([[1, 2, 3], [1, np.nan, 3], [3, 2, 1]], np.float32)
+        mixture = Mixture(3, 2, 8, scores)
+        ids, shares = chosen_experts(given, mixture)
+        assert np.isnan(shares[1]).all() and ids.min() >= 0 and ids.max() < 3
+        for row in (0, 2):
+            alone = chosen_experts(given[row : row + 1], mixture)
+            assert alone[0][0].tolist() == ids[row].tolist() and alone[1][0].tolist() == shares[row].tolist()
+
+
+DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
+
+
+def answers(directory: Path) -> list[tuple[int, ...]]:
+    """A batch of three, greedy and drawn."""
+    with LLM(directory, backend="numpy") as llm:
+        asked = []
+        for number, text in enumerate(TEXTS):
+            params = SamplingParams(temperature=0.9 * (number % 2), seed=number, max_tokens=12, ignore_eos=True)
+            asked.append(Request(llm.tokenizer.encode_chat([{"role": "user", "content": text}]), None, params))
+        return [response.token_ids for response in llm.handle(asked)]
+
+
+@pytest.mark.parametrize("family", sorted(MIXTURES.keys() - {"gpt_oss"}))  # which is packed in a way of its own
+def test_packed_answers_are_those_of_the_dense_twin(
+    family: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
+    found = []
+    for model in write_packed(source, tmp_path / "packed", tmp_path / "twin"):
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(tmp_path / f"{model.name}_engines"))
+    assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
+    facts = directory_facts(tmp_path / "packed_engines", verify=True)
+    assert facts["differences"] == []
+    mixture = EngineDirectory.read(tmp_path / "packed_engines").config.mixture
+    assert mixture is not None and 0 < facts["mixture"]["active_parameters"] < facts["parameters"]
+    assert facts["mixture"]["token_bytes"] < sum(facts["weights"].values())
+    said = "\n".join(fact_lines(facts))
+    assert f"mixtures of {mixture.experts} experts of {mixture.size}, {mixture.chosen} for each token" in said
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_sessions_snapshots_adapters_and_drafts(
+    family: str,
+    make_checkpoint: Callable[..., Path],
+    make_adapter: Callable[..., Path],
+    make_draft: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Answers of a conversation with and without what was kept of it, drafted and plain; an adapter changes them."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES[family])
+    engines, kept = tmp_path / "engines", tmp_path / "kept.edgekv"
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config)
+    adapter = make_adapter(tmp_path / "adapter", config, targets=("q_proj", "o_proj"))
+    limits = EngineLimits(2, 16, 256, draft_top_k=4, draft_steps=3, verify_tree_size=12, lora_slots=1, max_lora_rank=4)
+    build_engine_directory(
+        source, engines, limits, [], draft=make_draft(tmp_path / "draft"), adapters={"style": adapter}
+    )
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+
+    def said(adapter: str | None, drafting: DraftingConfig | None, load: bool = False) -> list[tuple[int, ...]]:
+        with LLM(engines, backend="numpy", drafting=drafting) as llm:
+            if load:
+                llm.load_snapshot(kept)
+            session = llm.create_session("be brief", params, adapter=adapter)
+            found = [session.send(text).token_ids for text in TEXTS]
+            if not (load or kept.exists()):
+                llm.cache_system_prompt("be brief", save=kept)
+            return found
+
+    plain = said(None, None)
+    assert said(None, None, load=True) == plain and said(None, DRAFTING) == plain
+    assert said("style", None) == said("style", DRAFTING) != plain
+
+
+#: What the four bits of MXFP4 stand for, as the OCP's formats have them.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Experts in blocks and scales, and the same numbers dense and transposed, as either is published."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["gpt_oss"], dtype="float32", torch_dtype=None)
+    tensors, random, packed, twin = load_file(source / MODEL), np.random.default_rng(3), {}, {}
+    for name in [each for each in tensors if each.endswith("experts.0.gate_up_proj.weight")]:
+        module = name.removesuffix(".0.gate_up_proj.weight")
+        for part in ("gate_up_proj", "down_proj"):
+            of_each = [tensors.pop(f"{module}.{expert}.{part}.weight") for expert in range(8)]
+            rows, columns = of_each[0].shape
+            codes = random.integers(0, 16, (8, rows, columns), np.uint8)
+            scales = random.integers(122, 126, (8, rows, columns // 32), np.uint8)
+            values = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=2)
+            twin[f"{module}.{part}"] = np.ascontiguousarray(values.transpose(0, 2, 1), np.float32)
+            blocks = codes[..., ::2] | codes[..., 1::2] << 4
+            packed |= {f"{module}.{part}_blocks": blocks.reshape(8, rows, -1, 16), f"{module}.{part}_scales": scales}
+    found = []
+    for folder, experts in (("packed", packed), ("twin", twin)):
+        shutil.copytree(source, tmp_path / folder)
+        save_file(tensors | experts, tmp_path / folder / MODEL)
+        if folder == "packed":
+            path = tmp_path / folder / "config.json"
+            config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+            path.write_text(json.dumps(config))
+        engines = tmp_path / f"{folder}_engines"
+        build_engine_directory(tmp_path / folder, engines, EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(engines))
+    assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
+    scales = packed["model.layers.2.mlp.experts.down_proj_scales"]
+    scales[5, 3, 1] = 255
+    save_file(tensors | packed, tmp_path / "packed" / MODEL)
+    with (
+        Checkpoint.open(tmp_path / "packed") as checkpoint,
+        pytest.raises(CheckpointError, match=r"weight_scales' holds 255 at \[3, 1\].*, expected exponents below 255"),
+    ):
+        checkpoint.stored("model.layers.2.mlp.experts.5.down_proj.weight", (64, 128))
+
+
+def test_sinks_are_refused_by_kernels_and_unknown_slopes_by_name() -> None:
+    config = Sequences(GOLDENS / "gpt_oss").config
+    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
+    reason = kernel_refusal(replace(config, mixture=None), shape, "float16", 1 << 20)
+    assert reason is not None and reason.endswith("it has attention sinks, which kernels do not compute")
+    values = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=r"swiglu_alpha is 1.5, supported is 1.702"):
+        decoder_config(values | {"swiglu_alpha": 1.5})
+
+
+def test_gpus_refuse_a_mixture_by_name() -> None:
+    config = Sequences(GOLDENS / "qwen3_moe").config
+    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
+    reason = kernel_refusal(config, shape, "float16", 1 << 20)
+    assert reason == "kernels cannot run the mixture of experts model.layers.0.mlp.gate: there is no kernel for it"
+    assert not splits_on(config, shape, "float16", "sm_90")
+    for packed in (False, True):
+        told = plan_refusal(config, shape, "float16", 1 << 20, packed)
+        assert told is not None and reason in told and told.endswith("run on NumPy so far: take --backend numpy")
+
+
+def test_the_plan_counts_no_mapped_experts() -> None:
+    config = Sequences(GOLDENS / "qwen3_moe").config
+    specs = decoder_weights(config)
+    sizes = {spec.name: int(np.prod(spec.shape)) for spec in specs}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    on_numpy, on_a_gpu = (plan_memory(config, EngineLimits(), specs, dtype).items for dtype in ("float32", "float16"))
+    assert on_numpy["weights"] == 4 * (sum(sizes.values()) - experts)
+    assert on_numpy["an expert's weights"] == 4 * 2 * 16 * 24
+    assert on_a_gpu["weights"] == 2 * sum(sizes.values()) and "an expert's weights" not in on_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+        ({"num_local_experts": 5000}, "num_local_experts is 5000, expected a whole number from 1 to 4096"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok is 0, expected a whole number"),
+        ({"moe_intermediate_size": "16"}, 'moe_intermediate_size is "16", expected'),
+        ({"mlp_only_layers": "1"}, 'mlp_only_layers is "1", expected a list of layers'),
+        ({"n_shared_experts": 1}, "n_shared_experts is 1, which is not supported"),
+        ({"topk_method": "noaux_tc"}, 'topk_method is "noaux_tc", which is not supported'),
+    ],
+)
+def test_configurations_that_are_refused(changed: dict[str, object], problem: str) -> None:
+    config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+    assert decoder_config(config).mixture == Mixture(6, 2, 16, dense_layers=(1,))
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as raised:
+        decoder_config(config | changed)
+    assert problem in str(raised.value)
+
+
+def test_the_largest_lfm2_has_the_published_number_of_parameters() -> None:
+    """8,339,929,856 parameters, and a bias of each expert beside them, which transformers calls a buffer."""
+    published = {
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "model_type": "lfm2_moe",
+        "bos_token_id": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "dtype": "bfloat16",
+        "eos_token_id": 7,
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1792,
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+        "vocab_size": 65536,
+    }
+    config = decoder_config(published)
+    assert config.mixture == Mixture(32, 4, 1792, "sigmoid", True, True, 1e-6, 1.0, (0, 1))
+    assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == 8_339_929_856 + 22 * 32
+    for changed, problem in (
+        ({"num_dense_layers": 25}, "num_dense_layers is 25, expected a whole number from 0 to 24"),
+        ({"use_expert_bias": 1}, "use_expert_bias is 1, expected true or false"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number above 0"),
+    ):
+        with pytest.raises(CheckpointError, match=problem):
+            decoder_config(published | changed)
+
+
+def test_clipped_projections_are_refused() -> None:
+    config = json.loads((GOLDENS / "olmoe" / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=r"clip_qkv is 8.0, which is not supported"):
+        decoder_config(config | {"clip_qkv": 8.0})
+
+
+def test_every_other_layer_is_dense_by_the_step() -> None:
+    config = json.loads((GOLDENS / "qwen3_moe" / "config.json").read_text())
+    found = decoder_config(config | {"mlp_only_layers": None, "decoder_sparse_step": 2, "norm_topk_prob": False})
+    assert found.mixture == Mixture(6, 2, 16, normalized=False, dense_layers=(0, 2))
+
+
+def changed_tensors(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None]) -> str:
+    """What is said of the golden model where its tensors are changed."""
+    shutil.copytree(GOLDENS / "qwen3_moe", tmp_path / "changed")
+    tensors = load_file(tmp_path / "changed" / MODEL)
+    change(tensors)
+    save_file(tensors, tmp_path / "changed" / MODEL)
+    with pytest.raises(CheckpointError) as raised:
+        Sequences(tmp_path / "changed")
+    return str(raised.value)
+
+
+def test_missing_experts_and_routers_of_wrong_shapes(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+        tensors["model.layers.0.mlp.gate.weight"] = tensors["model.layers.0.mlp.gate.weight"][:4].copy()
+
+    said = changed_tensors(tmp_path, change)
+    assert "missing: model.layers.2.mlp.experts.5.up_proj.weight [16, 24]" in said
+    assert "wrong shape: model.layers.0.mlp.gate.weight is [4, 24], expected [6, 24]" in said
+
+
+def test_nan_in_an_expert_is_found_where_it_is_loaded(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.2.mlp.experts.5.up_proj.weight"][3, 4] = np.nan
+
+    said = changed_tensors(tmp_path, change)
+    assert "'model.layers.2.mlp.experts.5.up_proj.weight'" in said and "nan at [3, 4]" in said
+
+
+def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    path = tmp_path / "engines" / "edgellm.json"
+    described = json.loads(path.read_text())
+    for key, value, problem in (
+        ("chosen", 90, "'chosen' is 90, there are 8 experts"),
+        ("scores", "best", "'scores' is 'best', expected one of softmax, sigmoid"),
+        ("dense_layers", [9], r"'dense_layers' is \[9\], expected different layers from 0 to 2"),
+        ("experts", 5000, "'experts' is 5000, expected"),
+    ):
+        changed = described["config"] | {"mixture": described["config"]["mixture"] | {key: value}}
+        path.write_text(json.dumps(described | {"config": changed}))
+        with pytest.raises(EngineDirectoryError, match=problem):
+            EngineDirectory.open(tmp_path / "engines")
+
+
+def test_adapters_of_experts_and_quantizing_are_refused_by_name(
+    make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
+    with Checkpoint.open(source) as checkpoint:
+        config = decoder_config(checkpoint.config)
+    adapter = make_adapter(tmp_path / "adapter", config)
+    assert set(LoraAdapter.read(adapter, config).pairs) >= {"model.layers.0.self_attn.q_proj"}
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for kind, shape in (("A", (4, config.hidden_size)), ("B", (32, 4))):
+        tensors[f"base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_{kind}.weight"] = np.ones(
+            shape, np.float32
+        )
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"it adapts a mixture's experts \(2 tensors, the first is"):
+        LoraAdapter.read(adapter, config)
+    with pytest.raises(CheckpointError, match="is a mixture of experts, which is not quantized here so far"):
+        quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
+
+
+def test_tensorrt_has_nothing_for_experts() -> None:
+    program = decoder_program(Sequences(GOLDENS / "qwen3_moe").config, EngineShape("decode", 1, 1, 8, 8))
+    (step, *_) = (each for each in program.steps if isinstance(each, Experts))
+    with pytest.raises(EngineError, match="TensorRT has nothing for the mixture of experts model"):
+        TensorRTOperations.experts(None, step)  # type: ignore[arg-type]
