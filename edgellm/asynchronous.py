@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from edgellm.drafting.controller import DraftingReport
+from edgellm.drafting.ratings import DraftingReport
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
 from edgellm.llm import LLM, ServedModel, with_others

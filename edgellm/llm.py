@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import finalize
 
-from edgellm.drafting.controller import DraftingReport
+from edgellm.drafting.ratings import DraftingReport
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics

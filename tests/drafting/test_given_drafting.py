@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from drafted_conversations import ask_freely
 
-from edgellm.drafting import given as given_module
-from edgellm.drafting.costs import PLAIN
+from edgellm.drafting import learner as learner_module
 from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting
 from edgellm.drafting.said import Said
+from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
@@ -226,8 +226,8 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(hidden: bool, mon
     for name, value in (("FIRST_CREDIT", 2.0), ("MOST_CREDIT", 20.0), ("FIRST_SECONDS", 0.0)):
         monkeypatch.setattr(f"edgellm.drafting.worth.{name}", value)
     clock, step = Clock(), 1e-4
-    monkeypatch.setattr(given_module, "time", clock)
-    monkeypatch.setattr(given_module, "MOST_PATIENCE", 0)  # as eager as can be
+    monkeypatch.setattr(learner_module, "time", clock)
+    monkeypatch.setattr(learner_module, "MOST_PATIENCE", 0)  # as eager as can be
     drafts = drafting()
     propose, asked = drafts.index.propose, []
 

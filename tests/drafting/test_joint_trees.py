@@ -15,9 +15,9 @@ from token_rules import RuledSequence
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.decoding.runner import read_adapters
 from edgellm.decoding.sequence import StepMasks
-from edgellm.drafting import given as given_module
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting import learner as learner_module
 from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -138,8 +138,8 @@ JOINT = DraftingConfig(4, 4, 16, suffix_decoding=True)
 def always_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is proposed stands beside the draft model's, also where that does not pay."""
     ask_freely(monkeypatch)
-    monkeypatch.setattr(given_module, "GAIN", 1e9)
-    monkeypatch.setattr(given_module, "JOINT_GAIN", -1e9)
+    monkeypatch.setattr(learner_module, "GAIN", 1e9)
+    monkeypatch.setattr(learner_module, "JOINT_GAIN", -1e9)
 
 
 def joint_rounds(responses: Sequence[Any]) -> int:
@@ -229,7 +229,7 @@ def told(drafts: GivenDrafting, joint_seconds: float, given_seconds: float = 0.0
     ("joint_seconds", "given_seconds", "taken"), [(0.032, 0.03, "joint"), (0.2, 0.3, "own"), (0.2, 0.02, "given")]
 )
 def test_the_best_of_three_is_taken(joint_seconds: float, given_seconds: float, taken: str) -> None:
-    drafts = drafting(FixedDrafting(OWN))
+    drafts = drafting(FixedDrafter(OWN))
     told(drafts, joint_seconds, given_seconds)
     chosen = drafts.choose(Takes(), [opened(drafts)], 100)  # type: ignore[list-item]
     if taken == "own":
@@ -252,7 +252,7 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("always_asked")
 def test_joint_rounds_that_disappoint_are_not_taken_any_more() -> None:
     """They promise what both drafts promise; where they give what the draft model's own give, that is learned."""
-    drafts = drafting(FixedDrafting(OWN))
+    drafts = drafting(FixedDrafter(OWN))
     told(drafts, 0.034, 0.3)
     rounds = 0
     while (chosen := drafts.choose(Takes(), [opened(drafts)], 100)) is not None:  # type: ignore[list-item]
@@ -266,7 +266,7 @@ def test_joint_rounds_that_disappoint_are_not_taken_any_more() -> None:
 
 @pytest.mark.usefixtures("always_asked")
 def test_nothing_is_joined_where_the_draft_model_has_no_turn() -> None:
-    class Plainly(FixedDrafting):
+    class Plainly(FixedDrafter):
         def likely(self, room: int, batch: int) -> DraftPlan | None:
             return None
 

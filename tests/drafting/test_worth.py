@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 
-from edgellm.drafting.costs import PLAIN
+from edgellm.drafting.seconds import PLAIN
 from edgellm.drafting.worth import FIRST_CREDIT, FIRST_SECONDS, MOST_CREDIT, WAITED, Proposed, Rates
 from edgellm.engines.speculation import draft_plan
 from edgellm.engines.speculation.round import GivenTree

@@ -172,7 +172,7 @@ class Simulated:
     def __init__(self, device: Device, drafts: bool, seed: int = 0) -> None:
         self.device, self._drafts, self.now, self._free = device, drafts, 0.0, 0.0
         self.running: list[DecodingSequence] = []
-        self.runner, self.planned, self.given = self, {}, None
+        self.runner, self.planned, self.drafter = self, {}, None
         self.backend = SimpleNamespace(steps_ahead=device.ahead, computes_at_once=not device.ahead)
         self._texts: dict[int, Text] = {}
         self._places: dict[int, int] = {}
@@ -250,28 +250,33 @@ def clock_of(simulated: Simulated) -> Iterator[None]:
         time.perf_counter = real
 
 
-def played(simulated: Simulated, loop: DecodingLoop, answers: Sequence[Sequence[Text]], opened: Any) -> list[float]:
-    """The decode seconds until each token, all sequences together, of batches of answers one after the other; the
-    noise, which the drafter meets, is left out."""
-    found: list[float] = []
+def played(
+    simulated: Simulated, loop: DecodingLoop, answers: Sequence[Sequence[Text]], opened: Any
+) -> list[list[float]]:
+    """The decode seconds until each token of each sequence of a batch, over answers one after the other; the noise,
+    which the drafter meets, is left out."""
+    found: list[list[float]] = [[] for _ in answers[0]]
     with clock_of(simulated):
         for batch in answers:
             for text in batch:
                 simulated.admit(text, opened)
-            began, spent = simulated.now - simulated.noise, found[-1] if found else 0.0
+            began, spent = simulated.now - simulated.noise, [each[-1] if each else 0.0 for each in found]
+            places = {id(sequence): place for place, sequence in enumerate(simulated.running)}
             while simulated.running:
-                found += [spent + simulated.now - simulated.noise - began for _ in loop.advance()]
+                for token in loop.advance():
+                    place = places[id(token.sequence)]
+                    found[place].append(spent[place] + simulated.now - simulated.noise - began)
     return found
 
 
 def played_fixed(
     device: Device, plan: DraftPlan | None, answers: Sequence[Sequence[Text]], drafts: bool, index: Any = None
-) -> list[float]:
+) -> list[list[float]]:
     """The same for one plan at every step, shorter at the end, without noise; nothing waits for the host. Of given
     candidates there are rounds wherever the index, or the rules, propose something."""
-    found: list[float] = []
-    now = 0.0
+    found: list[list[float]] = [[] for _ in answers[0]]
     for batch in answers:
+        now, spent = 0.0, [each[-1] if each else 0.0 for each in found]
         places, ruled = [0] * len(batch), any(text.forced is not None for text in batch)
         said = [None if index is None else index.open(text.prompt) for text in batch]
         while running := [slot for slot, text in enumerate(batch) if places[slot] < len(text.answer)]:
@@ -284,7 +289,7 @@ def played_fixed(
                         proposal = index.propose(said[slot], plan.top_k, plan.steps, 3)
                         trees[slot] = GivenTree(proposal.tokens, proposal.parents)
                 taken = plan if any(len(trees[slot].tokens) for slot in running) else None
-            seconds = device.seconds(taken, len(running), drafts)
+            seconds = device.seconds(taken, len(running), drafts) + (0.0 if device.ahead else device.host)
             waits = (
                 device.host + device.ask if device.ahead and (ruled or (plan is not None and plan.is_given)) else 0.0
             )
@@ -294,7 +299,7 @@ def played_fixed(
                 if index is not None:
                     index.extend(said[slot], batch[slot].answer[places[slot] : places[slot] + count])
                 places[slot] += count
-                found += [now] * count
+                found[slot] += [spent[slot] + now] * count
         for sequence in said:
             if index is not None:
                 index.close(sequence)

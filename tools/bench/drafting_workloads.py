@@ -1,12 +1,12 @@
-"""What drafting is worth on 40 simulated workloads (`drafting_simulation`), against plain decoding and every fixed plan.
+"""What drafting is worth on 40 simulated workloads, against plain decoding and every fixed plan.
 
     python -m tools.bench.drafting_workloads [--only WORDS] [--output TABLE.md]
 
 Texts are the project's own: pages, code, edits of pages, actions in JSON, prose, and words in no order; how well a
-draft model guesses them is assumed, in spells that are easier and harder. For each workload: what is drafted, the speed of it
-over plain decoding's, the least share of plain decoding's speed over any 512 tokens (of each sequence), from the first
-token of the process on, and behind the first 1,024 tokens the speed over the best fixed plan's, with that plan and what
-it has over plain decoding.
+draft model guesses them is assumed, in spells that are easier and harder; `drafting_simulation` plays them. For each
+workload: what is drafted, the speed of it over plain decoding's, the least share of plain decoding's speed over any 512
+tokens of a sequence, from the first token of the process on, and behind the first 1,024 tokens the speed over the best
+fixed plan's, with that plan and what it has over plain decoding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import DraftingController, candidate_plans
-from edgellm.drafting.costs import PLAIN, RoundCosts
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.drafters import candidate_plans
+from edgellm.drafting.learner import Learner
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.suffix_index import SuffixIndex
@@ -35,8 +34,8 @@ WINDOW, LEARNED = 512, 1024
 DEEPEST, MOST_NODES = 16, 64
 #: How often a chain's first guess is right, by kind of text, and in JSON where rules leave no choice.
 HEAD = {"chat": 0.62, "code": 0.8, "edit": 0.7, "action": 0.9, "schema": 0.75, "prose": 0.45, "unseen": 0.05}
-#: How much more and less in a spell, and how long spells are.
-SPELLS, SPELL = (0.18, -0.22), 12
+#: The odds of that in an easier and in a harder spell, and how long spells are.
+ODDS, SPELL = (2.7, 1 / 2.7), 12
 _OBJECTS = ["red cup", "blue cup", "green apple", "white bowl", "yellow banana", "wooden spoon", "small box"]
 
 
@@ -100,8 +99,9 @@ def _text(workload: Workload, rng: random.Random) -> Text:
             answer, forced = answer + piece, forced + alone
             for is_forced in alone:
                 spell = rng.randrange(2) if rng.random() < 1.0 / SPELL else spell
-                chance = 0.6 if is_forced else HEAD[kind] + SPELLS[spell]
-                head.append(max(0.0, min(0.98, chance)) * (1.0 - 0.35 * workload.temperature))
+                odds = ODDS[spell] * HEAD[kind] / (1.0 - HEAD[kind])
+                chance = 0.6 if is_forced else odds / (1.0 + odds)
+                head.append(chance * (1.0 - 0.35 * workload.temperature))
     answer = answer[: workload.length]
     answer = [rng.randrange(10**6, 10**7) if rng.random() < 0.08 * workload.temperature else each for each in answer]
     return Text(prompt, answer, head, [rng.random() for _ in head], forced if "schema" in workload.kinds else None)
@@ -158,8 +158,8 @@ def _source(kind: str) -> list[int]:
     return [token for path in sorted((_CHECKOUT / folder).glob(pattern)) for token in _tokens(path.read_text("utf-8"))]
 
 
-def played_drafted(workload: Workload, answers: Sequence[Sequence[Text]], seed: int = 0) -> list[float]:
-    """Decode seconds until each token, as the house would draft."""
+def played_drafted(workload: Workload, answers: Sequence[Sequence[Text]], seed: int = 0) -> list[list[float]]:
+    """Decode seconds until each token of each sequence, as the house would draft."""
     device = workload.device
     simulated = Simulated(device, workload.has_model, seed)
     index = None if workload.drafts in ("model", "rules") else SuffixIndex()
@@ -178,21 +178,10 @@ def played_drafted(workload: Workload, answers: Sequence[Sequence[Text]], seed: 
 def _drafted_loop(
     workload: Workload, simulated: Simulated, index: SuffixIndex | None
 ) -> tuple[DecodingLoop, Callable[..., None]]:
-    device, chooser = workload.device, None
-    if workload.has_model:
-        plans = candidate_plans(DraftingConfig(), LIMITS)
-        batches = range(1, 9)
-        costs = {
-            p: {b: device.seconds(plan, b, True) for b in batches}
-            for plan in (None, *plans)
-            for p in [PLAIN if plan is None else plan.name]
-        }
-        chooser = DraftingController(plans, RoundCosts(costs))
-    drafter = GivenDrafting(DEEPEST, device.ahead > 0, index, chooser, MOST_NODES)
-    simulated.given = drafter
-    simulated.ended = drafter.close
-    loop = DecodingLoop(simulated, chooser)
-    return loop, lambda sequence: drafter.open(sequence, sequence.prompt_ids)
+    own = candidate_plans(DraftingConfig(), LIMITS) if workload.has_model else []
+    drafter = simulated.drafter = Learner(DEEPEST, workload.device.ahead > 0, index, own, True, MOST_NODES)
+    simulated.ended = drafter.close  # type: ignore[method-assign]
+    return DecodingLoop(simulated), lambda sequence: drafter.open(sequence, sequence.prompt_ids)  # type: ignore[arg-type]
 
 
 class Figures(NamedTuple):
@@ -215,23 +204,19 @@ def figures(workload: Workload, seed: int = 0) -> Figures:
     for plan in _fixed(workload):
         index = SuffixIndex() if workload.drafts in ("suffix", "both") and plan.is_given else None
         found[plan.name] = played_fixed(workload.device, plan, answers, workload.has_model, index)
-    late = min(LEARNED * workload.batch, len(plain) // 2)
+    late = min(LEARNED, len(plain[0]) // 2)
 
-    def rate(seconds: Sequence[float]) -> float:
-        return (len(seconds) - late) / (seconds[-1] - seconds[late - 1])
+    def rate(seconds: Sequence[Sequence[float]]) -> float:
+        return sum((len(each) - late) / (each[-1] - each[late - 1]) for each in seconds)
 
     name = max(found, key=lambda each: rate(found[each]))
     best = rate(found[name])
-    return Figures(
-        plain[-1] / ours[-1],
-        min(windows(plain, ours, WINDOW * workload.batch)),
-        best / rate(plain),
-        rate(ours) / best,
-        name,
-    )
+    overall = sum(each[-1] for each in plain) / sum(each[-1] for each in ours)
+    worst = min(share for pair in zip(plain, ours, strict=True) for share in windows(*pair))
+    return Figures(overall, worst, best / rate(plain), rate(ours) / best, name)
 
 
-def windows(plain: Sequence[float], ours: Sequence[float], size: int) -> Iterator[float]:
+def windows(plain: Sequence[float], ours: Sequence[float], size: int = WINDOW) -> Iterator[float]:
     """The speed over plain decoding's in all spans of so many tokens."""
     for start in range(0, len(plain) - size, max(1, size // 32)):
         first = (plain[start - 1], ours[start - 1]) if start else (0.0, 0.0)

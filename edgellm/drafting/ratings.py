@@ -1,0 +1,149 @@
+"""What plans are rated by: how far a draft model should come, what a step should give, and what may be lost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from edgellm.drafting.acceptance import AcceptanceModel, tree_gain
+from edgellm.drafting.seconds import PLAIN
+from edgellm.engines.speculation.draft_plan import DraftPlan
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan should give: tokens of a sequence and seconds in a round, tokens per second of all."""
+
+    name: str
+    tokens: float
+    seconds: float
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        milliseconds, rate = self.seconds * 1000, self.tokens_per_second
+        return f"{self.name}: {self.tokens:.2f} tokens in {milliseconds:.2f} ms, {rate:.0f} tokens/s"
+
+
+@dataclass(frozen=True)
+class DraftingReport:
+    """What was chosen for the latest batch size, and why.
+
+    `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
+    forecast. `acceptance` holds, by group of the draft model's plans, the estimated probability that depth 1, 2, ... is
+    accepted once the depth before was; of what was said before, how often candidates came over what was promised.
+    `forecasts` are sorted, the fastest first.
+    """
+
+    chosen: str
+    reason: str
+    rounds: dict[str, int]
+    explored: int
+    acceptance: dict[str, list[float]]
+    forecasts: list[Forecast]
+
+
+class Option(NamedTuple):
+    """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
+    plain steps; a draft model comes to depth d + 1 with probability `reach[d]`."""
+
+    plan: DraftPlan | None
+    tokens: float
+    seconds: float
+    risk: float = 0.0
+    reach: Sequence[float] = ()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def forecast(self, batch: int) -> Forecast:
+        """For people."""
+        return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
+
+
+class Chances:
+    """How far the plans of a draft model should come, by what came of them. Chains, and trees of one shape, have the
+    same chances at each depth."""
+
+    def __init__(self, plans: Sequence[DraftPlan]) -> None:
+        self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
+        gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
+        self._model = AcceptanceModel(gains, max((plan.steps for plan in plans), default=0))
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int]) -> None:
+        """A step has given tokens: a round of the draft model's own, or (None) another one."""
+        if plan is None:
+            self._model.age()
+        else:
+            self._model.record(self._groups[plan], plan.steps, emitted)
+
+    def reaches(self) -> dict[DraftPlan, list[float]]:
+        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
+        found, estimates = {}, self._model.estimates()
+        for plan, group in self._groups.items():
+            reached, reach = 1.0, []
+            for probability in estimates[group][: plan.steps]:
+                reached *= probability
+                reach.append(reached)
+            found[plan] = reach
+        return found
+
+    def estimates(self) -> dict[str, list[float]]:
+        """See `DraftingReport.acceptance`."""
+        return self._model.estimates()
+
+
+class Account:
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, whatever was saved before
+    them, since a text that suited the drafts says nothing of the next. So the loss that counts is that since the best
+    place of the latest `WINDOW` tokens.
+
+    A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
+    place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
+    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
+    change.
+    """
+
+    #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
+
+    def __init__(self) -> None:
+        self._tokens = self._saved = 0.0
+        #: Places, in tokens, and what was saved up to them: each more than at all later ones.
+        self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
+        #: What each step under way may lose.
+        self._risks: deque[float] = deque()
+
+    @property
+    def left(self) -> float:
+        """What may be lost, whatever comes of the steps under way."""
+        return self.MOST_LOST - (self._best[0][1] - self._saved) - sum(self._risks)
+
+    def affordable(self, cheapest: float) -> float:
+        """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
+        passed = math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
+        left = self.left - self.LATER * (1.0 - passed)
+        return max(min(left, cheapest), left / self.CAREFUL)
+
+    def launched(self, risk: float) -> None:
+        """A step was launched that may lose so much."""
+        self._risks.append(risk)
+
+    def forget(self) -> None:
+        """No step is under way."""
+        self._risks.clear()
+
+    def ended(self, tokens: float, saved: float) -> None:
+        """A step gave each sequence so many tokens, and saved so many plain steps."""
+        if self._risks:
+            self._risks.popleft()
+        self._tokens, self._saved = self._tokens + tokens, self._saved + saved
+        while self._best and self._best[-1][1] <= self._saved:
+            self._best.pop()
+        self._best.append((self._tokens, self._saved))
+        while self._best[0][0] < self._tokens - self.WINDOW:
+            self._best.popleft()
