@@ -18,8 +18,9 @@ PLAIN, WAITED = "plain", "waited"
 LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
 #: How far the load and a plan's own cost move from one step to the next, and how much steps alike differ.
 LOAD_DRIFT, OWN_DRIFT, NOISE = 0.03, 0.005, 0.1
-#: No step counts as slower or faster than expected by more than this factor: it was interrupted.
-LARGEST_SURPRISE = 2.0
+#: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
+#: that is slower by this one is left out: it met cold caches.
+LARGEST_SURPRISE, COLD = 2.0, 1.5
 
 
 class Guess(NamedTuple):
@@ -67,6 +68,7 @@ class Seconds:
             self._logs[0] = self._covariance[0] = self._covariance[:, 0] = 0.0
             self._covariance += np.diag([LOAD_DOUBT**2, 0.0, *[(OWN_DOUBT / 2) ** 2] * (len(names) - 1)])
         self._drift = np.diag([LOAD_DRIFT**2, *[OWN_DRIFT**2] * len(names)])
+        self._seen: set[DraftPlan] = set()
         self._known: dict[DraftPlan, tuple[float, list[int]]] = {}
 
     @property
@@ -89,6 +91,10 @@ class Seconds:
         guessed, places = (1.0, [0, 1] if waited else [0]) if plan is None else self._terms_of(plan)
         expected = self._plain * guessed * math.exp(sum([self._logs[place] for place in places]))
         surprise, limit = math.log(max(seconds, 1e-9) / expected), math.log(LARGEST_SURPRISE)
+        if plan is not None and plan not in self._seen:
+            self._seen.add(plan)
+            if surprise > math.log(COLD):
+                return
         self._covariance += self._drift
         shared = self._covariance[:, places].sum(axis=1)
         gain = shared / (shared[places].sum() + NOISE**2)
@@ -105,4 +111,4 @@ class Seconds:
 def _terms(plan: DraftPlan) -> list[str]:
     """What the error of a plan's guess is made of."""
     own, *joint = plan.name.split(" + ")
-    return [own, *joint]
+    return [own, *(f"+ {each}" for each in joint)]
