@@ -237,7 +237,7 @@ class DecodingLoop:
         known = all(launch.tokens is not None for launch in self._launches)
         waited = known and begun is None and self._runner.backend.steps_ahead > 0
         if not now.raw and (now.ruled or self._drafter.drafts):
-            asked = self._runner, self.running, now.room, known, begun is not None, waited
+            asked = self._runner, self.running, now.room, now.ruled, known, begun is not None, waited
             plan, trees = self._drafter.choose(*asked)
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:

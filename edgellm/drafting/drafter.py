@@ -43,11 +43,18 @@ class Drafter:
         """It has ended."""
 
     def choose(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, known: bool, begun: bool, waited: bool
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
     ) -> Choice:
-        """The next step of sequences in the leading slots, none of which takes more than `room` tokens. Candidates are
-        given only where all their tokens are `known`. A step that has `begun` is a plain one. `waited` says whether
-        the device has nothing to do meanwhile."""
+        """The next step of sequences in the leading slots, under rules or not, none of which takes more than `room`
+        tokens. Candidates are given only where all their tokens are `known`. A step that has `begun` is a plain one.
+        `waited` says whether the device has nothing to do meanwhile."""
         return None, None
 
     def record(
@@ -86,19 +93,21 @@ class FixedDrafter(Drafter):
         self.plans = fitting_plans(plan)
 
     def choose(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, known: bool, begun: bool, waited: bool
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
     ) -> Choice:
         """See `Drafter`."""
-        return first_fitting(self.plans, runner, len(sequences), room, is_ruled(sequences)), None
+        return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """Always."""
         return True
-
-
-def is_ruled(sequences: Sequence[Drafted]) -> bool:
-    """Whether rules say what one of them may say."""
-    return any(sequence.constraint is not None for sequence in sequences)
 
 
 def fitting_plans(plan: DraftPlan) -> Sequence[DraftPlan]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafter import Drafter, FixedDrafter, NoDrafter, fitting_plans
 from edgellm.drafting.learner import Learner
@@ -90,7 +92,8 @@ class Drafters:
         """Where the tokens would show which of the drafts was faster, nothing is proposed beside the draft model."""
         assert self._runner is not None
         runner, verification, limits = self._runner, self._runner.verification, self._directory.limits
-        own, adaptive = (), True
+        own: Sequence[DraftPlan] = ()
+        adaptive = True
         if setting is not None and setting.needs_draft_model:
             if runner.draft is None:
                 raise RequestError(

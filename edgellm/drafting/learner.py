@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting, is_ruled
+from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, Chances, DraftingReport, Option
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
@@ -128,16 +128,25 @@ class Learner(Drafter):
         self.host.close(sequence)
 
     def choose(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, known: bool, begun: bool, waited: bool
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
     ) -> Choice:
         """See `Drafter`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
-        batch, ruled = len(sequences), is_ruled(sequences)
+        batch = len(sequences)
         times = self._times.get((batch, ruled))
-        if times is None:  # nothing is weighed before a step was timed
-            return (None if begun or self._adaptive else first_fitting(self.own, runner, batch, room, ruled)), None
+        if times is None:  # nothing is weighed, or nothing was timed yet
+            own = () if begun or self._adaptive else self.own
+            return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
         if known and self.given_plans and (ruled or (self.looks_up and self._affords)):
-            found, best = self._asked(runner, sequences, room, not waited or (self._ended and not ruled), waited)
+            asks = not waited or (self._ended and not ruled)
+            found, best = self._asked(runner, sequences, room, ruled, asks, waited)
             if ruled:
                 self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
                 self._was_round, self._missed = best is not None and not begun, best is not None and begun
@@ -225,11 +234,17 @@ class Learner(Drafter):
         return self.account.left + TRUSTED > 0.0
 
     def _asked(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, asks: bool, waited: bool, ahead: bool = False
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        asks: bool,
+        waited: bool,
+        ahead: bool = False,
     ) -> tuple[list[Proposed], DraftPlan | None]:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
-        ruled = is_ruled(sequences)
         quiet = self._patience(self._times[len(sequences), ruled]) if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
@@ -288,7 +303,7 @@ class Learner(Drafter):
         """Ask the index what follows the tokens that are known, where it is time to."""
         is_due = any(each.said is not None and each.said.is_due for each in sequences)
         if is_due and self._affords and (len(sequences), False) in self._times:
-            self._asked(runner, sequences, room, True, False, True)
+            self._asked(runner, sequences, room, False, True, False, True)
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Drafter`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
@@ -297,7 +312,7 @@ class Learner(Drafter):
             return False
         if not self._ended and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
-        return self._asked(runner, sequences, room, self._ended, False, True)[1] is not None
+        return self._asked(runner, sequences, room, False, self._ended, False, True)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Drafter`: whether another round is likely to follow the one under way, and worth it."""
@@ -328,7 +343,9 @@ class Learner(Drafter):
     def record(
         self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
     ) -> None:
-        """See `Drafter`."""
+        """See `Drafter`. Without rules there is nothing to weigh an always equal plan against."""
+        if not (ruled or self._adaptive or self.looks_up):
+            return
         asked, batch, takes_given = self.host.learn(), len(emitted), plan is not None and plan.takes_given
         self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
         self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0

@@ -50,7 +50,8 @@ def choice(
     drafts: Learner, sequences: Sequence[Answer], room: int, most: int = 31, begun: bool = False, waited: bool = False
 ) -> Any:
     """The round of given candidates that is chosen, and their trees; None where there is none."""
-    plan, trees = drafts.choose(Takes(most), sequences, room, True, begun, waited)
+    ruled = any(sequence.constraint is not None for sequence in sequences)
+    plan, trees = drafts.choose(Takes(most), sequences, room, ruled, True, begun, waited)
     return None if trees is None else (plan, trees)
 
 

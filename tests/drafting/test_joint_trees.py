@@ -210,7 +210,7 @@ def drafting() -> Learner:
 
 def choice(drafts: Learner, joint: bool = True) -> Any:
     """The round of given candidates that is chosen, and their trees; None where there is none."""
-    plan, trees = drafts.choose(Takes(joint), [opened(drafts)], 100, True, False, False)  # type: ignore[list-item]
+    plan, trees = drafts.choose(Takes(joint), [opened(drafts)], 100, False)  # type: ignore[list-item]
     return None if trees is None else (plan, trees)
 
 

@@ -59,9 +59,9 @@ class GivenTrees(Drafter):
         self._another = another or NoDrafter()
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, known: bool, begun: bool, waited: bool
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
     ) -> Choice:
-        beside, _ = self._another.choose(runner, sequences, room, False, begun, waited)
+        beside, _ = self._another.choose(runner, sequences, room, ruled)
         plan = self._plan if beside is None else beside.joined(5, 3, 16)
         if not known or begun or plan.longest > room or not runner.takes_given(len(sequences), plan):
             return beside, None
@@ -397,9 +397,9 @@ class KnownAnswers(GivenTrees):
         self._expected = expected
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, known: bool, begun: bool, waited: bool
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
     ) -> Choice:
-        chosen = super().choose(runner, sequences, room, known, begun, waited)
+        chosen = super().choose(runner, sequences, room, ruled, known, begun, waited)
         if chosen[1] is None:
             return chosen
         trees = []
