@@ -30,8 +30,6 @@ SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
 #: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
 #: and the share of a round that a try counts as losing at least.
 TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.002, 0.02, 0.1
-#: What rounds of given candidates may overdraw the account: what comes of candidates is seen behind plain steps, too.
-TRUSTED = 1.0
 #: No step counts as having taken so many times longer than expected: it was interrupted.
 INTERRUPTED = 1.25
 #: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
@@ -231,7 +229,7 @@ class Learner(Drafter):
     @property
     def _affords(self) -> bool:
         """Whether rounds of given candidates may be taken, and the index asked."""
-        return self.account.left + TRUSTED > 0.0
+        return self.account.trusted > 0.0
 
     def _asked(
         self,
@@ -248,6 +246,9 @@ class Learner(Drafter):
         quiet = self._patience(self._times[len(sequences), ruled]) if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
+        for sequence in sequences if best is not None else ():
+            if sequence.said is not None:
+                sequence.said.quiet = 0
         if self._ended and asks:
             self._again += 2 * _PACE * ((best is not None) - self._again)
             self._ended = False
@@ -274,7 +275,7 @@ class Learner(Drafter):
             share, spent, before = 1.0, -times.waiting if waited else 0.0, float(batch)
         ranked: list[tuple[float, DraftPlan, Option]] = []
         for plan in self.given_plans:
-            affords = ruled or _risk(times, plan) * misses <= self.account.left + TRUSTED
+            affords = ruled or _risk(times, plan) * misses <= self.account.trusted
             if plan.longest <= room and affords:
                 count, seconds = plan.given_nodes + ahead, times.of(plan)
                 tokens = before + sum([each.expected(count) for each in found])

@@ -260,7 +260,8 @@ class HostProposals:
 
     def proposed(self, sequence: Drafted, most: int, quiet: int | None) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
-        The index is asked where it is time to, unless `quiet` is None, and not before so many tokens again."""
+        The index is asked where it is time to, unless `quiet` is None, and not before so many tokens again, if nobody
+        says otherwise (`said.quiet`)."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
             return NOTHING
@@ -279,7 +280,7 @@ class HostProposals:
             self._tell(said)
             found = self.index.propose(said.history, self._nodes, self._depth, WIDTH, LEAST_CHANCE)
             said.proposed = self.trust.weighed(found if constraint is None else allowed(constraint, found))
-            said.whole, said.quiet = len(found.tokens), 0 if said.proposed.chances else quiet
+            said.whole, said.quiet = len(found.tokens), quiet
             self.asking += time.perf_counter() - began
         return said.proposed or NOTHING
 

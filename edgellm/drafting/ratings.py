@@ -110,6 +110,8 @@ class Account:
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
+    #: What given candidates may overdraw at once, and up to `WINDOW` tokens behind the best place.
+    TRUSTED, TRUSTED_LATER = 1.0, 3.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = 0.0
@@ -125,9 +127,18 @@ class Account:
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
-        passed = math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
-        left = self.left - self.LATER * (1.0 - passed)
+        left = self.left - self.LATER * (1.0 - self._passed)
         return max(min(left, cheapest), left / self.CAREFUL)
+
+    @property
+    def trusted(self) -> float:
+        """What a round of given candidates may lose: more, since what comes of them is seen behind plain steps, too."""
+        return self.left + self.TRUSTED + (self.TRUSTED_LATER - self.TRUSTED) * self._passed
+
+    @property
+    def _passed(self) -> float:
+        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
+        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
     def launched(self, risk: float) -> None:
         """A step was launched that may lose so much."""

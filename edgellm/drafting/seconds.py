@@ -16,8 +16,9 @@ PLAIN, WAITED = "plain", "waited"
 #: as far as all share it, of a plan's own, and of what waiting adds. Guesses were up to twice or half of what is
 #: measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
-#: How far the load and a plan's own cost move from one step to the next, and how much steps alike differ.
-LOAD_DRIFT, OWN_DRIFT, NOISE = 0.03, 0.005, 0.1
+#: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
+#: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
+LOAD_DRIFT, NOISE, MEMORY = 0.1, 0.15, 1500.0
 #: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
 #: that is slower by this one is left out: it met cold caches.
 LARGEST_SURPRISE, COLD = 2.0, 1.5
@@ -67,7 +68,13 @@ class Seconds:
             self._logs, self._covariance = like._logs.copy(), like._covariance.copy()
             self._logs[0] = self._covariance[0] = self._covariance[:, 0] = 0.0
             self._covariance += np.diag([LOAD_DOUBT**2, 0.0, *[(OWN_DOUBT / 2) ** 2] * (len(names) - 1)])
-        self._drift = np.diag([LOAD_DRIFT**2, *[OWN_DRIFT**2] * len(names)])
+        # The load has no place that it returns to, the others return to the guess, and their doubt to the first one.
+        kept = math.exp(-1.0 / MEMORY)
+        self._kept = np.array([1.0, *[kept] * len(names)])
+        rounds = np.array([0.0, 0.0, *[GUESS_DOUBT] * (len(names) - 1)])
+        own = np.array([0.0, WAITED_DOUBT, *[OWN_DOUBT] * (len(names) - 1)])
+        self._drift = (1.0 - kept**2) * (np.outer(rounds, rounds) + np.diag(own**2))
+        self._drift[0, 0] = LOAD_DRIFT**2
         self._seen: set[DraftPlan] = set()
         self._known: dict[DraftPlan, tuple[float, list[int]]] = {}
 
@@ -95,7 +102,8 @@ class Seconds:
             self._seen.add(plan)
             if surprise > math.log(COLD):
                 return
-        self._covariance += self._drift
+        self._logs *= self._kept
+        self._covariance = self._covariance * self._kept * self._kept[:, None] + self._drift
         shared = self._covariance[:, places].sum(axis=1)
         gain = shared / (shared[places].sum() + NOISE**2)
         self._logs += gain * max(-limit, min(limit, surprise))

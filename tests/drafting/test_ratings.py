@@ -82,7 +82,7 @@ def test_a_round_costs_more_as_all_steps_do() -> None:
     for _ in range(100):
         found.record(None, 0.002)
     assert found.plain == pytest.approx(0.002, rel=0.02)
-    assert found.of(ROUND) == pytest.approx(0.006, rel=0.1)
+    assert found.of(ROUND) == pytest.approx(0.006, rel=0.2), "what is not seen goes back to the guess"
     found.record(ROUND, 1.0)
     assert found.of(ROUND) < 0.0085, "an interrupted step says little"
 
