@@ -9,6 +9,7 @@ their tokens would have taken is drawn from an `Account`, without which nothing 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -41,8 +42,8 @@ MOST_IN_VAIN = 2
 _PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
-#: Asking the index in vain may cost this share of the steps' time, and is put off for so many tokens at the most. Where
-#: steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
+#: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
+#: most. Where steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
 ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
 #: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
 #: seen at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other
@@ -98,8 +99,8 @@ class Learner(Drafter):
         self._rounds: dict[str, int] = {}
         #: Tokens that the latest joint round promised, and what joint rounds promised and gave.
         self._promise, self._promised, self._came = 0.0, JOINT_EVIDENCE, JOINT_FIRST * JOINT_EVIDENCE
-        #: What asking the index takes.
-        self._asking = 0.0
+        #: Seconds that asking for candidates took since the latest step ended, and what it takes.
+        self._asked_for, self._asking = 0.0, 0.0
         #: Without rules: whether a round of given candidates is under way, whether its tokens are known and what
         #: follows was not looked at, and how often another round was best then.
         self._under_way, self._ended, self._again = False, False, 0.5
@@ -142,7 +143,7 @@ class Learner(Drafter):
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
             return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
-        if known and self.given_plans and (ruled or (self.looks_up and self._affords)):
+        if known and self.given_plans and (ruled or self._may_give(sequences)):
             asks = not waited or (self._ended and not ruled)
             found, best = self._asked(runner, sequences, room, ruled, asks, waited)
             if ruled:
@@ -226,6 +227,13 @@ class Learner(Drafter):
 
     # Given candidates: what the host knows.
 
+    def _may_give(self, sequences: Sequence[Drafted]) -> bool:
+        """Whether there is, or may be, something to give without rules."""
+        said = [each.said for each in sequences if each.said is not None]
+        asked = self._ended or any(each.proposed or each.is_due for each in said)
+        self._under_way = False
+        return bool(asked and self._affords)
+
     @property
     def _affords(self) -> bool:
         """Whether rounds of given candidates may be taken, and the index asked."""
@@ -243,15 +251,17 @@ class Learner(Drafter):
     ) -> tuple[list[Proposed], DraftPlan | None]:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
+        began = time.perf_counter()
         quiet = self._patience(self._times[len(sequences), ruled]) if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
         for sequence in sequences if best is not None else ():
             if sequence.said is not None:
-                sequence.said.quiet = 0
+                sequence.said.quiet = sequence.said.patience = 0
         if self._ended and asks:
             self._again += 2 * _PACE * ((best is not None) - self._again)
             self._ended = False
+        self._asked_for += time.perf_counter() - began
         return found, best
 
     def _patience(self, times: Seconds) -> int:
@@ -347,12 +357,14 @@ class Learner(Drafter):
         """See `Drafter`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
-        asked, batch, takes_given = self.host.learn(), len(emitted), plan is not None and plan.takes_given
+        batch, takes_given = len(emitted), plan is not None and plan.takes_given
+        asked, self._asked_for = self._asked_for, 0.0
+        self.host.learn()
         self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
         self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0
         name = PLAIN if plan is None else plan.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
-        if not takes_given:
+        if self.own and not takes_given:
             self._chances[ruled].record(plan, emitted)
             self._note_unused(plan, seconds)
         times = self._times.get(self._latest)
@@ -363,8 +375,7 @@ class Learner(Drafter):
         tokens, expected = sum(emitted) / batch, times.plain if plan is None else times.of(plan)
         saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain
         counts = waited if plan is None else self._adaptive or takes_given
-        late = max(0.0, asked - HIDDEN * times.plain) if self._ahead else asked
-        self.account.ended(tokens, saved * counts - late / times.plain)
+        self.account.ended(tokens, saved * counts)
         if plan is not None and takes_given:
             self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
             if plan.is_joint and self._promise:

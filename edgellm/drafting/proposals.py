@@ -3,7 +3,6 @@ that."""
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -39,10 +38,10 @@ class Drafted(Protocol):
 class Said:
     """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, what was
     `proposed` for its end, of how many candidates at first (`whole`), and how many tokens are to come before the index
-    is asked again (`quiet`)."""
+    is asked again (`quiet`): each time that it was asked in vain more (`patience`)."""
 
-    def __init__(self, history: Any) -> None:
-        self.history = history
+    def __init__(self, history: Any, patience: int) -> None:
+        self.history, self.patience = history, patience
         self.news: list[int] = []
         self.proposed: Proposed | None = None
         self.whole = self.quiet = 0
@@ -218,17 +217,18 @@ class Trust:
 
 class HostProposals:
     """Proposes what rules force and, with an `index`, what followed the last tokens before: `nodes` candidates at the
-    most, `depth` one after the other. `asking` are the seconds that the index took since `learn` was called last."""
+    most, `depth` one after the other."""
 
     def __init__(self, nodes: int, depth: int, index: SuffixIndex | None) -> None:
         self.index, self._nodes, self._depth = index, nodes, depth
-        self.trust, self.asking = Trust(), 0.0
+        self.trust = Trust()
+        self._patience = 0  # of the latest sequence that ended
         self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
         if self.index is not None:
-            sequence.said = Said(self.index.open(prompt_ids))
+            sequence.said = Said(self.index.open(prompt_ids), self._patience // 2)
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
         """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
@@ -248,20 +248,19 @@ class HostProposals:
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
             self._tell(said)
+            self._patience = said.patience
             self.index.close(said.history)
 
-    def learn(self) -> float:
-        """Learn what came of candidates; the seconds that the index took since."""
+    def learn(self) -> None:
+        """Learn what came of candidates."""
         for lesson in self._lessons:
             self.trust.learn(*lesson)
         self._lessons.clear()
-        spent, self.asking = self.asking, 0.0
-        return spent
 
     def proposed(self, sequence: Drafted, most: int, quiet: int | None) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
-        The index is asked where it is time to, unless `quiet` is None, and not before so many tokens again, if nobody
-        says otherwise (`said.quiet`)."""
+        The index is asked where it is time to, unless `quiet` is None, and in vain at most so many tokens go before it
+        is asked again."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
             return NOTHING
@@ -276,12 +275,11 @@ class HostProposals:
         if said is None or self.index is None:
             return NOTHING
         if quiet is not None and said.is_due:
-            began = time.perf_counter()
             self._tell(said)
             found = self.index.propose(said.history, self._nodes, self._depth, WIDTH, LEAST_CHANCE)
             said.proposed = self.trust.weighed(found if constraint is None else allowed(constraint, found))
-            said.whole, said.quiet = len(found.tokens), quiet
-            self.asking += time.perf_counter() - began
+            said.whole, said.quiet = len(found.tokens), min(quiet, said.patience)
+            said.patience = min(quiet, 2 * said.patience + 1)
         return said.proposed or NOTHING
 
     def _tell(self, said: Said) -> None:

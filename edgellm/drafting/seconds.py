@@ -19,6 +19,8 @@ LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
 LOAD_DRIFT, NOISE, MEMORY = 0.1, 0.15, 1500.0
+#: Behind so many plain steps in a row the load is told apart from what rounds have shown.
+TOLD_APART = 8
 #: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
 #: that is slower by this one is left out: it met cold caches.
 LARGEST_SURPRISE, COLD = 2.0, 1.5
@@ -39,8 +41,8 @@ class Guess(NamedTuple):
 
 
 #: Where steps are captured and run ahead, and where they are computed at once. Measured: 1.37 to 2.24 on a board that
-#: is imitated, 1.56 to 2.95 on an H200, 2.2 to 8 on a CPU, for chains of 2 to trees of 60.
-CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01), Guess(1.4, 0.2, 0.08)
+#: is imitated, 1.56 to 2.95 on an H200, 2.9 to 10.7 on a CPU, for chains of 2 to trees of 60.
+CAPTURED, COMPUTED = Guess(1.1, 0.12, 0.01), Guess(2.5, 0.2, 0.09)
 
 
 class Seconds:
@@ -68,20 +70,19 @@ class Seconds:
             self._logs, self._covariance = like._logs.copy(), like._covariance.copy()
             self._logs[0] = self._covariance[0] = self._covariance[:, 0] = 0.0
             self._covariance += np.diag([LOAD_DOUBT**2, 0.0, *[(OWN_DOUBT / 2) ** 2] * (len(names) - 1)])
-        # The load has no place that it returns to, the others return to the guess, and their doubt to the first one.
-        kept = math.exp(-1.0 / MEMORY)
-        self._kept = np.array([1.0, *[kept] * len(names)])
+        #: Of the logarithm of a plain step: the load, and its variance.
+        self._load, self._variance, self._alone = 0.0, LOAD_DOUBT**2, 0
+        # The load has no place that it returns to; the others return to the guess, and their doubt to the first one.
         rounds = np.array([0.0, 0.0, *[GUESS_DOUBT] * (len(names) - 1)])
         own = np.array([0.0, WAITED_DOUBT, *[OWN_DOUBT] * (len(names) - 1)])
-        self._drift = (1.0 - kept**2) * (np.outer(rounds, rounds) + np.diag(own**2))
-        self._drift[0, 0] = LOAD_DRIFT**2
+        self._doubt = np.outer(rounds, rounds) + np.diag(own**2)
         self._seen: set[DraftPlan] = set()
         self._known: dict[DraftPlan, tuple[float, list[int]]] = {}
 
     @property
     def plain(self) -> float:
         """Of a plain step now."""
-        return self._plain * math.exp(self._logs[0])
+        return self._plain * math.exp(self._load)
 
     @property
     def waiting(self) -> float:
@@ -91,27 +92,49 @@ class Seconds:
     def of(self, plan: DraftPlan) -> float:
         """Of a round now."""
         guessed, places = self._terms_of(plan)
-        return self._plain * guessed * math.exp(sum([self._logs[place] for place in places]))
+        return self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
 
     def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False) -> None:
         """Take notice of a finished step."""
-        guessed, places = (1.0, [0, 1] if waited else [0]) if plan is None else self._terms_of(plan)
-        expected = self._plain * guessed * math.exp(sum([self._logs[place] for place in places]))
+        if plan is None:
+            guessed, places = 1.0, [1] if waited else []
+        else:
+            guessed, places = self._terms_of(plan)
+        expected = self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
         surprise, limit = math.log(max(seconds, 1e-9) / expected), math.log(LARGEST_SURPRISE)
         if plan is not None and plan not in self._seen:
             self._seen.add(plan)
             if surprise > math.log(COLD):
                 return
-        self._logs *= self._kept
-        self._covariance = self._covariance * self._kept * self._kept[:, None] + self._drift
-        shared = self._covariance[:, places].sum(axis=1)
+        surprise = max(-limit, min(limit, surprise))
+        if not places and self._alone >= TOLD_APART:  # the load alone, in a tenth of the time
+            self._variance += LOAD_DRIFT**2
+            gain = self._variance / (self._variance + NOISE**2)
+            self._load, self._variance = self._load + gain * surprise, (1.0 - gain) * self._variance
+        else:
+            self._update([0, *places], surprise)
+        self._alone = 0 if places else self._alone + 1
+
+    def _update(self, places: list[int], surprise: float) -> None:
+        """A step of which these are the terms took longer than expected, by this logarithm."""
+        steps, covariance = max(1, self._alone), self._covariance
+        if steps > TOLD_APART:
+            covariance[0] = covariance[:, 0] = 0.0
+        kept = math.exp(-steps / MEMORY)
+        self._logs *= kept
+        covariance *= kept**2
+        covariance += (1.0 - kept**2) * self._doubt
+        covariance[0, 0] = self._variance + LOAD_DRIFT**2
+        shared = covariance[:, places].sum(axis=1)
         gain = shared / (shared[places].sum() + NOISE**2)
-        self._logs += gain * max(-limit, min(limit, surprise))
-        self._covariance -= np.outer(gain, shared)
+        self._logs += gain * surprise
+        covariance -= np.outer(gain, shared)
+        self._load, self._logs[0] = self._load + float(self._logs[0]), 0.0
+        self._variance = float(covariance[0, 0])
 
     def _terms_of(self, plan: DraftPlan) -> tuple[float, list[int]]:
         if plan not in self._known:
-            places = [0, *(self._place[name] for name in _terms(plan))]
+            places = [self._place[name] for name in _terms(plan)]
             self._known[plan] = self._guess.ratio(plan, self._batch), places
         return self._known[plan]
 

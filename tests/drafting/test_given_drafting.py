@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from drafted_conversations import ask_freely
 
-from edgellm.drafting import proposals
-from edgellm.drafting.learner import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, Account, Learner
+from edgellm.drafting import learner
+from edgellm.drafting.learner import CAPTURED_TREES, MOST_PATIENCE, MOST_ROUNDS, Account, Learner
 from edgellm.drafting.proposals import Said
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
@@ -120,12 +120,12 @@ def test_the_cheapest_of_the_rounds_that_say_the_same_is_taken() -> None:
 
 
 def test_no_round_outgrows_the_room() -> None:
-    drafts = drafting()
+    drafts = drafting(captured=True)
     sequence = opened(drafts, [*TEXT, *TEXT[:12]])
     record(drafts, None, 0.01, 1)
     for room in range(1, 40):
         chosen = choice(drafts, [sequence], room, most=31)
-        assert (chosen is None) == (room < COMPUTED_TREES[0])
+        assert (chosen is None) == (room < CAPTURED_TREES[0])
         assert chosen is None or chosen[0].longest <= room
 
 
@@ -183,7 +183,7 @@ def test_batches_and_rules_have_costs_of_their_own() -> None:
 
 
 def test_rules_prune_what_was_said() -> None:
-    drafts = drafting()
+    drafts = drafting(captured=True)
     sequence = opened(drafts, [*TEXT, *TEXT[:12]])
     sequence.constraint = AllowedTokens([*TEXT[12:15], 40], 50)
     drafts.record(None, [1], 0.01, True)
@@ -240,7 +240,7 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
     """Where nothing is said again, what asking costs is lost: a part of a hundredth of the steps' time. What the device
     hides costs nothing, so that the index is asked each time."""
     clock, step = Clock(), 1e-4
-    monkeypatch.setattr(proposals, "time", clock)
+    monkeypatch.setattr(learner, "time", clock)
     drafts = drafting(captured=ahead)
     propose, asked = drafts.host.index.propose, []
 
@@ -301,7 +301,7 @@ def test_chances_fall_along_a_path_and_children_come_after_their_parents() -> No
 
 
 def test_the_index_lives_as_long_as_its_sequences() -> None:
-    drafts = drafting()
+    drafts = drafting(captured=True)
     first = opened(drafts, TEXT[:3])
     drafts.take(first, TEXT[3:])
     record(drafts, None, 0.01, 1)
@@ -387,7 +387,7 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     drafts = drafting()
     record(drafts, None, 0.01, 1)
     clock = Clock()
-    monkeypatch.setattr(proposals, "time", clock)
+    monkeypatch.setattr(learner, "time", clock)
     sequence, asked, propose, takes = opened(drafts, TEXT), [], drafts.host.index.propose, 0.0
     said: list[int] = []
 

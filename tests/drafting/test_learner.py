@@ -114,7 +114,7 @@ def test_a_step_that_has_begun_is_a_plain_one() -> None:
 
 
 def test_the_report_says_what_was_chosen_and_why() -> None:
-    learner = Learner(0, False, None, PLANS)
+    learner = Learner(0, True, None, PLANS)
     assert learner.report().reason == "nothing was timed yet"
     choices(learner, 400, lambda plan, _: 0.01 if plan is None else 0.015, lambda plan: 3 if plan else 1)
     report = learner.report()
@@ -123,7 +123,7 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
     assert sum(report.rounds.values()) == 400 and report.acceptance["chain"][0] > 0.8
     rates = [forecast.tokens_per_second for forecast in report.forecasts]
     assert rates == sorted(rates, reverse=True) and len(rates) == len(PLANS) + 1
-    plain = Learner(0, False, None, PLANS)
+    plain = Learner(0, True, None, PLANS)
     choices(plain, 400, lambda plan, _: 0.01 if plan is None else 0.05, lambda plan: 1)
     assert plain.report().reason.startswith(f"{PLAIN}: 1.00 tokens") and "; the best draft, " in plain.report().reason
 

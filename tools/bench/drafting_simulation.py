@@ -60,11 +60,11 @@ class Device(NamedTuple):
 
 
 #: 1B shapes in fp16 on an H200; the same as an Orin has bandwidth and arithmetic, in fp16 and in int4 with a draft in
-#: fp16 (2026-11-28-h200-boards.md); the shipped model on two cores (2026-11-22-cpu-eagle.json).
+#: fp16 (2026-11-28-h200-boards.md); the shipped model on two cores (2026-11-28-cpu-learner.md).
 H200 = Device("H200", 0.775e-3, 1.1, 0.155, 0.010)
 ORIN = Device("Orin", 7.0e-3, 1.05, 0.105, 0.009, host=1.5e-4, ask=1e-4)
 INT4 = Device("Orin int4", 3.4e-3, 1.35, 0.25, 0.03, host=1.5e-4, ask=1e-4)
-CPU = Device("NumPy", 7.5e-3, 1.45, 0.2, 0.085, more=0.5, ahead=0)
+CPU = Device("NumPy", 2.65e-3, 2.6, 0.2, 0.09, more=0.5, host=1e-4, ask=1e-4, ahead=0)
 
 
 @dataclass

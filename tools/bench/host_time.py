@@ -33,7 +33,7 @@ from edgellm.decoding import sequence as sequence_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting import proposals as proposals_module
+from edgellm.drafting import learner as learner_module
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.learner import Learner
 from edgellm.engines.model.limits import EngineLimits
@@ -236,7 +236,7 @@ class Bench:
 @contextmanager
 def imitated(machine: Machine) -> Iterator[None]:
     """Everything that decodes looks at the machine's clock."""
-    modules = loop_module, sequence_module, proposals_module
+    modules = loop_module, sequence_module, learner_module
     for module in modules:
         module.time = machine  # type: ignore[attr-defined]
     try:
