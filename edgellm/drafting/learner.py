@@ -30,7 +30,9 @@ CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
 #: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
 #: and the share of a round that a try counts as losing at least.
-TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.002, 0.02, 0.1
+TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
+#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
+FEARED = 5.0
 #: No step counts as having taken so many times longer than expected: it was interrupted.
 INTERRUPTED = 1.25
 #: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
@@ -192,12 +194,14 @@ class Learner(Drafter):
         times, reaches = self._times[batch, ruled], self._chances[ruled].reaches()
         rated = [Option(None, float(batch), times.plain)]
         for plan, reach in reaches.items():
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), _risk(times, plan), reach))
+            risk = _risk(times, plan) * min(1.0, FEARED * (1.0 - reach[0]))
+            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk, reach))
         return rated
 
     def _safe(self, possible: Sequence[Option]) -> list[Option]:
         """Those that may lose no more than the account affords: a plain step first."""
-        most = self.account.affordable(min([option.risk for option in possible[1:]], default=0.0))
+        pays = [option.risk for option in possible[1:] if option.rate > possible[0].rate]
+        most = self.account.affordable(min(pays or [option.risk for option in possible[1:]], default=0.0))
         return [*possible[:1], *(option for option in possible[1:] if option.risk <= most)]
 
     def _best_own(self, possible: Sequence[Option]) -> Option:

@@ -47,7 +47,7 @@ class DraftingReport:
 
 class Option(NamedTuple):
     """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
-    plain steps; a draft model comes to depth d + 1 with probability `reach[d]`."""
+    plain steps, as far as that is to be feared; a draft model comes to depth d + 1 with probability `reach[d]`."""
 
     plan: DraftPlan | None
     tokens: float

@@ -287,8 +287,11 @@ def test_nothing_is_joined_where_the_draft_model_has_no_turn() -> None:
 
 
 @pytest.mark.usefixtures("always_joint")
-def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(batched: Path) -> None:
+def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
+    batched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is known of the draft stays true, whatever stands beside it."""
+    monkeypatch.setattr(learner_module, "COMPUTED", learner_module.CAPTURED)  # so that drafts should pay
     tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
     ids = tokenizer.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
     config = DraftingConfig(4, 4, 16, adaptive=True, suffix_decoding=True)
