@@ -15,7 +15,7 @@ from functools import cache
 
 from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, Chances, DraftingReport, Option
+from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -47,10 +47,6 @@ FIRST_SAVED = 0.5
 #: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
 #: most. Where steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
 ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
-#: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
-#: seen at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other
-#: give.
-JOINT_FIRST, JOINT_EVIDENCE, JOINT_MEMORY = 0.95, 16.0, 160.0
 #: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
 _REFRESHED = 8
 
@@ -99,8 +95,7 @@ class Learner(Drafter):
         #: Seconds without any own plan, and without each.
         self._undrafted, self._unused = 0.0, dict.fromkeys([None, *own], 0.0)
         self._rounds: dict[str, int] = {}
-        #: Tokens that the latest joint round promised, and what joint rounds promised and gave.
-        self._promise, self._promised, self._came = 0.0, JOINT_EVIDENCE, JOINT_FIRST * JOINT_EVIDENCE
+        self._joint = JointTokens()
         #: Seconds that asking for candidates took since the latest step ended, and what it takes.
         self._asked_for, self._asking = 0.0, 0.0
         #: Without rules: whether a round of given candidates is under way, whether its tokens are known and what
@@ -160,8 +155,6 @@ class Learner(Drafter):
         plan = None if begun or not self.own else self._next_own(runner, batch, room, ruled)
         self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
         return plan, None
-
-    # Without given candidates.
 
     def _next_own(self, runner: Runs, batch: int, room: int, ruled: bool) -> DraftPlan | None:
         """What looks best without given candidates, or a try."""
@@ -229,8 +222,6 @@ class Learner(Drafter):
         tried = max(others, key=credit, default=None)
         return tried if tried is not None and credit(tried) > 0.0 else None
 
-    # Given candidates: what the host knows.
-
     def _may_give(self, sequences: Sequence[Drafted]) -> bool:
         """Whether there is, or may be, something to give without rules."""
         said = [each.said for each in sequences if each.said is not None]
@@ -256,7 +247,10 @@ class Learner(Drafter):
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
         began = time.perf_counter()
-        quiet = self._patience(self._times[len(sequences), ruled]) if asks and self._affords else None
+        plain = self._times[len(sequences), ruled].plain
+        is_hidden = self._ahead and self._asking < HIDDEN * plain
+        patience = 0 if is_hidden else min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * plain)))
+        quiet = patience if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
         for sequence in sequences if best is not None else ():
@@ -267,12 +261,6 @@ class Learner(Drafter):
             self._ended = False
         self._asked_for += time.perf_counter() - began
         return found, best
-
-    def _patience(self, times: Seconds) -> int:
-        """How many tokens are let go where the index was asked in vain."""
-        if self._ahead and self._asking < HIDDEN * times.plain:
-            return 0
-        return min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * times.plain)))
 
     def _best_given(
         self, runner: Runs, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
@@ -300,7 +288,7 @@ class Learner(Drafter):
         for plan in () if other.plan is None else self._joined(other.plan):
             if plan.longest <= room:
                 extra = sum([each.expected_beside(plan, other.reach) for each in found])
-                option = Option(plan, (other.tokens + extra) * self._came / self._promised, times.of(plan))
+                option = Option(plan, (other.tokens + extra) * self._joint.ratio, times.of(plan))
                 ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
             if longest <= plan.given_nodes:
                 break
@@ -308,11 +296,9 @@ class Learner(Drafter):
             if runner.takes_given(batch, plan, ruled):
                 self._best_compared = option
                 if plan.is_joint:
-                    self._promise = option.tokens * self._promised / self._came
+                    self._joint.promise(option.tokens)
                 return plan if margin > 0.0 else None
         return None
-
-    # Where steps run ahead: what is worth waiting for.
 
     def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
@@ -353,8 +339,6 @@ class Learner(Drafter):
         seconds = max(seconds, times.waiting)
         return chance * (times.plain * self._saved + 0.5 * seconds) > seconds
 
-    # Behind a step.
-
     def record(
         self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
     ) -> None:
@@ -370,7 +354,8 @@ class Learner(Drafter):
         self._rounds[name] = self._rounds.get(name, 0) + 1
         if self.own and not takes_given:
             self._chances[ruled].record(plan, emitted)
-            self._note_unused(plan, seconds)
+            self._undrafted = self._undrafted + seconds if plan is None else 0.0
+            self._unused = {each: unused + seconds for each, unused in self._unused.items()} | {plan: 0.0}
         times = self._times.get(self._latest)
         if times is None:
             self._first_step(plan, seconds)
@@ -382,10 +367,8 @@ class Learner(Drafter):
         self.account.ended(tokens, saved * counts)
         if plan is not None and takes_given:
             self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
-            if plan.is_joint and self._promise:
-                fading = min(1.0, JOINT_MEMORY / self._promised)
-                self._promised = fading * self._promised + self._promise
-                self._came = fading * self._came + sum(emitted)
+            if plan.is_joint:
+                self._joint.record(sum(emitted))
         times.record(plan, seconds, waited and plan is None)
         self._stale += 1
         if plan is not None or self._stale >= _REFRESHED:
@@ -398,28 +381,18 @@ class Learner(Drafter):
         plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
         self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
 
-    def _note_unused(self, plan: DraftPlan | None, seconds: float) -> None:
-        self._undrafted = self._undrafted + seconds if plan is None else 0.0
-        for each in self._unused:
-            self._unused[each] += seconds
-        self._unused[plan] = 0.0
-
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
         acceptance = self._chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
-        counted = dict(self._rounds), self._explored, acceptance
-        if self._latest not in self._times:
-            return DraftingReport(PLAIN, "nothing was timed yet", *counted, [])
-        options = self._ratings(batch, ruled) + ([] if self._best_compared is None else [self._best_compared])
-        chosen = next((option for option in options if option.plan is self._current), options[0])
-        if not self.own:
-            chosen = max(options, key=lambda option: option.rate)
-        ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
-        plain, taken = options[0].forecast(batch), chosen.forecast(batch)
-        best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
-        reason = f"{taken}; {plain}" if chosen.plan is not None else f"{plain}; the best draft, {best}"
-        return DraftingReport(taken.name, reason, *counted, ranked)
+        options = self._ratings(batch, ruled) if self._latest in self._times else []
+        if options and self._best_compared is not None:
+            options.append(self._best_compared)
+        by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
+        chosen = self._current if by_rate is None else by_rate.plan
+        return reported(
+            options, chosen, batch, DraftingReport(PLAIN, "", dict(self._rounds), self._explored, acceptance)
+        )
 
 
 def _risk(times: Seconds, plan: DraftPlan) -> float:

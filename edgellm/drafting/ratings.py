@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from edgellm.drafting.acceptance import AcceptanceModel, tree_gain
@@ -42,7 +42,7 @@ class DraftingReport:
     rounds: dict[str, int]
     explored: int
     acceptance: dict[str, list[float]]
-    forecasts: list[Forecast]
+    forecasts: list[Forecast] = field(default_factory=list)
 
 
 class Option(NamedTuple):
@@ -63,6 +63,47 @@ class Option(NamedTuple):
     def forecast(self, batch: int) -> Forecast:
         """For people."""
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
+
+
+def reported(
+    options: Sequence[Option], chosen: DraftPlan | None, batch: int, counted: DraftingReport
+) -> DraftingReport:
+    """What was counted, with what was chosen of the options, a plain step first, and why."""
+    if not options:
+        return replace(counted, reason="nothing was timed yet")
+    ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
+    plain = options[0].forecast(batch)
+    taken = next((option for option in options if option.plan is chosen), options[0]).forecast(batch)
+    best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
+    reason = f"{plain}; the best draft, {best}" if taken.name == PLAIN else f"{taken}; {plain}"
+    return replace(counted, chosen=taken.name, reason=reason, forecasts=ranked)
+
+
+class JointTokens:
+    """What joint rounds give over what they promise. Both drafts are often right at the same places, so it is less than
+    two that know nothing of each other give."""
+
+    #: The ratio at first, for how many tokens this guess counts, and what was seen at most.
+    FIRST, EVIDENCE, MEMORY = 0.95, 16.0, 160.0
+
+    def __init__(self) -> None:
+        self._promise, self._promised, self._came = 0.0, self.EVIDENCE, self.FIRST * self.EVIDENCE
+
+    @property
+    def ratio(self) -> float:
+        """By what a promise is to be multiplied."""
+        return self._came / self._promised
+
+    def promise(self, tokens: float) -> None:
+        """A joint round is taken that should give so many tokens, by this ratio."""
+        self._promise = tokens / self.ratio
+
+    def record(self, tokens: int) -> None:
+        """One has ended."""
+        if self._promise:
+            fading = min(1.0, self.MEMORY / self._promised)
+            self._promised = fading * self._promised + self._promise
+            self._came = fading * self._came + tokens
 
 
 class Chances:
