@@ -61,21 +61,18 @@ class Seconds:
         self._guess, self._batch, self._plain = guess, batch, plain
         names = dict.fromkeys([WAITED, *(name for plan in plans for name in _terms(plan))])
         self._place = {name: place for place, name in enumerate(names, 1)}
-        if like is None:
-            rounds = np.array([0.0, 0.0, *[1.0] * (len(names) - 1)])
-            own = np.array([LOAD_DOUBT, WAITED_DOUBT, *[OWN_DOUBT] * (len(names) - 1)])
-            self._logs = np.zeros(1 + len(names))
-            self._covariance = GUESS_DOUBT**2 * np.outer(rounds, rounds) + np.diag(own**2)
-        else:  # what another batch size has shown is the first guess
-            self._logs, self._covariance = like._logs.copy(), like._covariance.copy()
-            self._logs[0] = self._covariance[0] = self._covariance[:, 0] = 0.0
-            self._covariance += np.diag([LOAD_DOUBT**2, 0.0, *[(OWN_DOUBT / 2) ** 2] * (len(names) - 1)])
-        #: Of the logarithm of a plain step: the load, and its variance.
-        self._load, self._variance, self._alone = 0.0, LOAD_DOUBT**2, 0
-        # The load has no place that it returns to; the others return to the guess, and their doubt to the first one.
+        # Place 0 is the load, whose variance is kept apart. It has no place that it returns to; the others return to
+        # the guess, and their doubt to the first one.
         rounds = np.array([0.0, 0.0, *[GUESS_DOUBT] * (len(names) - 1)])
         own = np.array([0.0, WAITED_DOUBT, *[OWN_DOUBT] * (len(names) - 1)])
         self._doubt = np.outer(rounds, rounds) + np.diag(own**2)
+        self._load, self._variance = 0.0, LOAD_DOUBT**2
+        #: Plain steps since the latest other one.
+        self._alone = 0
+        self._logs, self._covariance = np.zeros(1 + len(names)), self._doubt.copy()
+        if like is not None:  # what another batch size has shown is the first guess
+            self._logs, self._covariance = like._logs.copy(), like._covariance + np.diag((own / 2) ** 2)
+            self._covariance[0] = self._covariance[:, 0] = 0.0
         self._seen: set[DraftPlan] = set()
         self._known: dict[DraftPlan, tuple[float, list[int]]] = {}
 
