@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncSession as AsyncSession
     from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
-    from edgellm.drafting.controller import DraftingReport as DraftingReport
+    from edgellm.drafting.ratings import DraftingReport as DraftingReport
     from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
     from edgellm.errors import ConstraintError as ConstraintError
@@ -88,7 +88,7 @@ _NAMES = {
     "asynchronous": "AsyncGeneration AsyncLLM AsyncSession",
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
-    "drafting.controller": "DraftingReport",
+    "drafting.ratings": "DraftingReport",
     "embedding": "EmbeddingRequest",
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",

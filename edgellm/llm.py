@@ -13,7 +13,7 @@ from weakref import finalize
 
 import numpy as np
 
-from edgellm.drafting.controller import DraftingReport
+from edgellm.drafting.ratings import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation

@@ -17,8 +17,8 @@ from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.drafting.config import DraftingConfig, default_drafting
-from edgellm.drafting.controller import DraftingReport
 from edgellm.drafting.drafters import Drafters
+from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
@@ -213,11 +213,11 @@ class OpenedModel:
         runner = self._open_runner()
         check_drafting(drafting)
         with self._exclusive():
-            if self._drafters.use(drafting):
-                self._forget_contents()
+            self._drafters.use(drafting)
             if runner.backend.fixed_shapes and not self.directory.config.is_embedding:
                 runner.forget_planned()
-                runner.plan_captures(*self._drafters.plans)
+                drafter = self._drafters.drafter
+                runner.plan_captures(drafter.plans, drafter.forced_plans)
                 self._capture(CAPTURED_AT_ONCE)
 
     def _capture(self, most: int) -> int:

@@ -97,13 +97,13 @@ class SpecDecodeRuntime(OpenedModel):
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
-        runner, snapshots, given = self._open_runner(), self._open_snapshots(), self._drafters.given
+        runner, snapshots, drafter = self._open_runner(), self._open_snapshots(), self._drafters.drafter
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
             snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
         encode = None if self._vision is None else self._vision.encode
-        slots = SlotTable(runner, self._contents, snapshots, encode, given, self._keeper, self._states)
-        return DecodingLoop(slots, self._drafters.chooser)
+        slots = SlotTable(runner, self._contents, snapshots, encode, drafter, self._keeper, self._states)
+        return DecodingLoop(slots)
 
     @overload
     def handle_request(self, request: Request, on_chunk: OnChunk | None = None) -> Response: ...

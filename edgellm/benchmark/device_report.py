@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform as machine
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from edgellm.benchmark.inputs import BenchConfiguration
 from edgellm.benchmark.report import report_lines
@@ -16,11 +20,27 @@ from edgellm.device.sensors import sensor_facts, sensors_in_words
 from edgellm.engines.backends.device_layouts import gpu_layouts
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.model.memory_plan import available_memory
+from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.gpu import find_gpu
 from edgellm.llm import LLM
 
 #: The files of a report's folder.
 PAGE, PLOT, FIGURES = "report.md", "speed.svg", "figures.json"
+
+
+def processor_name(backend: str) -> str:
+    """The GPU, or the CPU with its cores, with the release of NumPy."""
+    gpu = find_gpu() if backend != "numpy" else None
+    return f"{_cpu_name()}, {usable_cores()} cores, NumPy {np.__version__}" if gpu is None else gpu.name
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named and named[0] else machine.processor() or machine.machine()
 
 
 def device_facts(backend: str) -> dict[str, Any]:

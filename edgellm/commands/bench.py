@@ -90,7 +90,6 @@ def measure(
     from edgellm.benchmark import device_report
     from edgellm.benchmark.inputs import parse_configurations
     from edgellm.benchmark.run import run_benchmark, summarize
-    from edgellm.drafting.costs import Device
 
     limits = described_directory(settings).limits
     chosen = parse_configurations(configurations, limits, backend_name(settings), settings.drafting)
@@ -110,7 +109,7 @@ def measure(
         results: dict[str, Any] = {
             "model": model_name(llm),
             "backend": llm.backend_name,
-            "machine": Device.present(llm.directory, llm.backend_name).processor,
+            "machine": device_report.processor_name(llm.backend_name),
             "date": date.today().isoformat(),
             "sampling": asdict(params),
             "prompts": len(answered),

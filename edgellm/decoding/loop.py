@@ -17,7 +17,6 @@ import numpy as np
 
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import PlanChooser
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
@@ -77,14 +76,13 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences in the slots of a runner; `chooser` picks plans (None: no drafting).
+    """Answers sequences in the slots of a runner, as the slots' drafter drafts.
 
     Where a slot is free, `settle` and `admit`; then `advance` round by round. Not thread-safe.
     """
 
-    def __init__(self, slots: SlotTable, chooser: PlanChooser | None = None) -> None:
-        self.slots, self._runner, self._chooser, self._given = slots, slots.runner, chooser, slots.given
-        self._looks_up = slots.given is not None and slots.given.looks_up
+    def __init__(self, slots: SlotTable) -> None:
+        self.slots, self._runner, self._drafter = slots, slots.runner, slots.drafter
         #: The sequences that have a slot, in the slots' order.
         self.running = slots.running
         self._launches: deque[_Launch] = deque()
@@ -122,7 +120,7 @@ class DecodingLoop:
         """
         self._launch_ahead()
         if self._launches:
-            if self._looks_up:
+            if self._drafter.looks_up:
                 self._look_up(self._outlook())
             yield from self._read()
         yield from self.evict()
@@ -182,30 +180,29 @@ class DecodingLoop:
     def _begin(self, now: _Outlook) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
-        batch, given = len(self.running), self._given
-        waits = now.ruled and self._chooser is None and self._begun is None and self._runner.backend.steps_ahead > 0
-        if waits and self._launches and now.may_follow and not (given and given.expects_round(batch, self._waited)):
+        batch, waits = len(self.running), now.ruled and self._begun is None and self._runner.backend.steps_ahead > 0
+        if waits and self._launches and now.may_follow and not self._drafter.expects_round(batch, self._waited):
             self._begun = self._runner.begin(batch)
 
     def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
         them that promises more than a step behind them."""
-        if now.ruled or self._given is None or not self._looks_up or now.raw:
+        if now.ruled or now.raw or not self._drafter.looks_up:
             return now.ruled
         latest = self._launches[-1]
         if latest.trees is not None and latest.tokens is None:
-            return self._given.goes_on(len(self.running), self._idle)
+            return self._drafter.goes_on(len(self.running), self._idle)
         if latest.is_prefill and latest.tokens is None:
             self._look_up(now)  # it takes longer than a step
-        return self._given.promises(self._runner, self.running, now.room)
+        return self._drafter.promises(self._runner, self.running, now.room)
 
     def _look_up(self, now: _Outlook) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
-        if self._given is None or now.ruled or now.raw or not self._runner.backend.steps_ahead:
+        if now.ruled or now.raw or not self._runner.backend.steps_ahead:
             return
         if any(each.least < each.wanted for each in now.going):
-            self._given.look_up(self._runner, self.running, now.room)
+            self._drafter.look_up(self._runner, self.running, now.room)
 
     def _drawn(self, launch: _Launch) -> list[list[int]]:
         """Wait for the tokens of a launch, each slot's, whether its sequence wants them or not."""
@@ -229,8 +226,8 @@ class DecodingLoop:
                     sequence.most += len(emitted) - plan.longest
                     sequence.least += len(emitted) - 1
                 known = sequence.know(emitted)
-                if self._given is not None and self._looks_up:
-                    self._given.take(sequence, known)
+                if self._drafter.looks_up:
+                    self._drafter.take(sequence, known)
         return launch.tokens
 
     def _launch(self, now: _Outlook) -> None:
@@ -239,13 +236,9 @@ class DecodingLoop:
         begun, self._begun = self._begun, None
         known = all(launch.tokens is not None for launch in self._launches)
         waited = known and begun is None and self._runner.backend.steps_ahead > 0
-        if self._given is not None and (now.ruled or self._looks_up) and known and not now.raw:
-            chosen = self._given.choose(self._runner, self.running, now.room, begun is not None, waited)
-            if chosen is not None:
-                plan, trees = chosen
-        if plan is None and self._chooser is not None and not now.raw:
-            ready = None if not self._runner.planned else lambda plan: self._runner.is_ready(batch, plan, now.ruled)
-            plan = self._chooser.next_plan(now.room, batch, ready)
+        if not now.raw and (now.ruled or self._drafter.drafts):
+            asked = self._runner, self.running, now.room, now.ruled, known, begun is not None, waited
+            plan, trees = self._drafter.choose(*asked)
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
@@ -269,11 +262,8 @@ class DecodingLoop:
         tokens, now = self._know(launch), launch.read
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
-        if not launch.is_prefill and counts:
-            if self._chooser is not None and not (plan is not None and plan.takes_given):
-                self._chooser.record(plan, counts, seconds)
-            if self._given is not None and (launch.ruled or self._looks_up):
-                self._given.record(plan, counts, seconds, launch.ruled, launch.waited)
+        if not launch.is_prefill and counts and (launch.ruled or self._drafter.drafts):
+            self._drafter.record(plan, counts, seconds, launch.ruled, launch.waited)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:

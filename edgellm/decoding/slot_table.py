@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.drafter import Drafter, NoDrafter
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class SlotTable:
     """The slots of a runner. No step is under way when anything changes.
 
-    `contents` are those of the slots, exchanged with them; `encode` encodes the images of a prompt; `given` proposes
-    what the host knows; `keeper` keeps rows of sequences that give way (None: they are computed again), `states`
+    `contents` are those of the slots, exchanged with them; `encode` encodes the images of a prompt; `drafter` drafts
+    (None: nothing is drafted); `keeper` keeps rows of sequences that give way (None: they are computed again), `states`
     recurrent states (None: the model has none).
     """
 
@@ -37,12 +37,12 @@ class SlotTable:
         contents: list[KVContents],
         snapshots: SlotSnapshots | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
-        given: GivenDrafting | None = None,
+        drafter: Drafter | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
         self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
-        self.given, self._keeper, self._states = given, keeper, states
+        self.drafter, self._keeper, self._states = drafter or NoDrafter(), keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
 
@@ -87,8 +87,8 @@ class SlotTable:
                 first = self._start(slot, sequence)
             else:
                 self._put_back(slot, sequence)
-            if self.given is not None and not sequence.known:
-                self.given.open(sequence, sequence.prompt_ids)
+            if not sequence.known:
+                self.drafter.open(sequence, sequence.prompt_ids)
         except BaseException:
             base.await_rows()
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
@@ -130,8 +130,7 @@ class SlotTable:
 
     def forget(self, sequence: DecodingSequence) -> None:
         """Let go of what is kept for a sequence that has no slot, and wants none any more."""
-        if self.given is not None:
-            self.given.close(sequence)
+        self.drafter.close(sequence)
         self._release_rows(sequence)
         sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
 

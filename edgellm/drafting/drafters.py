@@ -1,49 +1,77 @@
-"""What drafts: for each setting that was used the chooser of the draft model's plans, and what the host proposes."""
+"""What drafts under each setting that was used, with what it has learned."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.drafting.adaptive import adaptive_drafting
-from edgellm.drafting.choosers import FixedDrafting, PlanChooser
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import DraftingController, DraftingReport
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.drafter import Drafter, FixedDrafter, NoDrafter, fitting_plans
+from edgellm.drafting.learner import Learner
+from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 from edgellm.errors import EngineError, RequestError
+
+#: Lengths of the chains that compete with a longer one. A chain of 1 costs one and a half to two plain
+#: steps, for two tokens at most: a chain of 2 or no draft is better.
+CHAIN_LENGTHS = (2, 3, 5, 8, 12)
+#: Verified nodes (which engines exist for) and levels of the trees that compete with a larger one.
+SMALL_TREES = ((8, 3), (16, 4), (32, 5))
+
+
+def candidate_plans(config: DraftingConfig, limits: EngineLimits) -> list[DraftPlan]:
+    """The plans that adaptive drafting chooses among: the configured one and smaller ones.
+
+    A tree competes with smaller trees and with chains, a chain with shorter chains, a tree of choices with what is left
+    of it at smaller depths. Raises EngineError if engines of `limits` cannot serve the configured plan.
+    """
+    full = config.plan(limits)
+    if full.kind == "choices":
+        return [full.shortened(steps) for steps in range(1, full.steps + 1)]
+    rule = {
+        "acceptance": full.acceptance,
+        "posterior_threshold": full.posterior_threshold,
+        "posterior_alpha": full.posterior_alpha,
+    }
+    lengths = [steps for steps in CHAIN_LENGTHS if steps < full.steps] + [full.steps]
+    plans = [chain(steps, sampled=full.sampled, **rule) for steps in lengths]
+    if full.kind == "tree":
+        smaller = [
+            tree(full.top_k, min(steps, full.steps), size, **rule)
+            for size, steps in SMALL_TREES
+            if size < full.tree_size
+        ]
+        plans += [*smaller, full]
+    return list(dict.fromkeys(plans))
 
 
 class Drafters:
     """The drafters of a runner; what they learned for a setting (None: no drafting) is kept for it.
 
-    `chooser` and `given` are those of the setting in use, as `DecodingLoop` takes them; `index` is of what was said
-    under any setting that asks for it (None: none did).
+    `drafter` is that of the setting in use; `index` is of what was said under any setting that asks for it (None: none
+    did).
     """
 
     def __init__(self, directory: EngineDirectory, runner: DecodingRunner) -> None:
         self._directory = directory
         self._runner: DecodingRunner | None = runner
         self.index: SuffixIndex | None = None
-        self._made: dict[DraftingConfig | None, tuple[GivenDrafting | None, PlanChooser | None]] = {}
+        self._made: dict[DraftingConfig | None, Drafter] = {}
         self.setting: DraftingConfig | None = None
-        self.chooser: PlanChooser | None = None
-        self.given: GivenDrafting | None = None
+        self.drafter: Drafter = NoDrafter()
         self.use(None)
 
-    def use(self, setting: DraftingConfig | None) -> bool:
-        """Draft as a setting says from now on; says whether the slots were used to measure costs.
+    def use(self, setting: DraftingConfig | None) -> None:
+        """Draft as a setting says from now on.
 
         Raises RequestError where no draft model is loaded that it needs, EngineError where the engines cannot serve it.
         """
-        is_new = setting not in self._made
-        if is_new:
-            chooser = self._chooser_for(setting)
-            self._made[setting] = self._given_for(setting, chooser), chooser
-        (self.given, self.chooser), self.setting = self._made[setting], setting
-        return is_new and isinstance(self.chooser, DraftingController)
+        if setting not in self._made:
+            self._made[setting] = self._make(setting)
+        self.drafter, self.setting = self._made[setting], setting
 
     def close(self) -> None:
         """Let go of the runner, which is closed."""
@@ -52,56 +80,39 @@ class Drafters:
     @property
     def can_draft(self) -> bool:
         """Whether answers may be drafted, so that their responses say what drafting did."""
-        return (self._runner is not None and self._runner.draft is not None) or self._proposes
-
-    @property
-    def plans(self) -> tuple[Sequence[DraftPlan], Sequence[DraftPlan]]:
-        """What rounds are taken of, and of what beside that under rules alone, which force tokens."""
-        chosen = () if self.chooser is None else self.chooser.plans
-        own, joint = ((), ()) if self.given is None else (self.given.plans, self.given.joint_plans)
-        return ([*chosen, *own, *joint], ()) if self._proposes else (chosen, [*own, *joint])
+        return (self._runner is not None and self._runner.draft is not None) or self.drafter.looks_up
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""
-        if isinstance(self.chooser, DraftingController):
-            return self.chooser.report()
-        return self.given.report() if self.chooser is None and self.given is not None and self._proposes else None
+        setting, drafter = self.setting, self.drafter
+        learns = setting is not None and (setting.adaptive or not setting.needs_draft_model)
+        return drafter.report() if learns and isinstance(drafter, Learner) else None
 
-    @property
-    def _proposes(self) -> bool:
-        return self.setting is not None and self.setting.proposes_given
-
-    def _chooser_for(self, setting: DraftingConfig | None) -> PlanChooser | None:
-        """What picks the plans of the draft model, if that is to propose."""
-        if setting is None or not setting.needs_draft_model:
-            return None
-        if self._runner is None or self._runner.draft is None:
-            raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
-        plan = setting.plan(self._directory.limits)
-        return adaptive_drafting(setting, self._directory, self._runner) if setting.adaptive else FixedDrafting(plan)
-
-    def _given_for(self, setting: DraftingConfig | None, chooser: PlanChooser | None) -> GivenDrafting | None:
-        """What proposes tokens that rules force and, where the setting says so, what was said, alone or beside what the
-        `chooser` takes. None where the tokens would show which of the drafts was faster."""
-        if setting is not None and not setting.gives_plain_tokens:
-            return None
+    def _make(self, setting: DraftingConfig | None) -> Drafter:
+        """Where the tokens would show which of the drafts was faster, nothing is proposed beside the draft model."""
         assert self._runner is not None
-        runner, verification = self._runner, self._runner.verification
-        asked = setting is not None and setting.proposes_given
+        runner, verification, limits = self._runner, self._runner.verification, self._directory.limits
+        own: Sequence[DraftPlan] = ()
+        adaptive = True
+        if setting is not None and setting.needs_draft_model:
+            if runner.draft is None:
+                raise RequestError(
+                    "no draft model is loaded: open the model with drafting, on a directory that has one"
+                )
+            plan, adaptive = setting.plan(limits), setting.adaptive
+            if not adaptive and not setting.gives_plain_tokens:
+                return FixedDrafter(plan)
+            own = candidate_plans(setting, limits) if adaptive else fitting_plans(plan)
+        asked, gives = setting is not None and setting.proposes_given, setting is None or setting.gives_plain_tokens
         if asked and self.index is None:
             self.index = SuffixIndex()
-        given = GivenDrafting(
-            verification.most_given,
-            runner.backend.fixed_shapes,
-            self.index if asked else None,
-            chooser,
-            verification.most_nodes,
-        )
-        if asked and not any(runner.takes_given(1, plan) for plan in given.plans):
+        index, most = self.index if asked else None, verification.most_given if gives else 0
+        learner = Learner(most, runner.backend.fixed_shapes, index, own, adaptive, verification.most_nodes)
+        if asked and not any(runner.takes_given(1, plan) for plan in learner.given_plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "
                 "plans nor the kernels compute trees of this model. Leave suffix drafts out"
             )
         if asked:
             verification.reserve(verification.most_nodes)
-        return given
+        return learner

@@ -103,17 +103,17 @@ class DraftPlan:
         """Whether no scores choose among the candidates."""
         return bool(self.choices) or self.is_given
 
-    @property
+    @cached_property
     def is_given(self) -> bool:
         """Whether all candidates come from the host."""
         return self.kind == GIVEN
 
-    @property
+    @cached_property
     def is_joint(self) -> bool:
         """Whether some candidates come from the host and the others from a draft model."""
         return self.takes_given and not self.is_given
 
-    @property
+    @cached_property
     def takes_given(self) -> bool:
         """Whether candidates come with each round."""
         return self.given_nodes > 0

@@ -15,10 +15,10 @@ from token_rules import RuledSequence
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.decoding.runner import read_adapters
 from edgellm.decoding.sequence import StepMasks
-from edgellm.drafting import given as given_module
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting import learner as learner_module
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.drafter import NoDrafter, fitting_plans
+from edgellm.drafting.learner import Learner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -138,8 +138,8 @@ JOINT = DraftingConfig(4, 4, 16, suffix_decoding=True)
 def always_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is proposed stands beside the draft model's, also where that does not pay."""
     ask_freely(monkeypatch)
-    monkeypatch.setattr(given_module, "GAIN", 1e9)
-    monkeypatch.setattr(given_module, "JOINT_GAIN", -1e9)
+    monkeypatch.setattr(learner_module, "GAIN", 1e9)
+    monkeypatch.setattr(learner_module, "JOINT_GAIN", -1e9)
 
 
 def joint_rounds(responses: Sequence[Any]) -> int:
@@ -168,7 +168,7 @@ def test_answers_of_the_shipped_model_are_those_of_plain_decoding(batched: Path)
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=24, **ruled)
             requests.append(Request(ids, None, params))
     with LLM(batched, backend="numpy", drafting=None) as plain:
-        plain.call(lambda runtime: setattr(runtime._drafters, "given", None)).result()
+        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", NoDrafter())).result()
         expected = [answer(each) for request in requests for each in plain.handle([request])]
     with LLM(batched, backend="numpy", drafting=JOINT) as drafted:
         for _ in range(2):  # the second time all was said before
@@ -200,26 +200,35 @@ class Takes:
     def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         return self._joint or not plan.is_joint
 
+    def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
+        return True
 
-def drafting(chooser: Any) -> GivenDrafting:
-    return GivenDrafting(6, True, SuffixIndex(), chooser, 64)
+
+def drafting() -> Learner:
+    return Learner(6, True, SuffixIndex(), fitting_plans(OWN), adaptive=False, most_nodes=64)
 
 
-def opened(drafts: GivenDrafting, prompt: Sequence[int] = (*TEXT, *TEXT[:12])) -> Answer:
+def choice(drafts: Learner, joint: bool = True) -> Any:
+    """The round of given candidates that is chosen, and their trees; None where there is none."""
+    plan, trees = drafts.choose(Takes(joint), [opened(drafts)], 100, False)  # type: ignore[list-item]
+    return None if trees is None else (plan, trees)
+
+
+def opened(drafts: Learner, prompt: Sequence[int] = (*TEXT, *TEXT[:12])) -> Answer:
     sequence = Answer()
     drafts.open(sequence, prompt)  # type: ignore[arg-type]
     return sequence
 
 
-def told(drafts: GivenDrafting, joint_seconds: float, given_seconds: float = 0.03, own_tokens: int = 3) -> None:
+def told(drafts: Learner, joint_seconds: float, given_seconds: float = 0.03, own_tokens: int = 3) -> None:
     """Rounds of the draft model gave so many tokens in 30 ms, others took so long."""
     for _ in range(6):
         drafts.record(OWN, [own_tokens], 0.03)
-        for plan in drafts.joint_plans:
-            for _ in range(8):
-                drafts.record(plan, [own_tokens + 2], joint_seconds)
         for plan in drafts.plans:
-            drafts.record(plan, [3], given_seconds)
+            for _ in range(8 if plan.is_joint else 1):
+                if plan.takes_given:
+                    seconds = joint_seconds if plan.is_joint else given_seconds
+                    drafts.record(plan, [own_tokens + 2 * plan.is_joint], seconds)
     for _ in range(20):
         drafts.record(OWN, [own_tokens], 0.03)
 
@@ -229,9 +238,9 @@ def told(drafts: GivenDrafting, joint_seconds: float, given_seconds: float = 0.0
     ("joint_seconds", "given_seconds", "taken"), [(0.032, 0.03, "joint"), (0.2, 0.3, "own"), (0.2, 0.02, "given")]
 )
 def test_the_best_of_three_is_taken(joint_seconds: float, given_seconds: float, taken: str) -> None:
-    drafts = drafting(FixedDrafting(OWN))
+    drafts = drafting()
     told(drafts, joint_seconds, given_seconds)
-    chosen = drafts.choose(Takes(), [opened(drafts)], 100)  # type: ignore[list-item]
+    chosen = choice(drafts)
     if taken == "own":
         assert chosen is None
         return
@@ -240,7 +249,7 @@ def test_the_best_of_three_is_taken(joint_seconds: float, given_seconds: float, 
     assert drafts.report().rounds[plan.name] > 0
     if plan.is_joint:
         assert (plan.name, plan.tree_size, plan.given_nodes) == ("tree 4/4/16 + given 7", 23, 7)
-        chosen = drafts.choose(Takes(False), [opened(drafts)], 100)  # type: ignore[list-item]
+        chosen = choice(drafts, False)
         assert chosen is None or chosen[0].is_given, "where no engine verifies it"
 
 
@@ -252,10 +261,10 @@ def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("always_asked")
 def test_joint_rounds_that_disappoint_are_not_taken_any_more() -> None:
     """They promise what both drafts promise; where they give what the draft model's own give, that is learned."""
-    drafts = drafting(FixedDrafting(OWN))
+    drafts = drafting()
     told(drafts, 0.034, 0.3)
     rounds = 0
-    while (chosen := drafts.choose(Takes(), [opened(drafts)], 100)) is not None:  # type: ignore[list-item]
+    while (chosen := choice(drafts)) is not None:
         assert chosen[0].is_joint
         drafts.record(chosen[0], [3], 0.034)
         drafts.record(OWN, [3], 0.03)
@@ -266,35 +275,38 @@ def test_joint_rounds_that_disappoint_are_not_taken_any_more() -> None:
 
 @pytest.mark.usefixtures("always_asked")
 def test_nothing_is_joined_where_the_draft_model_has_no_turn() -> None:
-    class Plainly(FixedDrafting):
-        def likely(self, room: int, batch: int) -> DraftPlan | None:
-            return None
-
-    drafts = drafting(Plainly(OWN))
-    told(drafts, 0.001)
-    chosen = drafts.choose(Takes(), [opened(drafts)], 100)  # type: ignore[list-item]
+    drafts = Learner(6, True, SuffixIndex(), [OWN], most_nodes=64)
+    for _ in range(60):
+        drafts.record(OWN, [1], 0.03)
+        drafts.record(None, [1], 0.01)
+        for plan in drafts.plans:
+            if plan.takes_given:
+                drafts.record(plan, [3], 0.011)
+    chosen = choice(drafts)
     assert chosen is None or chosen[0].is_given
 
 
 @pytest.mark.usefixtures("always_joint")
-def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(batched: Path) -> None:
-    """The controller hears of its own rounds only, and chooses as before."""
+def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
+    batched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of the draft stays true, whatever stands beside it."""
+    monkeypatch.setattr(learner_module, "COMPUTED", learner_module.CAPTURED)  # so that drafts should pay
     tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
     ids = tokenizer.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
     config = DraftingConfig(4, 4, 16, adaptive=True, suffix_decoding=True)
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
-        controller = llm._runtime._drafters.chooser
-        record = controller.record
-        controller.record = lambda plan, *others: (heard.append(plan), record(plan, *others))[1]
+        chances = llm._runtime._drafters.drafter._chances[False]
+        record = chances.record
+        chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
         counted = llm.drafting_report.rounds
     assert len({tuple(each.token_ids) for each in responses}) == 1
-    own = sum(each.drafting.plain_steps + each.drafting.rounds for each in responses) - sum(
-        count for each in responses for name, count in each.drafting.plans.items() if "given" in name
-    )
-    assert len(heard) == own == sum(counted.values()) and not any("given" in name for name in counted)
-    assert not any(plan is not None and plan.takes_given for plan in heard)
+    steps = sum(each.drafting.plain_steps + each.drafting.rounds for each in responses)
+    given_rounds = sum(count for name, count in counted.items() if "given" in name)
+    assert steps == sum(counted.values()) and given_rounds > 3
+    assert len(heard) == steps - given_rounds and not any(plan is not None and plan.takes_given for plan in heard)
 
 
 def test_lossy_kinds_take_no_given_nodes() -> None:

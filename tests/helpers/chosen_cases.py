@@ -81,7 +81,7 @@ FAST = (
 )
 #: Of these the files that take longer.
 NOT_FAST = (
-    "drafting/test_drafting_controller.py",
+    "drafting/test_learner.py",
     "engines/backends/test_tensorrt_operations.py",
     "engines/families/test_families_images.py",
     "engines/model/test_draft_networks.py",

@@ -18,7 +18,7 @@ from edgellm.commands.app import run
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -153,10 +153,11 @@ def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[in
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 24), max_tokens=24
     )
-    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4))
+    plan = FixedDrafter(DraftPlan("chain", 1, 3, 4))
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
     for _ in answered(
-        DecodingLoop(SlotTable(ObservedRunner(runner, trace) if observed else runner, contents), plan), [sequence]
+        DecodingLoop(SlotTable(ObservedRunner(runner, trace) if observed else runner, contents, drafter=plan)),
+        [sequence],
     ):
         pass
     trace.finish()

@@ -18,11 +18,11 @@ from served_answers import Answer, answer
 from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.drafter import Choice, Drafter, FixedDrafter, NoDrafter
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.speculation.draft_plan import DraftPlan, given, tree
+from edgellm.engines.speculation.draft_plan import given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import ConstraintError
 from edgellm.structure.description import Structure
@@ -47,40 +47,31 @@ DRAFTINGS = {
 }
 
 
-class GivenTrees:
-    """In the place of `GivenDrafting`: gives candidates wherever it may, what rules force and others, right and wrong
-    ones; plain steps begin in the place of every other round, where steps begin before tokens are known. Beside a
-    `chooser`'s plans in one tree, if there is one."""
+class GivenTrees(Drafter):
+    """Gives candidates wherever it may, what rules force and others, right and wrong ones; plain steps begin in the
+    place of every other round, where steps begin before tokens are known. Beside `another` drafter's plans in one tree,
+    if there is one, which go on alone where nothing is given."""
 
-    looks_up = True
+    looks_up = drafts = True
 
-    def __init__(self, seed: int = 0, chooser: Any = None) -> None:
+    def __init__(self, seed: int = 0, another: Drafter | None = None) -> None:
         self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
-        self._chooser = chooser
+        self._another = another or NoDrafter()
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
-    ) -> tuple[DraftPlan, list[GivenTree]] | None:
-        plan, beside = self._plan, None if self._chooser is None else self._chooser.likely(room, len(sequences))
-        if beside is not None:
-            plan = beside.joined(5, 3, 16)
-        if begun or plan.longest > room or not runner.takes_given(len(sequences), plan):
-            return None
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
+    ) -> Choice:
+        beside, _ = self._another.choose(runner, sequences, room, ruled)
+        plan = self._plan if beside is None else beside.joined(5, 3, 16)
+        if not known or begun or plan.longest > room or not runner.takes_given(len(sequences), plan):
+            return beside, None
         self.rounds, self.joint = self.rounds + 1, self.joint + plan.is_joint
         return plan, [self._tree(sequence.constraint) for sequence in sequences]
-
-    def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
-        return False
 
     def expects_round(self, batch: int, waits: float) -> bool:
         return self._random.random() < 0.5
 
     goes_on = expects_round
-
-    def open(self, *_: Any) -> None:
-        """Nothing is learned."""
-
-    take = close = record = look_up = open
 
     def _tree(self, constraint: Any) -> GivenTree:
         try:
@@ -129,7 +120,7 @@ def varied_requests(count: int, seed: int) -> list[Request]:
 def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
     """Alone, without any draft, and with nothing given."""
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        runtime._drafters.given = None
+        runtime._drafters.drafter = NoDrafter()
         responses = [runtime.handle_request(request) for request in requests]
     for request, response in zip(requests, responses, strict=True):
         structure = request.params.structure
@@ -154,7 +145,8 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
 def giving(runtime: SpecDecodeRuntime, gives: str) -> None:
     """Let a runtime give no candidates, or these alone ("given"), or beside its draft model's ("joint")."""
     drafters = runtime._drafters
-    drafters.given = GivenTrees(0, drafters.chooser if gives == "joint" else None) if gives else None
+    fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else NoDrafter()
+    drafters.drafter = GivenTrees(0, fixed if gives == "joint" else None) if gives else fixed
 
 
 @contextmanager
@@ -175,8 +167,8 @@ def test_batches_whose_members_come_and_go(
     with opened(serving_engines, name, gives) as runtime:
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
-        assert not gives or runtime._drafters.given.rounds > 5
-        assert gives != "joint" or runtime._drafters.given.joint > 5
+        assert not gives or runtime._drafters.drafter.rounds > 5
+        assert gives != "joint" or runtime._drafters.drafter.joint > 5
 
 
 @pytest.mark.parametrize(("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "joint"), ("chain", "")])
@@ -199,7 +191,7 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
     params = SamplingParams(structure=Structure(regex="[a-z]{20}"))
     runtime, _ = captured(None)
     with runtime:
-        runtime._drafters.given = None
+        runtime._drafters.drafter = NoDrafter()
         runner, events = runtime._runner, []
         begin, step, start = runner.begin, runner.step, runner.start
 
@@ -287,7 +279,7 @@ def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any]
     for name in ("plain", "chain"):
         runtime, _ = captured(DRAFTINGS[name])
         with runtime:
-            runtime._drafters.given = None
+            runtime._drafters.drafter = NoDrafter()
             first, second = runtime.handle_request(requests[:2])
             third = runtime.handle_request(requests[2])
             assert (first.text, first.finish_reason) == ("a", "stop")
@@ -400,16 +392,16 @@ def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
 class KnownAnswers(GivenTrees):
     """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
 
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], chooser: Any = None) -> None:
-        super().__init__(0, chooser)
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], another: Drafter | None = None) -> None:
+        super().__init__(0, another)
         self._expected = expected
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
-    ) -> tuple[DraftPlan, list[GivenTree]] | None:
-        chosen = super().choose(runner, sequences, room, begun)
-        if chosen is None:
-            return None
+        self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
+    ) -> Choice:
+        chosen = super().choose(runner, sequences, room, ruled, known, begun, waited)
+        if chosen[1] is None:
+            return chosen
         trees = []
         for sequence in sequences:
             tokens = self._expected[tuple(sequence.prompt_ids)][sequence.known : sequence.known + 3]
@@ -450,15 +442,20 @@ def thinking_requests(**others: Any) -> list[Request]:
 def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     requests = thinking_requests()
     with SpecDecodeRuntime(thinking_engines, backend="numpy") as runtime:
-        runtime._drafters.given = None
+        runtime._drafters.drafter = NoDrafter()
         plain = [runtime.handle_request(request) for request in requests]
     assert sum(bool(response.structured_from) for response in plain) > 6
     assert sum(bool(response.structure_complete) for response in plain) > 3
     known = {tuple(request.prompt): response.token_ids for request, response in zip(requests, plain, strict=True)}
     inside = 0
-    for gives in (None, KnownAnswers(known), GivenTrees(), KnownAnswers(known, FixedDrafting(tree(4, 2, 8)))):
+    for gives in (
+        FixedDrafter(tree(4, 3, 12)),
+        KnownAnswers(known),
+        GivenTrees(),
+        KnownAnswers(known, FixedDrafter(tree(4, 2, 8))),
+    ):
         with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
-            runtime._drafters.given = gives
+            runtime._drafters.drafter = gives
             step = runtime._runner.step
 
             def watched(*arguments: Any, step: Callable[..., Any] = step) -> Any:
@@ -479,7 +476,7 @@ def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines
     """Though the round that cut it went on, and an empty text would be complete."""
     requests = thinking_requests(structure=Structure(regex="a*"))
     with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
-        runtime._drafters.given = None
+        runtime._drafters.drafter = NoDrafter()
         whole = [runtime.handle_request(request) for request in requests]
         cut = 0
         for request, response in zip(requests, whole, strict=True):
@@ -487,7 +484,7 @@ def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines
                 continue
             thought = runtime.tokenizer.decode(response.token_ids[: response.token_ids.index(259)])[-1:]
             params = replace(request.params, stop=thought)
-            runtime._drafters.given = KnownAnswers({tuple(request.prompt): response.token_ids})
+            runtime._drafters.drafter = KnownAnswers({tuple(request.prompt): response.token_ids})
             found = runtime.handle_request(Request(request.prompt, None, params))
             if found.finish_reason == "stop_string" and 259 not in found.token_ids:
                 cut += 1

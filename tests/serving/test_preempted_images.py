@@ -11,7 +11,7 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_imag
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import place_images
@@ -64,11 +64,11 @@ def question(runner: DecodingRunner, seed: int) -> DecodingSequence:
 
 def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     """A loop whose slots hold nothing."""
-    plan = None if runner.draft is None else FixedDrafting(tree(4, 3, 12))
+    plan = None if runner.draft is None else FixedDrafter(tree(4, 3, 12))
     keeper = RowKeeper(runner, budget)
     states = StateKeeper(runner) if runner.base.states.is_recurrent else None
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(SlotTable(runner, contents, keeper=keeper, states=states), plan)
+    return DecodingLoop(SlotTable(runner, contents, drafter=plan, keeper=keeper, states=states))
 
 
 @pytest.mark.parametrize(("runner", "budget", "rounds"), CASES, indirect=["runner"], ids=str)

@@ -15,7 +15,7 @@ from kept_snapshots import save, taken
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineShape
@@ -88,9 +88,9 @@ def answer_of(runner: DecodingRunner, directory: EngineDirectory, snapshots: Slo
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
-    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
+    plan = FixedDrafter(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in answered(DecodingLoop(SlotTable(runner, contents, snapshots), plan), [sequence]):
+    for _ in answered(DecodingLoop(SlotTable(runner, contents, snapshots, drafter=plan)), [sequence]):
         pass
     return sequence
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgellm.drafting.costs import Device
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, plan_candidates, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
@@ -91,7 +90,7 @@ def test_nothing_that_is_kept_meets_a_run_without_the_mode(
     directory = EngineDirectory.open(tiny_engines)
 
     def places() -> dict[str, str]:
-        """Where kernels, plans, what TensorRT compiled, and round costs are kept."""
+        """Where kernels, plans, and what TensorRT compiled are kept."""
         platform = present_platform()
         assert platform is not None and Platform.from_folder(platform.folder) == platform
         shape = directory.limits.engine_shapes()[0]
@@ -102,7 +101,6 @@ def test_nothing_that_is_kept_meets_a_run_without_the_mode(
             "plan in the directory": str(plans[0]),
             "plan in the cache": str(plans[1]),
             "runtime cache": str(runtime._path),
-            "round costs": Device.present(directory, "tensorrt").file_name,
         }
 
     before = places()

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, DraftingConfig
-from edgellm.drafting import given
+from edgellm.drafting import learner
 from tools.bench.given_speed import KINDS, Asked, Way, compared, prompts, with_known_answers
 
 ANSWER = [5, 6, 7, 8, 9] * 6
 
 
 def test_known_answers_are_drawn_by_steps_and_by_rounds(tiny_engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given, "GAIN", 0.0)
+    monkeypatch.setattr(learner, "GAIN", 0.0)
     with (
         LLM(tiny_engines, backend="numpy", drafting=None) as plain,
         LLM(tiny_engines, backend="numpy", drafting=DraftingConfig(kind="suffix")) as drafted,

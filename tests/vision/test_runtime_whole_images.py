@@ -20,7 +20,7 @@ from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prom
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import place_images
@@ -169,10 +169,10 @@ def runner(request: pytest.FixtureRequest, engines: Path) -> Iterator[DecodingRu
 
 def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     """A loop whose slots hold nothing."""
-    plan = None if runner.draft is None else FixedDrafting(tree(4, 3, 12))
+    plan = None if runner.draft is None else FixedDrafter(tree(4, 3, 12))
     cut = runner.base.states.cut_windows
     contents = [KVContents(None, cut, whole_images=True) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(SlotTable(runner, contents, keeper=RowKeeper(runner, budget)), plan)
+    return DecodingLoop(SlotTable(runner, contents, drafter=plan, keeper=RowKeeper(runner, budget)))
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 24])

@@ -30,8 +30,9 @@ import jsonschema
 import numpy as np
 
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime, Structure
-from edgellm.drafting import given
+from edgellm.drafting import learner
 from edgellm.drafting.config import DraftingConfig
+from edgellm.drafting.drafter import NoDrafter
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
@@ -56,7 +57,7 @@ WAYS: dict[str, DraftingConfig | None] = {
     "forced": None,
     "joint": DraftingConfig(10, 3, 16, suffix_decoding=True),
 }
-_GAINS = given.GAIN, given.JOINT_GAIN
+_GAINS = learner.GAIN, learner.JOINT_GAIN
 #: Prompts in chunks that kernels take: no plans are built for them.
 LIMITS = EngineLimits(4, 16, 1024, draft_top_k=10, draft_steps=5, verify_tree_size=16)
 _TINY = {
@@ -179,9 +180,9 @@ class Equality:
 def use(runtime: SpecDecodeRuntime, way: str) -> None:
     """Draft in one of `WAYS`; "plain" proposes nothing at all."""
     runtime.use_drafting(WAYS.get(way))
-    given.GAIN, given.JOINT_GAIN = (1e9, -1e9) if way == "joint" else _GAINS
+    learner.GAIN, learner.JOINT_GAIN = (1e9, -1e9) if way == "joint" else _GAINS
     if way in ("plain", "chain", "tree"):
-        runtime._drafters.given = None
+        runtime._drafters.drafter = NoDrafter()
 
 
 def validity_of(

@@ -41,7 +41,6 @@ from round_bench import PROMPT_TOKENS, ROUNDS_PER_SERIES, SERIES, RoundBench, pl
 from round_table import measure_table
 from simulated_acceptance import SCHEDULE_ROUNDS, schedule, simulated_mean
 
-from edgellm.drafting.adaptive import measure_round_costs
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
 TARGETS = {"round_over_engines": 1.05, "other_kernels_us": 120.0, "host_waits": 1.0, "speedup": 2.0, "round_ms": 2.9}
@@ -171,8 +170,6 @@ def measure_rounds(work: Path, shape: str, mean: float, rounds: int, weights: st
             print(json.dumps(found["rounds"][-1]), flush=True)
         found["plain"] = measure_loops(bench, plain, found["rounds"], plans, rounds)
         runner.stop(0)
-        costs = measure_round_costs(runner, plans, [1])
-        found["controller_costs_ms"] = {name: 1000 * points[1] for name, points in costs.measured.items()}
     is_known = (chain, round(mean, 1)) == (3, 2.4)
     if chain is None or is_known:
         target = CHAIN_TARGETS.get(weights) if is_known else None

@@ -33,9 +33,9 @@ from edgellm.decoding import sequence as sequence_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting import given as given_module
+from edgellm.drafting import learner as learner_module
 from edgellm.drafting.acceptance import DraftingTally
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.learner import Learner
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.constraints import mask_words
@@ -197,17 +197,17 @@ class Bench:
                 found.append(Asked(prompt, [*answer, self.eos]))
         return found
 
-    def answered(self, asked: Sequence[Asked], ruled: bool, given: GivenDrafting | None) -> dict[str, float]:
+    def answered(self, asked: Sequence[Asked], ruled: bool, drafter: Learner | None) -> dict[str, float]:
         """Tokens a second, and the host's microseconds a step."""
         seconds = tokens = busy = 0.0
         self.runner.kinds.clear()
-        loop = DecodingLoop(SlotTable(self.runner, [KVContents()], given=given))  # type: ignore[arg-type]
+        loop = DecodingLoop(SlotTable(self.runner, [KVContents()], drafter=drafter))  # type: ignore[arg-type]
         for one in asked:
-            self._remember(given, one)
+            self._remember(drafter, one)
             assert one.answer is not None
             answer = OutputText(self.tokenizer.detokenizer(), (), (), (self.eos,), MAX_TOKENS)
             rules = AnswerRules(self.vocabulary.constraint_for(self.grammar), self.tokenizer) if ruled else None
-            tally = None if given is None else DraftingTally({})
+            tally = None if drafter is None else DraftingTally({})
             sequence = DecodingSequence(
                 one.prompt, SamplingValues(), answer, Clock(), len(one.answer), tally, rules=rules
             )
@@ -223,8 +223,8 @@ class Bench:
         return {"tokens_per_second": tokens / seconds, "host_us": busy / steps * 1e6}
 
     @staticmethod
-    def _remember(given: GivenDrafting | None, one: Asked) -> None:
-        index = None if given is None else given.index
+    def _remember(drafter: Learner | None, one: Asked) -> None:
+        index = None if drafter is None else drafter.host.index
         if isinstance(index, SuffixIndex) and one.earlier:
             index.clear()
             for earlier in one.earlier:
@@ -236,7 +236,7 @@ class Bench:
 @contextmanager
 def imitated(machine: Machine) -> Iterator[None]:
     """Everything that decodes looks at the machine's clock."""
-    modules = loop_module, sequence_module, given_module
+    modules = loop_module, sequence_module, learner_module
     for module in modules:
         module.time = machine  # type: ignore[attr-defined]
     try:
@@ -250,14 +250,14 @@ def measure(bench: Bench, kind: str, count: int, repeats: int) -> dict[str, Any]
     """Both ways of one kind, in turns."""
     asked, ruled = bench.asked(kind, count), kind == "schema"
     index = SuffixIndex()
-    given = GivenDrafting(16, True, index)
+    drafter = Learner(16, True, index)
     ratios, plain, drafted, only = [], [], [], []
     for number in range(repeats + 1):
         index.clear()
         plain.append(bench.answered(asked, False, None))
         if ruled:
             only.append(bench.answered(asked, True, None))
-        drafted.append(bench.answered(asked, ruled, given))
+        drafted.append(bench.answered(asked, ruled, drafter))
         if number:
             ratios.append(drafted[-1]["tokens_per_second"] / plain[-1]["tokens_per_second"])
     found: dict[str, Any] = {
@@ -294,10 +294,10 @@ def main() -> None:
             results[kind] = measure(bench, kind, arguments.prompts, arguments.repeats)
             print(kind, results[kind], flush=True)
             if arguments.profile:
-                asked, given = bench.asked(kind, arguments.prompts), GivenDrafting(16, True, SuffixIndex())
+                asked, drafter = bench.asked(kind, arguments.prompts), Learner(16, True, SuffixIndex())
                 profile = cProfile.Profile()
                 profile.enable()
-                bench.answered(asked, kind == "schema", given)
+                bench.answered(asked, kind == "schema", drafter)
                 profile.disable()
                 pstats.Stats(profile).sort_stats("tottime").print_stats(28)
     report(results, arguments.output)

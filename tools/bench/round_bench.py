@@ -15,7 +15,7 @@ from simulated_acceptance import ForcedAcceptance
 
 from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.controller import candidate_plans
+from edgellm.drafting.drafters import candidate_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues

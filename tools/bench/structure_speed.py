@@ -38,7 +38,7 @@ from edgellm.decoding import loop as loop_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.choosers import FixedDrafting
+from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits
@@ -210,8 +210,8 @@ class Bench:
 
     def run(self, sequences: Sequence[DecodingSequence], plan: DraftPlan | None = None) -> list[float]:
         """Answer them together; the seconds between the steps of the last one."""
-        chooser = None if plan is None else FixedDrafting(plan)
-        for _ in answered(DecodingLoop(SlotTable(self.runner, self.contents), chooser), sequences):
+        drafter = None if plan is None else FixedDrafter(plan)
+        for _ in answered(DecodingLoop(SlotTable(self.runner, self.contents, drafter=drafter)), sequences):
             pass
         return sequences[-1].clock.gaps
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import create_app
 from edgellm.drafting.config import default_drafting
-from edgellm.drafting.controller import candidate_plans
+from edgellm.drafting.drafters import candidate_plans
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_operations import build_plan

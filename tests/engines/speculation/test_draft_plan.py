@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
+from edgellm.drafting.drafter import first_fitting, fitting_plans
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
@@ -13,6 +15,8 @@ from edgellm.errors import RequestError
 from edgellm.kernels.tree.contract import candidate_count
 
 LIMITS = EngineLimits(1, 16, 96, 10, 6, 60)
+
+READY = SimpleNamespace(is_ready=lambda *_: True)
 
 
 def test_a_chain_is_a_static_tree_of_width_one() -> None:
@@ -59,12 +63,12 @@ def test_a_plan_is_shortened_to_the_room_there_is(plan: DraftPlan, room: int, st
     fitting = plan.fitting(room)
     assert fitting is not None
     assert (fitting.steps, fitting.tree_size, fitting.longest <= room) == (steps, size, True)
-    assert FixedDrafting(plan).next_plan(room, 1) == fitting
+    assert first_fitting(fitting_plans(plan), READY, 1, room, False) == fitting
 
 
 def test_no_plan_fits_where_only_one_token_is_left() -> None:
     assert tree(4, 4, 16).fitting(1) is None
-    assert FixedDrafting(chain(2)).next_plan(1, 1) is None
+    assert first_fitting(fitting_plans(chain(2)), READY, 1, 1, False) is None
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from edgellm import LLM, DraftingConfig, Request, SamplingParams
-from edgellm.drafting import given
-from edgellm.drafting.worth import Rates
+from edgellm.drafting import learner
 
 pytestmark = pytest.mark.gpu
 
@@ -35,9 +34,9 @@ def test_answers_are_those_of_plain_decoding(
     llms: tuple[LLM, LLM], goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is proposed is verified; with a plain step behind each round, and without."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    monkeypatch.setattr(Rates, "waits_for", lambda *_: goes_on)
-    monkeypatch.setattr(Rates, "affords", property(lambda _: True))
+    monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
+    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
     plain, drafted = llms
     ids = [plain.tokenizer.encode_chat([{"role": "user", "content": sentence}]) for sentence in SENTENCES]
     rounds = steps = 0
@@ -54,9 +53,9 @@ def test_answers_are_those_of_plain_decoding(
 
 
 def test_an_answer_cancelled_with_a_step_behind_a_round(llms: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    monkeypatch.setattr(Rates, "waits_for", lambda *_: False)
-    monkeypatch.setattr(Rates, "affords", property(lambda _: True))
+    monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: False)
+    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
     plain, drafted = llms
     prompt = plain.tokenizer.encode_chat([{"role": "user", "content": SENTENCES[3]}])
     whole = plain.generate(prompt, GREEDY).token_ids

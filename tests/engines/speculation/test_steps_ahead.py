@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from edgellm import LLM, DraftingConfig, SamplingParams
-from edgellm.drafting import given
-from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import Rates
+from edgellm.drafting import learner
+from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.requests import Request
@@ -91,8 +90,7 @@ def directory(make_engines: Callable[..., EngineDirectory]) -> EngineDirectory:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are read one later, and what is asked for and taken does not depend on this machine's speed."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
 
 
 @pytest.fixture
@@ -109,7 +107,7 @@ def test_plain_steps_are_launched_and_waited_for_as_without_a_drafter(
     llms: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no round is worth it; the index is asked all the same, while two steps are under way."""
-    monkeypatch.setattr(given, "GAIN", 1e9)
+    monkeypatch.setattr(learner, "GAIN", 1e9)
     plain, drafted = llms
     watches = Watch(plain), Watch(drafted)
     for prompt in PROMPTS:
@@ -128,8 +126,8 @@ def test_rounds_begin_behind_what_is_under_way(
 ) -> None:
     """A round is launched when all tokens are known; behind it stands a plain step, or nothing where another round is
     expected. The index is asked while the device computes, or right behind a round."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    monkeypatch.setattr(Rates, "waits_for", lambda *_: goes_on)
+    monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
     plain, drafted = llms
     watch, behind = Watch(drafted), []
     for _ in range(2):  # the second time the first answer was said before
@@ -155,8 +153,8 @@ def test_batches_that_shrink_and_grow_while_steps_are_under_way(
     llms: tuple[LLM, LLM], goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some repeat and some do not, some are cancelled, others come in their place."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    monkeypatch.setattr(Rates, "waits_for", lambda *_: goes_on)
+    monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
     plain, drafted = llms
     expected = {
         (prompt, params): plain.generate(prompt, params).token_ids for prompt in PROMPTS for params in (LONG, SAMPLED)

@@ -1,0 +1,400 @@
+"""Which plan is taken: plain steps, a draft model's rounds, those of what the host knows, or both in one tree.
+
+One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
+promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
+alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
+their tokens would have taken is drawn from an `Account`, without which nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting
+from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
+from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
+from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
+from edgellm.engines.model.limits import GIVEN_TREES
+from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.suffix_index import SuffixIndex
+
+#: Nodes of the trees of given candidates, the root included, and given candidates of joint ones: where every shape is
+#: captured, and where any is computed at once.
+CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
+CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
+#: What is chosen anew must promise so many times the tokens a second of what is in use; given candidates, whose
+#: promises are the best of many, of what is done otherwise; and so must joint rounds, which give that in any case.
+SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
+#: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
+#: and the share of a round that a try counts as losing at least.
+TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
+#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
+FEARED = 5.0
+#: No step counts as having taken so many times longer than expected: it was interrupted.
+INTERRUPTED = 1.25
+#: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
+MOST_ROUNDS = 50
+#: Under rules, after so many steps that were waited for in vain the next ones begin early, until one was missed.
+MOST_IN_VAIN = 2
+#: How quickly what is seen is followed: shares of steps that could have been rounds, what rounds save, and what asking
+#: takes.
+_PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
+#: What a round saves over its time, as a first guess.
+FIRST_SAVED = 0.5
+#: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
+#: most. Where steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
+ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
+#: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
+_REFRESHED = 8
+
+
+class Learner(Drafter):
+    """Chooses the plan of each step, and the host's candidates for it.
+
+    `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
+    and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
+    is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
+    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. Deterministic but for the
+    seconds that it is told.
+    """
+
+    def __init__(
+        self,
+        deepest: int,
+        ahead: bool,
+        index: SuffixIndex | None = None,
+        own: Sequence[DraftPlan] = (),
+        adaptive: bool = True,
+        most_nodes: int = 0,
+    ) -> None:
+        self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
+        self.looks_up = index is not None
+        self.drafts = self.looks_up or bool(own)
+        sizes, counts = (CAPTURED_TREES, CAPTURED_JOINT) if ahead else (COMPUTED_TREES, COMPUTED_JOINT)
+        #: The plans of given candidates alone, by size.
+        self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
+        self._joined: Callable[[DraftPlan], tuple[DraftPlan, ...]] = cache(
+            lambda plan: tuple(plan.joined(count, min(count, deepest), most_nodes) for count in counts if deepest)
+        )
+        beside = (*self.given_plans, *(plan for each in own for plan in self._joined(each)))
+        self.plans, self.forced_plans = ((*own, *beside), ()) if self.looks_up else (self.own, beside)
+        self.host = HostProposals(max(sizes) - 1, deepest, index)
+        self.account = Account()
+        self._chances = {ruled: Chances(own) for ruled in (False, True)}
+        self._times: dict[tuple[int, bool], Seconds] = {}
+        self._latest: tuple[int, bool] = (1, False)
+        #: What is done without given candidates, rated: a plain step first. After how many plain steps.
+        self._rated: dict[tuple[int, bool], list[Option]] = {}
+        self._stale = 0
+        self._current: DraftPlan | None = None if adaptive else self.own[0]
+        self._best_compared: Option | None = None
+        self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
+        #: Seconds without any own plan, and without each.
+        self._undrafted, self._unused = 0.0, dict.fromkeys([None, *own], 0.0)
+        self._rounds: dict[str, int] = {}
+        self._joint = JointTokens()
+        #: Seconds that asking for candidates took since the latest step ended, and what it takes.
+        self._asked_for, self._asking = 0.0, 0.0
+        #: Without rules: whether a round of given candidates is under way, whether its tokens are known and what
+        #: follows was not looked at, and how often another round was best then.
+        self._under_way, self._ended, self._again = False, False, 0.5
+        #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
+        #: one, or an answer has begun; whether it could have been, but had begun as a plain one; and how many steps
+        #: were waited for since a round was best.
+        self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
+
+    def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self.host.open(sequence, prompt_ids)
+        self.account.forget()
+        self._under_way = self._ended = False
+        if sequence.constraint is not None:
+            self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
+
+    def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
+        """See `Drafter`."""
+        self.host.take(sequence, tokens)
+        self._ended, self._under_way = self._ended or self._under_way, False
+
+    def close(self, sequence: Drafted) -> None:
+        """See `Drafter`."""
+        self.host.close(sequence)
+
+    def choose(
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        known: bool = True,
+        begun: bool = False,
+        waited: bool = False,
+    ) -> Choice:
+        """See `Drafter`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
+        where more is likely to be forced."""
+        batch = len(sequences)
+        times = self._times.get((batch, ruled))
+        if times is None:  # nothing is weighed, or nothing was timed yet
+            own = () if begun or self._adaptive else self.own
+            return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
+        if known and self.given_plans and (ruled or self._may_give(sequences)):
+            asks = not waited or (self._ended and not ruled)
+            found, best = self._asked(runner, sequences, room, ruled, asks, waited)
+            if ruled:
+                self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
+                self._was_round, self._missed = best is not None and not begun, best is not None and begun
+                self._in_vain = 0 if best is not None else self._in_vain + (not begun)
+            else:
+                self._under_way = best is not None
+            if best is not None and not begun:
+                self.account.launched(_risk(times, best))
+                return best, [each.cut(best) for each in found]
+        plan = None if begun or not self.own else self._next_own(runner, batch, room, ruled)
+        self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
+        return plan, None
+
+    def _next_own(self, runner: Runs, batch: int, room: int, ruled: bool) -> DraftPlan | None:
+        """What looks best without given candidates, or a try."""
+        possible = self._possible(runner, batch, room, ruled)
+        best = self._best_own(possible)
+        self._current = best.plan
+        tried = self._worth_trying(possible, best) if self._adaptive else None
+        if tried is None:
+            return best.plan
+        self._explored += 1
+        self._undrafted = self._unused[tried.plan] = 0.0  # one at a time, though the next is launched before it is read
+        return tried.plan
+
+    def _possible(self, runner: Runs, batch: int, room: int, ruled: bool) -> list[Option]:
+        """The options without given candidates that are ready and for which there is room, a plain step first; one
+        alone where they are not adaptive."""
+        rated = self._rated.get((batch, ruled))
+        if rated is None:
+            rated = self._rated[batch, ruled] = self._ratings(batch, ruled)
+        if not self._adaptive:
+            plan = first_fitting(self.own, runner, batch, room, ruled)
+            return [option for option in rated if option.plan is plan]
+        return rated[:1] + [
+            option
+            for option in rated[1:]
+            if (plan := option.plan) and plan.longest <= room and runner.is_ready(batch, plan, ruled)
+        ]
+
+    def _ratings(self, batch: int, ruled: bool) -> list[Option]:
+        times, reaches = self._times[batch, ruled], self._chances[ruled].reaches()
+        rated = [Option(None, float(batch), times.plain)]
+        for plan, reach in reaches.items():
+            risk = _risk(times, plan) * min(1.0, FEARED * (1.0 - reach[0]))
+            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk, reach))
+        return rated
+
+    def _safe(self, possible: Sequence[Option]) -> list[Option]:
+        """Those that may lose no more than the account affords: a plain step first."""
+        pays = [option.risk for option in possible[1:] if option.rate > possible[0].rate]
+        most = self.account.affordable(min(pays or [option.risk for option in possible[1:]], default=0.0))
+        return [*possible[:1], *(option for option in possible[1:] if option.risk <= most)]
+
+    def _best_own(self, possible: Sequence[Option]) -> Option:
+        """What looks best of them, as far as it is safe."""
+        if not self._adaptive:
+            return possible[0]
+        safe = self._safe(possible)
+        best = max(safe, key=lambda option: option.rate)
+        current = next((option for option in safe if option.plan is self._current), best)
+        return current if current.rate * SWITCHING_GAIN >= best.rate else best
+
+    def _worth_trying(self, possible: Sequence[Option], best: Option) -> Option | None:
+        """An option to try against the forecast: where drafting does not pay the best draft, once the time without has
+        paid for what it may lose, else what pays with its share of the time without it for what it should lose."""
+        others = [option for option in self._safe(possible) if option is not best]
+        if best.plan is None:
+            tried = max(others, key=lambda option: option.rate, default=None)
+            pays = tried is not None and tried.risk * best.seconds <= TRIES_SHARE * self._undrafted
+            return tried if pays else None
+
+        def credit(option: Option) -> float:
+            loss = option.seconds * max(LEAST_LOSS, 1.0 - option.rate / best.rate)
+            return EXPLORATION_SHARE * self._unused[option.plan] / len(self.own) - loss
+
+        tried = max(others, key=credit, default=None)
+        return tried if tried is not None and credit(tried) > 0.0 else None
+
+    def _may_give(self, sequences: Sequence[Drafted]) -> bool:
+        """Whether there is, or may be, something to give without rules."""
+        said = [each.said for each in sequences if each.said is not None]
+        asked = self._ended or any(each.proposed or each.is_due for each in said)
+        self._under_way = False
+        return bool(asked and self._affords)
+
+    @property
+    def _affords(self) -> bool:
+        """Whether rounds of given candidates may be taken, and the index asked."""
+        return self.account.trusted > 0.0
+
+    def _asked(
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        ruled: bool,
+        asks: bool,
+        waited: bool,
+        ahead: bool = False,
+    ) -> tuple[list[Proposed], DraftPlan | None]:
+        """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
+        host, or with `ahead` behind a step that is under way."""
+        began = time.perf_counter()
+        plain = self._times[len(sequences), ruled].plain
+        is_hidden = self._ahead and self._asking < HIDDEN * plain
+        patience = 0 if is_hidden else min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * plain)))
+        quiet = patience if asks and self._affords else None
+        found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
+        best = self._best_given(runner, found, room, waited, ahead, ruled)
+        for sequence in sequences if best is not None else ():
+            if sequence.said is not None:
+                sequence.said.quiet = sequence.said.patience = 0
+        if self._ended and asks:
+            self._again += 2 * _PACE * ((best is not None) - self._again)
+            self._ended = False
+        self._asked_for += time.perf_counter() - began
+        return found, best
+
+    def _best_given(
+        self, runner: Runs, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
+    ) -> DraftPlan | None:
+        batch, longest = len(found), max([len(each.chances) for each in found])
+        if not longest or self._since >= MOST_ROUNDS:
+            return None
+        times, other = self._times[batch, ruled], self._best_own(self._possible(runner, batch, room, ruled))
+        misses = math.prod([1.0 - each.first for each in found])
+        if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
+            share, spent = 1.0 - misses, misses * times.waiting
+            before = share * batch - sum([each.first for each in found])
+        else:  # a plain step would be behind the same waiting, so that a round is charged with the rest alone
+            share, spent, before = 1.0, -times.waiting if waited else 0.0, float(batch)
+        ranked: list[tuple[float, DraftPlan, Option]] = []
+        for plan in self.given_plans:
+            affords = ruled or _risk(times, plan) * misses <= self.account.trusted
+            if plan.longest <= room and affords:
+                count, seconds = plan.given_nodes + ahead, times.of(plan)
+                tokens = before + sum([each.expected(count) for each in found])
+                option = Option(plan, tokens, max(0.5 * share * seconds, share * seconds + spent))
+                ranked.append((option.rate - GAIN * other.rate, plan, option))
+            if longest <= plan.given_nodes + ahead:
+                break
+        for plan in () if other.plan is None else self._joined(other.plan):
+            if plan.longest <= room:
+                extra = sum([each.expected_beside(plan, other.reach) for each in found])
+                option = Option(plan, (other.tokens + extra) * self._joint.ratio, times.of(plan))
+                ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
+            if longest <= plan.given_nodes:
+                break
+        for margin, plan, option in sorted(ranked, key=lambda each: -each[0]):
+            if runner.takes_given(batch, plan, ruled):
+                self._best_compared = option
+                if plan.is_joint:
+                    self._joint.promise(option.tokens)
+                return plan if margin > 0.0 else None
+        return None
+
+    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+        """Ask the index what follows the tokens that are known, where it is time to."""
+        is_due = any(each.said is not None and each.said.is_due for each in sequences)
+        if is_due and self._affords and (len(sequences), False) in self._times:
+            self._asked(runner, sequences, room, False, True, False, True)
+
+    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
+        """See `Drafter`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
+        behind a round, when something is likely."""
+        if not self.looks_up or not self._affords or (len(sequences), False) not in self._times:
+            return False
+        if not self._ended and not any(each.said is not None and each.said.proposed for each in sequences):
+            return False
+        return self._asked(runner, sequences, room, False, self._ended, False, True)[1] is not None
+
+    def goes_on(self, batch: int, waits: float) -> bool:
+        """See `Drafter`: whether another round is likely to follow the one under way, and worth it."""
+        times = self._times.get((batch, False))
+        if times is None or not self._affords or self._since >= MOST_ROUNDS:
+            return False
+        return self.waits_for(times, self._again, waits)
+
+    def expects_round(self, batch: int, waits: float) -> bool:
+        """See `Drafter`. A plain step that begins in a round's place draws the first token of what would have been
+        given; the rest is given in the step behind it."""
+        times = self._times.get((batch, True))
+        if times is None or self._missed or self._current is not None:
+            return self._missed or self._current is not None
+        if self._since >= MOST_ROUNDS or self._in_vain >= MOST_IN_VAIN:
+            return False
+        return self.waits_for(times, self._shares[self._was_round], waits)
+
+    def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
+        """Whether no plain step should be launched where a round comes with this `chance`, though the device waits so
+        many seconds for the host then. Behind a plain step the round may still come: what that draws the round would
+        have given for less, and it hides half of the waiting."""
+        seconds = max(seconds, times.waiting)
+        return chance * (times.plain * self._saved + 0.5 * seconds) > seconds
+
+    def record(
+        self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
+    ) -> None:
+        """See `Drafter`. Without rules there is nothing to weigh an always equal plan against."""
+        if not (ruled or self._adaptive or self.looks_up):
+            return
+        batch, takes_given = len(emitted), plan is not None and plan.takes_given
+        asked, self._asked_for = self._asked_for, 0.0
+        self.host.learn()
+        self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
+        self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0
+        name = PLAIN if plan is None else plan.name
+        self._rounds[name] = self._rounds.get(name, 0) + 1
+        if self.own and not takes_given:
+            self._chances[ruled].record(plan, emitted)
+            self._undrafted = self._undrafted + seconds if plan is None else 0.0
+            self._unused = {each: unused + seconds for each, unused in self._unused.items()} | {plan: 0.0}
+        times = self._times.get(self._latest)
+        if times is None:
+            self._first_step(plan, seconds)
+            return
+        seconds = max(seconds - (0.0 if self._ahead else asked), 1e-9)
+        tokens, expected = sum(emitted) / batch, times.plain if plan is None else times.of(plan)
+        saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain
+        counts = waited if plan is None else self._adaptive or takes_given
+        self.account.ended(tokens, saved * counts)
+        if plan is not None and takes_given:
+            self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
+            if plan.is_joint:
+                self._joint.record(sum(emitted))
+        times.record(plan, seconds, waited and plan is None)
+        self._stale += 1
+        if plan is not None or self._stale >= _REFRESHED:
+            self._rated, self._stale = {}, 0
+
+    def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
+        """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
+        (batch, ruled), guess = self._latest, CAPTURED if self._ahead else COMPUTED
+        like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
+        plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
+        self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
+
+    def report(self) -> DraftingReport:
+        """What was chosen for the latest batch size, and the figures behind it."""
+        batch, ruled = self._latest
+        acceptance = self._chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
+        options = self._ratings(batch, ruled) if self._latest in self._times else []
+        if options and self._best_compared is not None:
+            options.append(self._best_compared)
+        by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
+        chosen = self._current if by_rate is None else by_rate.plan
+        return reported(
+            options, chosen, batch, DraftingReport(PLAIN, "", dict(self._rounds), self._explored, acceptance)
+        )
+
+
+def _risk(times: Seconds, plan: DraftPlan) -> float:
+    """What a round may lose, in plain steps, if nothing is accepted."""
+    return max(0.0, times.of(plan) / times.plain - 1.0)

@@ -1,0 +1,289 @@
+"""What the host proposes: tokens that rules force, what followed where the same was said before, and how far to trust
+that."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from edgellm.engines.errors import ConstraintError
+from edgellm.engines.speculation.constraints import TokenConstraint
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
+
+#: The most candidates below one token; less likely ones are left out.
+WIDTH, LEAST_CHANCE = 3, 0.02
+#: How likely a forced token is: the text is forced, but other tokens may spell it.
+FORCED_CHANCE = 0.97
+
+
+class Drafted(Protocol):
+    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it."""
+
+    said: Said | None
+    is_over: bool
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """The rules on its next token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether its answer has ended, or failed."""
+
+
+class Said:
+    """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, what was
+    `proposed` for its end, of how many candidates at first (`whole`), and how many tokens are to come before the index
+    is asked again (`quiet`): each time that it was asked in vain more (`patience`)."""
+
+    def __init__(self, history: Any, patience: int) -> None:
+        self.history, self.patience = history, patience
+        self.news: list[int] = []
+        self.proposed: Proposed | None = None
+        self.whole = self.quiet = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to ask the index: less than half of what it proposed is left."""
+        return self.quiet <= 0 and (self.proposed is None or 2 * len(self.proposed.chances) < self.whole)
+
+
+class Proposed(NamedTuple):
+    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums`
+    of these up to each, with 0 before the first.
+
+    `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
+    `Trust` it belongs to; both are empty where the index was not asked.
+    """
+
+    tree: GivenTree
+    chances: Sequence[float]
+    sums: Sequence[float]
+    promises: Sequence[float]
+    kinds: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, tree: GivenTree, chances: Sequence[float], promises: Sequence[float] = (), kinds: Sequence[int] = ()
+    ) -> Proposed:
+        """The values with the sums."""
+        return cls(tree, chances, [*accumulate(chances, initial=0.0)], promises, kinds)
+
+    def expected(self, count: int) -> float:
+        """How many of the first `count` candidates should come."""
+        return self.sums[min(count, len(self.chances))]
+
+    def cut(self, plan: DraftPlan) -> GivenTree:
+        """The first candidates, as far as a plan has places for them: it has the levels then, too."""
+        tokens, parents, leads = self.tree
+        return GivenTree(tokens[: plan.given_nodes], parents[: plan.given_nodes], leads)
+
+    def behind(self, tokens: Sequence[int]) -> Proposed | None:
+        """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
+        said, parents = self.tree.tokens, self.tree.parents
+        count, place = len(said), -1
+        for token in tokens:
+            for node in range(place + 1, count):
+                if parents[node] == place and said[node] == token:
+                    place = node
+                    break
+            else:
+                return None
+        kept: list[int] = []
+        moved, places = {place: -1}, []
+        for node in range(place + 1, count):
+            parent = moved.get(int(parents[node]))
+            if parent is not None:
+                moved[node] = len(kept)
+                kept.append(node)
+                places.append(parent)
+        if not kept:
+            return None
+        came = self.chances[place]
+        return Proposed.of(
+            GivenTree([said[node] for node in kept], places),
+            [self.chances[node] / came for node in kept],
+            [self.promises[node] for node in kept] if self.promises else (),
+            [self.kinds[node] for node in kept] if self.kinds else (),
+        )
+
+    @property
+    def first(self) -> float:
+        """How likely the next token is one of the candidates."""
+        parents = self.tree.parents
+        return sum([chance for parent, chance in zip(parents, self.chances, strict=True) if parent < 0])
+
+    def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
+        """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
+        and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
+        those that come behind a chain that leads."""
+        count = plan.given_nodes
+        if self.tree.leads:
+            chances = self.chances[:count]
+            behind = chances[-1] * sum(reach[: max(0, plan.steps - len(chances))]) if chances else 0.0
+            return max(0.0, sum(chances) + behind - sum(reach))
+        depths: list[int] = []
+        found = 0.0
+        for parent, chance in zip(self.tree.parents[:count], self.chances, strict=False):
+            depth = 0 if parent < 0 else depths[parent] + 1
+            depths.append(depth)
+            found += chance * (1.0 - reach[depth] if depth < len(reach) else 1.0)
+        return found
+
+
+def chain_of(tokens: Sequence[int], leads: bool = False) -> GivenTree:
+    """A tree of one path; whether it `leads` a joint one."""
+    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
+
+
+#: No candidates.
+NOTHING = Proposed.of(chain_of([]), [])
+
+
+def allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:
+    """What rules allow of a proposal: the likeliest path alone, since a chain is tried at the least cost."""
+    path: list[int] = []
+    try:
+        for node, parent in enumerate(found.parents):
+            if parent == (path[-1] if path else -1) and constraint.try_advance(found.tokens[node]):
+                path.append(node)
+    except ConstraintError:
+        pass  # the path ends there
+    finally:
+        constraint.rollback(len(path))
+    scores, promises = ([values[node] for node in path] for values in (found.scores, found.promises))
+    return Proposal([found.tokens[node] for node in path], [*range(-1, len(path) - 1)], scores, promises, found.match)
+
+
+class Trust:
+    """How often candidates came whose parent had come, over what the index promised: by the promise, and by how much
+    was found again. Recent ones count most."""
+
+    #: Where the kinds begin, by promise and by the length of the match; what each kind comes at over its promise
+    #: before anything was seen; and for how many promised tokens this first guess counts, and what was seen at most.
+    PROMISES, MATCHES = (0.0, 0.35, 0.6, 0.8), (0, 8)
+    FIRST = (0.5, 0.7, 0.85, 0.95)
+    FIRST_EVIDENCE, MEMORY = 6.0, 64.0
+    MOST = 0.99
+
+    def __init__(self) -> None:
+        kinds = len(self.PROMISES) * len(self.MATCHES)
+        self._promised, self._came = [0.0] * kinds, [0.0] * kinds
+        self._ratios = [*self.FIRST] * len(self.MATCHES)
+
+    def weighed(self, proposal: Proposal) -> Proposed:
+        """A proposal with the probabilities that were seen in place of those that the index promises."""
+        tokens, parents, _, promises, match = proposal
+        first = len(self.PROMISES) * (sum([match >= least for least in self.MATCHES]) - 1) - 1
+        ratios, bounds, most = self._ratios, self.PROMISES, self.MOST
+        chances: list[float] = []
+        kinds: list[int] = []
+        for parent, promise in zip(parents, promises, strict=True):
+            kind = first + bisect_right(bounds, promise)
+            chance = promise * ratios[kind]
+            chance = most if chance > most else chance
+            chances.append(chance * chances[parent] if parent >= 0 else chance)
+            kinds.append(kind)
+        return Proposed.of(GivenTree(tokens, parents), chances, promises, kinds)
+
+    def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
+        """Take note of the tokens that came where a tree was proposed."""
+        reached, promises, kinds = {-1: 0}, proposed.promises, proposed.kinds
+        said, parents = proposed.tree.tokens, proposed.tree.parents
+        for node, kind in enumerate(kinds):
+            depth = reached.get(parents[node])
+            if depth is None or depth == len(tokens):
+                continue
+            came = said[node] == tokens[depth]
+            fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
+            self._promised[kind] = fading * self._promised[kind] + promises[node]
+            self._came[kind] = fading * self._came[kind] + came
+            guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
+            self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
+            if came:
+                reached[node] = depth + 1
+
+    def shares(self) -> dict[str, list[float]]:
+        """The ratio by the kind of match for each kind of promise."""
+        ratios, size = self._ratios, len(self.PROMISES)
+        return {
+            f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
+        }
+
+
+class HostProposals:
+    """Proposes what rules force and, with an `index`, what followed the last tokens before: `nodes` candidates at the
+    most, `depth` one after the other."""
+
+    def __init__(self, nodes: int, depth: int, index: SuffixIndex | None) -> None:
+        self.index, self._nodes, self._depth = index, nodes, depth
+        self.trust = Trust()
+        self._patience = 0  # of the latest sequence that ended
+        self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
+
+    def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
+        """A sequence begins."""
+        if self.index is not None:
+            sequence.said = Said(self.index.open(prompt_ids), self._patience // 2)
+
+    def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
+        """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
+        said = sequence.said
+        if said is None or not tokens:
+            return
+        if said.proposed is not None and said.proposed.kinds:
+            self._lessons.append((said.proposed, tokens))
+            said.proposed = said.proposed.behind(tokens)
+        else:
+            said.proposed = None
+        said.news += tokens
+        said.quiet -= len(tokens)
+
+    def close(self, sequence: Drafted) -> None:
+        """A sequence has ended: later ones may say what it said."""
+        said, sequence.said = sequence.said, None
+        if said is not None and self.index is not None:
+            self._tell(said)
+            self._patience = said.patience
+            self.index.close(said.history)
+
+    def learn(self) -> None:
+        """Learn what came of candidates."""
+        for lesson in self._lessons:
+            self.trust.learn(*lesson)
+        self._lessons.clear()
+
+    def proposed(self, sequence: Drafted, most: int, quiet: int | None) -> Proposed:
+        """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
+        The index is asked where it is time to, unless `quiet` is None, and in vain at most so many tokens go before it
+        is asked again."""
+        constraint, said = sequence.constraint, sequence.said
+        if most < 1 or sequence.is_over or sequence.finished:
+            return NOTHING
+        forced: list[int] = []
+        if constraint is not None:
+            try:
+                forced = constraint.forced(min(most, self._depth))
+            except ConstraintError:
+                return NOTHING  # whoever asks for the mask hears of it
+        if forced:
+            return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
+        if said is None or self.index is None:
+            return NOTHING
+        if quiet is not None and said.is_due:
+            self._tell(said)
+            found = self.index.propose(said.history, self._nodes, self._depth, WIDTH, LEAST_CHANCE)
+            said.proposed = self.trust.weighed(found if constraint is None else allowed(constraint, found))
+            said.whole, said.quiet = len(found.tokens), min(quiet, said.patience)
+            said.patience = min(quiet, 2 * said.patience + 1)
+        return said.proposed or NOTHING
+
+    def _tell(self, said: Said) -> None:
+        """Let the index know the tokens that it does not know yet."""
+        if said.news and self.index is not None:
+            self.index.extend(said.history, said.news)
+            said.news = []

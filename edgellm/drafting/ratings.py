@@ -1,0 +1,201 @@
+"""What plans are rated by: how far a draft model should come, what a step should give, and what may be lost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from edgellm.drafting.acceptance import AcceptanceModel, tree_gain
+from edgellm.drafting.seconds import PLAIN
+from edgellm.engines.speculation.draft_plan import DraftPlan
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a plan should give: tokens of a sequence and seconds in a round, tokens per second of all."""
+
+    name: str
+    tokens: float
+    seconds: float
+    tokens_per_second: float
+
+    def __str__(self) -> str:
+        milliseconds, rate = self.seconds * 1000, self.tokens_per_second
+        return f"{self.name}: {self.tokens:.2f} tokens in {milliseconds:.2f} ms, {rate:.0f} tokens/s"
+
+
+@dataclass(frozen=True)
+class DraftingReport:
+    """What was chosen for the latest batch size, and why.
+
+    `rounds` counts finished rounds by plan, plain steps included; `explored` those that were tried against the
+    forecast. `acceptance` holds, by group of the draft model's plans, the estimated probability that depth 1, 2, ... is
+    accepted once the depth before was; of what was said before, how often candidates came over what was promised.
+    `forecasts` are sorted, the fastest first.
+    """
+
+    chosen: str
+    reason: str
+    rounds: dict[str, int]
+    explored: int
+    acceptance: dict[str, list[float]]
+    forecasts: list[Forecast] = field(default_factory=list)
+
+
+class Option(NamedTuple):
+    """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
+    plain steps, as far as that is to be feared; a draft model comes to depth d + 1 with probability `reach[d]`."""
+
+    plan: DraftPlan | None
+    tokens: float
+    seconds: float
+    risk: float = 0.0
+    reach: Sequence[float] = ()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    def forecast(self, batch: int) -> Forecast:
+        """For people."""
+        return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
+
+
+def reported(
+    options: Sequence[Option], chosen: DraftPlan | None, batch: int, counted: DraftingReport
+) -> DraftingReport:
+    """What was counted, with what was chosen of the options, a plain step first, and why."""
+    if not options:
+        return replace(counted, reason="nothing was timed yet")
+    ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
+    plain = options[0].forecast(batch)
+    taken = next((option for option in options if option.plan is chosen), options[0]).forecast(batch)
+    best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
+    reason = f"{plain}; the best draft, {best}" if taken.name == PLAIN else f"{taken}; {plain}"
+    return replace(counted, chosen=taken.name, reason=reason, forecasts=ranked)
+
+
+class JointTokens:
+    """What joint rounds give over what they promise. Both drafts are often right at the same places, so it is less than
+    two that know nothing of each other give."""
+
+    #: The ratio at first, for how many tokens this guess counts, and what was seen at most.
+    FIRST, EVIDENCE, MEMORY = 0.95, 16.0, 160.0
+
+    def __init__(self) -> None:
+        self._promise, self._promised, self._came = 0.0, self.EVIDENCE, self.FIRST * self.EVIDENCE
+
+    @property
+    def ratio(self) -> float:
+        """By what a promise is to be multiplied."""
+        return self._came / self._promised
+
+    def promise(self, tokens: float) -> None:
+        """A joint round is taken that should give so many tokens, by this ratio."""
+        self._promise = tokens / self.ratio
+
+    def record(self, tokens: int) -> None:
+        """One has ended."""
+        if self._promise:
+            fading = min(1.0, self.MEMORY / self._promised)
+            self._promised = fading * self._promised + self._promise
+            self._came = fading * self._came + tokens
+
+
+class Chances:
+    """How far the plans of a draft model should come, by what came of them. Chains, and trees of one shape, have the
+    same chances at each depth."""
+
+    def __init__(self, plans: Sequence[DraftPlan]) -> None:
+        self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
+        gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
+        self._model = AcceptanceModel(gains, max((plan.steps for plan in plans), default=0))
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int]) -> None:
+        """A step has given tokens: a round of the draft model's own, or (None) another one."""
+        if plan is None:
+            self._model.age()
+        else:
+            self._model.record(self._groups[plan], plan.steps, emitted)
+
+    def reaches(self) -> dict[DraftPlan, list[float]]:
+        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
+        found, estimates = {}, self._model.estimates()
+        for plan, group in self._groups.items():
+            reached, reach = 1.0, []
+            for probability in estimates[group][: plan.steps]:
+                reached *= probability
+                reach.append(reached)
+            found[plan] = reach
+        return found
+
+    def estimates(self) -> dict[str, list[float]]:
+        """See `DraftingReport.acceptance`."""
+        return self._model.estimates()
+
+
+class Account:
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, whatever was saved before
+    them, since a text that suited the drafts says nothing of the next. So the loss that counts is that since the best
+    place of the latest `WINDOW` tokens.
+
+    A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
+    place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
+    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
+    change.
+    """
+
+    #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
+    #: What given candidates may overdraw at once, and up to `WINDOW` tokens behind the best place.
+    TRUSTED, TRUSTED_LATER = 1.0, 3.0
+
+    def __init__(self) -> None:
+        self._tokens = self._saved = 0.0
+        #: Places, in tokens, and what was saved up to them: each more than at all later ones.
+        self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
+        #: What each step under way may lose.
+        self._risks: deque[float] = deque()
+
+    @property
+    def left(self) -> float:
+        """What may be lost, whatever comes of the steps under way."""
+        return self.MOST_LOST - (self._best[0][1] - self._saved) - sum(self._risks)
+
+    def affordable(self, cheapest: float) -> float:
+        """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
+        left = self.left - self.LATER * (1.0 - self._passed)
+        return max(min(left, cheapest), left / self.CAREFUL)
+
+    @property
+    def trusted(self) -> float:
+        """What a round of given candidates may lose: more, since what comes of them is seen behind plain steps, too."""
+        return self.left + self.TRUSTED + (self.TRUSTED_LATER - self.TRUSTED) * self._passed
+
+    @property
+    def _passed(self) -> float:
+        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
+        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
+
+    def launched(self, risk: float) -> None:
+        """A step was launched that may lose so much."""
+        self._risks.append(risk)
+
+    def forget(self) -> None:
+        """No step is under way."""
+        self._risks.clear()
+
+    def ended(self, tokens: float, saved: float) -> None:
+        """A step gave each sequence so many tokens, and saved so many plain steps."""
+        if self._risks:
+            self._risks.popleft()
+        self._tokens, self._saved = self._tokens + tokens, self._saved + saved
+        while self._best and self._best[-1][1] <= self._saved:
+            self._best.pop()
+        self._best.append((self._tokens, self._saved))
+        while self._best[0][0] < self._tokens - self.WINDOW:
+            self._best.popleft()
