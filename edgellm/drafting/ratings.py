@@ -139,9 +139,9 @@ class Chances:
 
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, whatever was saved before
-    them, since a text that suited the drafts says nothing of the next. So the loss that counts is that since the best
-    place of the latest `WINDOW` tokens.
+    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
+    lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
+    cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
     place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
@@ -151,11 +151,14 @@ class Account:
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
+    #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
+    #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
+    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 14.0
     #: What given candidates may overdraw at once, and up to `WINDOW` tokens behind the best place.
     TRUSTED, TRUSTED_LATER = 1.0, 3.0
 
     def __init__(self) -> None:
-        self._tokens = self._saved = 0.0
+        self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them: each more than at all later ones.
         self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
         #: What each step under way may lose.
@@ -164,7 +167,8 @@ class Account:
     @property
     def left(self) -> float:
         """What may be lost, whatever comes of the steps under way."""
-        return self.MOST_LOST - (self._best[0][1] - self._saved) - sum(self._risks)
+        earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
+        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self._risks)
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
@@ -194,6 +198,7 @@ class Account:
         if self._risks:
             self._risks.popleft()
         self._tokens, self._saved = self._tokens + tokens, self._saved + saved
+        self._earned = self._earned * math.exp(-tokens / self.EARNED_OVER) + saved
         while self._best and self._best[-1][1] <= self._saved:
             self._best.pop()
         self._best.append((self._tokens, self._saved))

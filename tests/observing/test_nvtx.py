@@ -62,7 +62,7 @@ def test_ranges_of_a_drafted_answer_are_nested(tmp_path: Path) -> None:
     source.write_text(PROFILER)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     answered = subprocess.run(
-        [sys.executable, "-m", "edgellm", "chat", "--nvtx", "--max-tokens", "12"],
+        [sys.executable, "-m", "edgellm", "chat", "--draft", "--no-adaptive", "--nvtx", "--max-tokens", "12"],
         input="What is on the table?\n",
         env=os.environ | {"NVTX_INJECTION64_PATH": str(library), "RANGES": str(ranges)},
         capture_output=True,

@@ -220,7 +220,7 @@ def test_what_is_pending_is_read_as_it_grows_old() -> None:
 def test_the_command_writes_what_perfetto_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """On the shipped model: valid JSON, complete events of known tracks, nested as times say."""
     path = tmp_path / "trace.json"
-    ask(["chat", "--trace", str(path), "--max-tokens", "12"], monkeypatch)
+    ask(["chat", "--draft", "--no-adaptive", "--trace", str(path), "--max-tokens", "12"], monkeypatch)
     assert f"spans is in {path}: open it at ui.perfetto.dev" in capsys.readouterr().err
     content = json.loads(path.read_text())
     events = [event for event in content["traceEvents"] if event["ph"] == "X"]
