@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted_conversations import CHAIN
 
 from edgellm import LLM, SamplingParams
 from tools.bench.held_out_prompts import as_they_are
@@ -57,7 +58,7 @@ def test_what_is_in_a_style():
 
 @pytest.fixture(scope="module")
 def shipped_model():
-    with LLM(SHIPPED, backend="numpy") as model:
+    with LLM(SHIPPED, backend="numpy", drafting=CHAIN) as model:
         yield model
 
 
@@ -72,8 +73,7 @@ def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: 
     assert len(items) > 10
     assert in_style >= len(items) - 1
     assert right >= 0.8 * len(items)
-    drafted = sum(answer.drafting.rounds > 0 for answer in answers)  # not all: on a busy machine a try may not pay
-    assert drafted > len(answers) / 2, "drafting goes on under an adapter, and is counted"
+    assert all(answer.drafting.rounds for answer in answers), "drafting goes on under an adapter, and is counted"
 
 
 def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM):
