@@ -165,10 +165,10 @@ def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         padding = (0, 0), (0, count - size)
         places, found = largest(values, size)
         return np.pad(places, padding), np.pad(found, padding, constant_values=-np.inf)
-    places = _few_places(values, count) if size >= _PARTS * max(_PARTS, count) else None
-    candidates = values if places is None else values[rows, places]
+    few = _few_places(values, count) if size >= _PARTS * max(_PARTS, count) else None
+    candidates = values if few is None else values[rows, few]
     order = np.argsort(-candidates, axis=1, kind="stable")[:, :count]
-    return (order if places is None else places[rows, order]), candidates[rows, order]
+    return (order if few is None else few[rows, order]), candidates[rows, order]
 
 
 def _few_places(values: np.ndarray, count: int) -> np.ndarray | None:
