@@ -62,12 +62,12 @@ MODELS: dict[str, tuple[VisionConfig, int]] = {
         ),
         4096,
     ),
-    "Qwen2.5-VL 7B": (
+    "Qwen2.5-VL 3B": (
         VisionConfig(
-            "qwen2_5_vl", hidden_size=1280, intermediate_size=3420, num_layers=32, out_hidden_size=3584,
+            "qwen2_5_vl", hidden_size=1280, intermediate_size=3420, num_layers=32, out_hidden_size=2048,
             activation="silu", window_size=112, full_attention_layers=(7, 15, 23, 31), patch_size=14, **_QWEN,
         ),
-        4096,
+        5184,  # one megapixel in patches of 14
     ),
     "Qwen3-VL 8B": (
         VisionConfig(

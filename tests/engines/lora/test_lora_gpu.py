@@ -54,7 +54,9 @@ def build(
         adapters = {
             "wide": make_adapter(tmp_path / "wide", config, 1, 12),
             "attention": make_adapter(tmp_path / "attention", config, 2, 3, ("q_proj", "v_proj", "qkv_proj")),
-            "mlp": make_adapter(tmp_path / "mlp", config, 3, 4, ("up_proj", "gate_up_proj", "down_proj")),
+            "mlp": make_adapter(
+                tmp_path / "mlp", config, 3, 4, ("up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj")
+            ),
         }
         target = tmp_path / "engines"
         build_engine_directory(checkpoint, target, LIMITS, targets, dtype, attention, adapters=adapters)
