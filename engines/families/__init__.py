@@ -12,10 +12,11 @@ from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
 from edgellm.engines.families.llama import (
     CWM,
     GRANITE,
+    GRANITE4,
     LLAMA,
+    MINICPM,
     MINISTRAL3,
     MISTRAL,
-    OLMO2,
     PHI3,
     SEED_OSS,
     SMOLLM3,
@@ -30,6 +31,7 @@ from edgellm.engines.families.mixtures import (
     QWEN3_5_MOE_TEXT,
     QWEN3_MOE,
 )
+from edgellm.engines.families.olmo import EXAONE4, OLMO2, OLMO3
 from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
 from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
@@ -42,7 +44,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA, GEMMA3),
-        *(STARCODER2, LFM2, QWEN3_5_TEXT),
+        *(STARCODER2, OLMO3, EXAONE4, GRANITE4, MINICPM, LFM2, QWEN3_5_TEXT),
         *(QWEN3_MOE, OLMOE, GRANITE_MOE, LFM2_MOE, GPT_OSS, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
         *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
     )

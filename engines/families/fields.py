@@ -34,6 +34,11 @@ def every_layer(layer: int) -> bool:
     return True
 
 
+def windowed_but_every(interval: int) -> Callable[[int], bool]:
+    """Which layers look back on a window where the last of each `interval` attends to all."""
+    return lambda layer: (layer + 1) % interval > 0
+
+
 class ConfigFields:
     """The fields of one `config.json`; a field that is missing or wrong is noted, and read as zero or None.
 
@@ -187,6 +192,20 @@ class ConfigFields:
             return None
         self.values = self.values | {key: {other: value for other, value in parameters.items() if other != name}}
         return parameters[name]
+
+    def take_rope_of_windows(self, key: str) -> float:
+        """The base of the rotary embedding of layers with a window: `key` has it, or `rope_parameters` where that has
+        the parameters of both kinds of layers, and is then that of the others, as `read_rope` wants it."""
+        parameters, theta = self.values.get("rope_parameters"), self.values.get(key)
+        if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
+            own = parameters.get("sliding_attention") or {}
+            self.values = self.values | {"rope_parameters": parameters.get("full_attention") or {}}
+            name = "rope_parameters: sliding_attention"
+            if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
+                self.refuse(name, own, "supported is the rope_type default")
+                return DEFAULT_THETA
+            theta, key = own.get("rope_theta", theta), f"{name}: rope_theta"
+        return read_theta(self, key, DEFAULT_THETA if theta is None else theta, DEFAULT_THETA)
 
     def raise_problems(self) -> None:
         """Raise one error that lists everything found: UnsupportedModelError if a feature is among it."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
-from edgellm.engines.families.fields import DEFAULT_THETA, ConfigFields, read_theta
+from edgellm.engines.families.fields import ConfigFields, windowed_but_every
 from edgellm.engines.model.config import DecoderConfig
 
 _TANH_GELU = "gelu_pytorch_tanh"
@@ -42,34 +42,19 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
     `rope_local_base_freq`; later ones have the parameters of both kinds of layers in `rope_parameters`.
     """
-    local_theta = _take_local_theta(fields)
+    local_theta = fields.take_rope_of_windows("rope_local_base_freq")
     if fields.values.get("sliding_window") is None:
         fields.wrong.append("sliding_window is null, expected a whole number: there is no sliding_window in use")
     pattern = max(1, fields.size("sliding_window_pattern", 6))
     config = _read(
         fields,
         None,
-        windowed=lambda layer: (layer + 1) % pattern > 0,
+        windowed=windowed_but_every(pattern),
         qk_norm=True,
         attention_scale=fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5,
         post_norms=True,
     )
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
-
-
-def _take_local_theta(fields: ConfigFields) -> float:
-    """The base of the layers with a window; `rope_parameters` is then that of the others, as `read_rope` wants it."""
-    parameters = fields.values.get("rope_parameters")
-    theta, name = fields.values.get("rope_local_base_freq"), "rope_local_base_freq"
-    if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
-        own = parameters.get("sliding_attention") or {}
-        fields.values = fields.values | {"rope_parameters": parameters.get("full_attention") or {}}
-        name = "rope_parameters: sliding_attention"
-        if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
-            fields.refuse(name, own, "supported is the rope_type default")
-            return DEFAULT_THETA
-        theta, name = own.get("rope_theta", theta), f"{name}: rope_theta"
-    return read_theta(fields, name, DEFAULT_THETA if theta is None else theta, DEFAULT_THETA)
 
 
 GEMMA3 = Family(

@@ -1,5 +1,5 @@
-"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
-SmolLM3, OLMo-2, StarCoder2."""
+"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and 4,
+SmolLM3, StarCoder2, MiniCPM."""
 
 from __future__ import annotations
 
@@ -129,15 +129,19 @@ CWM = Family(
 
 
 def _read_phi3(fields: ConfigFields) -> DecoderConfig:
-    """Fused projections, and a rotary embedding of a part of each head."""
+    """Fused projections, and a rotary embedding of a part of each head, which is LongRoPE's or without scaling: the
+    first files call LongRoPE "su", or "yarn"."""
     share = rotary_share(fields, 1.0)
     for key in ("attention_bias", "mlp_bias"):
         if fields.switch(key):
             fields.refuse(key, True, "which is not supported")
+    scaling = fields.values.get("rope_scaling")
+    if isinstance(scaling, dict):
+        named = {key: "longrope" for key in ("type", "rope_type") if scaling.get(key) in ("su", "yarn")}
+        fields.values = fields.values | {"rope_scaling": scaling | named}
     config = read_decoder(fields, rotary_share=share, windowed=every_layer, fused_projections=True)
-    if config.rope_scaling is not None:  # the class also reads "su" and "yarn" as longrope
-        kind = config.rope_scaling["rope_type"]
-        fields.refuse("rope_type", kind, "supported is the rotary embedding without scaling")
+    if config.rope_scaling is not None and config.rope_scaling["rope_type"] != "longrope":
+        fields.refuse("rope_type", config.rope_scaling["rope_type"], "supported are default and longrope")
     return config
 
 
@@ -154,6 +158,43 @@ def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, {"num_key_value_heads": None})
+
+
+def _read_granite4(fields: ConfigFields) -> DecoderConfig:
+    """Granite 3 with other names, where all layers attend and none has a mixture of experts: gate and up are one layer
+    of the checkpoint. `position_embedding_type` says whether there is a rotary embedding."""
+    fields.layer_kinds({"attention": "attention", "full_attention": "attention"}, ["mamba"] * layer_count(fields))
+    unrotated = range(0 if fields.values.get("position_embedding_type") == "rope" else layer_count(fields))
+    fields.values = fields.values | {"intermediate_size": fields.size("shared_intermediate_size") or 1}
+    return read_granite(fields, naming="granitemoehybrid", nope_layers=tuple(unrotated))
+
+
+GRANITE4 = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    _read_granite4,
+    {"num_key_value_heads": None, "num_local_experts": 8, "shared_intermediate_size": 1024},
+)
+
+
+def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
+    """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over the
+    square root of their number, logits by `dim_model_base` over the hidden size."""
+    if fields.values.get("sparse_config") is not None:
+        fields.refuse("sparse_config", {}, "attention to chosen blocks is not computed; supported is the model without it")
+    keys = ("scale_emb", "scale_depth", "dim_model_base")
+    embedding, depth, base = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
+    hidden, layers = fields.size("hidden_size"), layer_count(fields)
+    scales: dict[str, Any] = {"embedding_scale": embedding, "residual_scale": depth / max(1, layers) ** 0.5}
+    return read_decoder(fields, **biases(fields), **scales, logits_scale=base / max(1, hidden))
+
+
+MINICPM = Family(
+    "minicpm",
+    "MiniCPMForCausalLM",
+    _read_minicpm,
+    {**LLAMA.defaults, "num_key_value_heads": 32, "tie_word_embeddings": True},
+)
 
 
 def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
@@ -187,15 +228,6 @@ SMOLLM3 = Family(
         "use_sliding_window": False,
     },
 )
-
-
-def _read_olmo2(fields: ConfigFields) -> DecoderConfig:
-    """Norms behind attention and MLP, none before them, and norms of query and key over all heads together."""
-    own: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
-    return read_decoder(fields, **biases(fields), **own)
-
-
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})
 
 
 def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:

@@ -29,7 +29,7 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "gpt_oss")
+NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss")
 #: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
 POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.

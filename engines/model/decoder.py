@@ -197,7 +197,7 @@ class LayerWeights(NamedWeights):
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
-        if config.fused_projections:
+        if config.fused_projections or first in PUBLISHED[config.naming]:
             parts = {"gate_up_proj": 2 * inner}
         if not config.gated_mlp:
             first, parts = "mlp.up_proj", {"up_proj": inner}

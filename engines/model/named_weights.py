@@ -34,6 +34,7 @@ PUBLISHED = {
         "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.up_proj",
         "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
     },
+    "granitemoehybrid": {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"},
     "qwen3_5": {},
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},

@@ -30,6 +30,9 @@ _CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+    "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
     "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
@@ -74,6 +77,8 @@ def make_model(name: str, directory: Path) -> None:
     if variation.generated:
         expected["generated"] = generate(again, token_ids[:1, :PROMPT_LENGTH], variation.generated)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+    if variation.layout == "minicpm":
+        rewrite_as_minicpm(directory / "config.json")
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 
 
@@ -114,6 +119,19 @@ def rewrite_as_old_layout(path: Path) -> None:
         config["block_ff_dim"] = config.pop("intermediate_size")
         config["tie_embedding"] = config.pop("tie_word_embeddings")
     config["transformers_version"] = "4.41.0"
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def rewrite_as_minicpm(path: Path) -> None:
+    """Granite's configuration with MiniCPM's names, and scales as its class has them; transformers has no such class."""
+    config = json.loads(path.read_text())
+    del config["attention_multiplier"]  # MiniCPM's is that of most: the size of a head ** -0.5
+    config["scale_emb"] = config.pop("embedding_multiplier")
+    config["scale_depth"] = round(config.pop("residual_multiplier") * config["num_hidden_layers"] ** 0.5, 6)
+    config["dim_model_base"] = config["hidden_size"] / config.pop("logits_scaling")
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], config["rope_scaling"] = rope.pop("rope_theta"), rope
+    config |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"], "torch_dtype": config.pop("dtype")}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

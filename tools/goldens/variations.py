@@ -56,7 +56,8 @@ _IMAGE_TOKENS = {"qwen3_5": {"image_token_id": 71}}
 
 @dataclass(frozen=True)
 class Variation:
-    """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights.
+    """One golden model. `layout` "old" writes `config.json` as transformers 4 did, "minicpm" as MiniCPM's own class does,
+    of a Granite that computes the same; `shards` splits the weights.
 
     A multimodal `family` has a language model of the family `inside`, which alone is run. Sequences have `length`
     tokens. `seed` draws the weights (None: the place in `VARIATIONS`); so many tokens are generated, too, by taking the
@@ -148,6 +149,32 @@ _QWEN3_MOE = {
     "norm_topk_prob": True,
     "num_hidden_layers": 3,
     "mlp_only_layers": [1],
+}
+
+_OLMO3_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_GRANITE4 = {
+    **_GRANITE,
+    "logits_scaling": 0.75,
+    "num_attention_heads": 3,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 40,
+    "layer_types": ["full_attention"] * 2,
+    "mamba_n_heads": 6,
+}
+_PHI_LONGROPE = {
+    **_LONGROPE,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 2.5, 4.0],
+    "partial_rotary_factor": 0.75,
 }
 
 VARIATIONS = {
@@ -429,6 +456,76 @@ VARIATIONS = {
         },
         _QWEN3_5_ROPE,
         seed=2640,
+        generated=64,
+        length=19,
+    ),
+    "olmo3": Variation(
+        "olmo3",
+        {**_SMALL, "num_attention_heads": 3, "num_hidden_layers": 4, "sliding_window": 5},
+        {"full_attention": _OLMO3_YARN, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500000.0}},
+        dtype="bfloat16",
+        seed=3701,
+        generated=64,
+        length=19,
+    ),
+    "exaone4": Variation(
+        "exaone4",
+        {**_SMALL, "num_attention_heads": 3, "num_hidden_layers": 4, "sliding_window": 5, "tie_word_embeddings": True},
+        dtype="bfloat16",
+        seed=3710,
+        generated=64,
+        length=19,
+    ),
+    "exaone4_without_windows": Variation(
+        "exaone4",
+        {**_SMALL, **_ONE_LAYER, "num_attention_heads": 3, "sliding_window": None, "layer_types": ["full_attention"]},
+        seed=3711,
+        length=19,
+    ),
+    "granite4": Variation(
+        "granitemoehybrid",
+        {**_SMALL, **_GRANITE4, "position_embedding_type": "rope", "tie_word_embeddings": True},
+        dtype="bfloat16",
+        seed=3720,
+        generated=64,
+        length=19,
+    ),
+    "granite4_without_rotation": Variation(
+        "granitemoehybrid", {**_SMALL, **_GRANITE4, "attention_bias": True}, seed=3721, length=19
+    ),
+    "phi3_longrope_short": Variation(
+        "phi3",
+        {**_SMALL, "num_attention_heads": 3, "original_max_position_embeddings": 80},
+        _PHI_LONGROPE,
+        dtype="bfloat16",
+        seed=3730,
+        generated=64,
+        length=19,
+    ),
+    "phi3_longrope_long": Variation(
+        "phi3",
+        {**_SMALL, "num_attention_heads": 3, "original_max_position_embeddings": 8},
+        _PHI_LONGROPE,
+        layout="old",
+        seed=3731,
+        generated=64,
+        length=19,
+    ),
+    "minicpm": Variation(
+        "granite",
+        {
+            **_SMALL,
+            "num_attention_heads": 3,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 1.4 / 2**0.5,
+            "attention_multiplier": 8**-0.5,
+            "logits_scaling": 1.5,
+            "tie_word_embeddings": True,
+        },
+        {**_LONGROPE, "original_max_position_embeddings": 80},
+        dtype="bfloat16",
+        layout="minicpm",
+        seed=3740,
         generated=64,
         length=19,
     ),
