@@ -3,6 +3,7 @@ SmolLM3, StarCoder2, MiniCPM."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share
@@ -184,9 +185,9 @@ def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
         fields.refuse("sparse_config", {}, "attention to chosen blocks is not computed; supported is the model without it")
     keys = ("scale_emb", "scale_depth", "dim_model_base")
     embedding, depth, base = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
-    hidden, layers = fields.size("hidden_size"), layer_count(fields)
-    scales: dict[str, Any] = {"embedding_scale": embedding, "residual_scale": depth / max(1, layers) ** 0.5}
-    return read_decoder(fields, **biases(fields), **scales, logits_scale=base / max(1, hidden))
+    config = read_decoder(fields, **biases(fields), embedding_scale=embedding)
+    residual, logits = depth / max(1, config.num_layers) ** 0.5, base / max(1, config.hidden_size)
+    return replace(config, residual_scale=residual, logits_scale=logits)
 
 
 MINICPM = Family(

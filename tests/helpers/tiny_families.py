@@ -64,6 +64,30 @@ FAMILIES = {
         "hidden_act": "gelu_pytorch_tanh",
         "sliding_window": 4096,
     },
+    "phi3_longrope": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2.0, 4.0, 6.0, 7.0, 8.0]},
+    },
+    "granite4": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 128,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+    },
+    "minicpm": {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "dim_model_base": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 12,
+    },
 }
 #: Those with mixtures of experts.
 MIXTURES = {
@@ -120,6 +144,21 @@ WINDOWED = {
         "sliding_window": 5,
         "use_sliding_window": True,
         "max_window_layers": 1,
+        "max_position_embeddings": 1024,
+    },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 37,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+        "max_position_embeddings": 1024,
+    },
+    "exaone4": {
+        "architectures": ["Exaone4ForCausalLM"],
+        "model_type": "exaone4",
+        "sliding_window": 37,
+        "sliding_window_pattern": 2,
         "max_position_embeddings": 1024,
     },
 }

@@ -174,6 +174,10 @@ VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2.all_linear": ({"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
     "qwen3_5_text_narrow.all_linear": ({"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}, "float16"),
     "starcoder2.mlp": ({"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "c_fc", "c_proj"]}, "float16"),
+    "granite4.other_names": (
+        {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "input_linear", "output_linear"]},
+        "float16",
+    ),
 }
 
 

@@ -495,7 +495,7 @@ VARIATIONS = {
     ),
     "phi3_longrope_short": Variation(
         "phi3",
-        {**_SMALL, "num_attention_heads": 3, "original_max_position_embeddings": 80},
+        {**_SMALL, "max_position_embeddings": 1024, "num_attention_heads": 3, "original_max_position_embeddings": 512},
         _PHI_LONGROPE,
         dtype="bfloat16",
         seed=3730,
@@ -515,6 +515,7 @@ VARIATIONS = {
         "granite",
         {
             **_SMALL,
+            "max_position_embeddings": 1024,
             "num_attention_heads": 3,
             "embedding_multiplier": 6.0,
             "residual_multiplier": 1.4 / 2**0.5,
@@ -522,7 +523,7 @@ VARIATIONS = {
             "logits_scaling": 1.5,
             "tie_word_embeddings": True,
         },
-        {**_LONGROPE, "original_max_position_embeddings": 80},
+        {**_LONGROPE, "original_max_position_embeddings": 512},
         dtype="bfloat16",
         layout="minicpm",
         seed=3740,

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from published_families import (
     CWM_32B,
+    EXAONE_4_1_2B,
+    EXAONE_4_32B,
     GEMMA_2B,
     GEMMA_3_1B,
     GRANITE_3_3_2B,
+    GRANITE_4_1B,
     LLAMA_2_7B,
+    MINICPM_4_0_5B,
     MINISTRAL3_ROTARY,
     MINISTRAL_3_8B,
     MISTRAL_7B,
     OLMO_2_1B,
     OLMO_2_7B,
+    OLMO_3_7B,
     PHI_3_MINI_4K,
     PHI_4,
+    PHI_4_MINI,
     SEED_OSS_36B,
     SMOLLM3_3B,
     STARCODER2_3B,
@@ -29,6 +37,7 @@ from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModel
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.model.rotary import rotary_table
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -98,12 +107,7 @@ def test_phi() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "su", "short_factor": [1.0] * 64}}, 'rope_type is "su"'),
-        (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
-            'rope_type is "longrope", supported is the rotary embedding without scaling',
-        ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'rope_type is "yarn", supported is the rotary'),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear", supported are default and longrope'),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"lm_head_bias": True}, "lm_head_bias is true"),
@@ -112,6 +116,80 @@ def test_phi() -> None:
 def test_other_kinds_of_phi_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         decoder_config(PHI_4 | change)
+
+
+def test_longrope_of_phi() -> None:
+    """Its first files call it otherwise; the length that it was trained for stands beside the scaling."""
+    config = decoder_config(PHI_4_MINI)
+    assert config.rope_scaling["original_max_position_embeddings"] == 4096
+    assert (config.rotary_dim, config.sliding_window) == (96, 262144)
+    for kind in ({"type": "su"}, {"type": "yarn"}, {"rope_type": "longrope"}):
+        factors = without(PHI_4_MINI["rope_scaling"], "type")
+        assert decoder_config(PHI_4_MINI | {"rope_scaling": factors | kind}) == config
+    with pytest.raises(CheckpointError, match="long_factor has 47 values, expected a list of 48 numbers"):
+        decoder_config(PHI_4_MINI | {"rope_scaling": PHI_4_MINI["rope_scaling"] | {"long_factor": [2.0] * 47}})
+    # Two tables, by what a directory is built for: angles of the short and of the long factors.
+    short, long = (rotary_table(config, 4, context) for context in (4096, 4097))
+    scale = math.sqrt(1 + math.log(32) / math.log(4096))
+    np.testing.assert_allclose(short[1, 0] / scale, math.cos(1.0), rtol=1e-6)
+    np.testing.assert_allclose(long[1, 0] / scale, math.cos(1.0 / 32), rtol=1e-6)
+
+
+def test_olmo_3() -> None:
+    """A scaling is that of the layers that attend to all, in files of both layouts."""
+    config = decoder_config(OLMO_3_7B)
+    assert (config.window, config.local_rope_theta, config.rope_scaling["factor"]) == (4096, 500000.0, 8.0)
+    assert (config.pre_norms, config.post_norms, config.joint_qk_norm) == (False, True, True)
+    assert decoder_config(without(OLMO_3_7B, "layer_types", "sliding_window", "rope_theta")) == config
+    scaled = OLMO_3_7B["rope_scaling"] | {"rope_theta": 500000.0}
+    kinds = {"full_attention": scaled, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
+    newer = without(OLMO_3_7B, "rope_scaling", "rope_theta") | {"rope_parameters": kinds}
+    assert decoder_config(newer) == config
+    kinds["sliding_attention"]["rope_theta"] = 10000.0
+    assert decoder_config(newer).local_rope_theta == 10000.0
+    assert decoder_config(OLMO_3_7B | {"rope_scaling": None}).local_rope_theta is None
+
+
+def test_exaone_4() -> None:
+    """Layers without a window have no rotary embedding, unless none has a window."""
+    config = decoder_config(EXAONE_4_1_2B)
+    assert (config.window, config.nope_layers, config.joint_qk_norm) == (None, (), False)
+    config = decoder_config(EXAONE_4_32B)
+    assert (config.window, config.nope_layers) == (4096, tuple(range(3, 64, 4)))
+    assert decoder_config(without(EXAONE_4_32B, "layer_types", "sliding_window_pattern")) == config
+    full = EXAONE_4_32B | {"layer_types": ["full_attention"] * 64}
+    assert decoder_config(full).nope_layers == tuple(range(64))
+    with pytest.raises(CheckpointError, match='sliding_window_pattern is "LLLG", expected'):
+        decoder_config(without(EXAONE_4_32B, "layer_types"))
+
+
+def test_granite_4() -> None:
+    config = decoder_config(GRANITE_4_1B)
+    assert (config.intermediate_size, config.nope_layers, config.attention_scale) == (4096, (), 0.0078125)
+    names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
+    assert names[-2:] == [f"model.layers.0.shared_mlp.{each}_linear.weight" for each in ("input", "output")]
+    for other in (None, "nope"):
+        assert decoder_config(GRANITE_4_1B | {"position_embedding_type": other}).nope_layers == tuple(range(40))
+    renamed = GRANITE_4_1B | {"layer_types": ["full_attention"] * 40}
+    assert decoder_config(renamed) == config
+    for change, message in (
+        ({"layer_types": ["attention"] * 39 + ["mamba"]}, "layer_types has mamba, supported are attention and"),
+        ({"layer_types": None}, "layer_types has mamba"),
+        ({"num_local_experts": 62}, "num_local_experts is 62 .mixture of experts., which is not supported"),
+        ({"num_local_experts": None}, "num_local_experts is 8 .mixture of experts., which is not supported"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            decoder_config(GRANITE_4_1B | change)
+
+
+def test_minicpm() -> None:
+    config = decoder_config(MINICPM_4_0_5B)
+    assert (config.embedding_scale, config.logits_scale, config.attention_scale) == (12.0, 0.25, None)
+    assert config.residual_scale == pytest.approx(1.4 / 24**0.5, rel=1e-12)
+    plain = decoder_config(without(MINICPM_4_0_5B, "scale_emb", "scale_depth", "dim_model_base"))
+    assert (plain.embedding_scale, plain.logits_scale) == (1.0, 1 / 1024)
+    with pytest.raises(UnsupportedModelError, match="sparse_config is .*, attention to chosen blocks is not computed"):
+        decoder_config(MINICPM_4_0_5B | {"sparse_config": {"kernel_size": 32, "dense_len": 8192}})
 
 
 @pytest.mark.parametrize("share", [0, 1.5, "half", 0.3])

@@ -1,9 +1,10 @@
-"""OLMo-2 and StarCoder2 as they are served: greedy text against transformers, trees, batches, packed, drafted."""
+"""OLMo-2, StarCoder2 and their relatives as they are served: greedy text against transformers, trees, batches, packed, drafted."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from golden_answers import (
     make_runner,
 )
 from packed_checkpoints import write_packed
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, WINDOWED
 
 from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
@@ -29,7 +30,19 @@ DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, ada
 TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
 
 
-FAMILY = pytest.mark.parametrize("family", ["olmo2", "starcoder2"])
+FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm")
+FAMILY = pytest.mark.parametrize("family", [*FIRST, *OTHERS])
+#: The first with KV rows of both kinds.
+ROWS = pytest.mark.parametrize(("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))])
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope_short", "phi3_longrope_long"])
+def test_factors_follow_the_context_that_is_built_for(name: str) -> None:
+    """400 tokens are within the trained length of the one, and beyond that of the other, whose texts all are, too."""
+    prompt, tokens = expected(name)
+    runner = make_runner(name)
+    assert answer(runner, prompt, ANSWER) == tokens
+    runner.close()
 
 
 @FAMILY
@@ -41,16 +54,14 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
-@FAMILY
+@ROWS
 def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> None:
     runner = make_runner(family, kv_cache)
     assert_trees_give_what_plain_decoding_does(runner)
     runner.close()
 
 
-@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
-@FAMILY
+@ROWS
 def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:
     runner = make_runner(family, kv_cache, slots=3)
     assert_a_batch_gives_what_each_does_alone(runner)
@@ -66,7 +77,7 @@ def directories(
 
     def build(family: str, targets: list[str] | None) -> list[Path]:
         models = write_packed(
-            make_checkpoint(tmp_path / "model", 4, **FAMILIES[family]), tmp_path / "packed", tmp_path / "twin", None
+            make_checkpoint(tmp_path / "model", 4, **(FAMILIES | WINDOWED)[family]), tmp_path / "packed", tmp_path / "twin", None
         )
         drafts = write_packed(make_draft(tmp_path / "draft"), tmp_path / "packed_draft", tmp_path / "twin_draft", None)
         limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
@@ -90,9 +101,8 @@ def answers(directory: Path, backend: str, drafting: DraftingConfig | None, kv_c
         return [response.token_ids for response in llm.handle(asked)]
 
 
-@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-@FAMILY
+@ROWS
 def test_packed_and_drafted_answers_are_those_of_the_dense_twin(
     directories: Callable[..., list[Path]], family: str, backend: str, kv_cache: str
 ) -> None:
