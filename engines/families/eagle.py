@@ -19,7 +19,7 @@ from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.gguf.architectures import ENTERED_UNLESS_USUAL
-from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, FAR_SCALING, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
 from edgellm.engines.model.rotary import context_bounds
@@ -154,7 +154,8 @@ class DraftReader:
             qk_norm=self._has("q_norm.weight", None, attention),
         )
         windows = () if decoder.sliding_window is None else ("sliding_window",)
-        for name in (*windows, *context_bounds(decoder)):
+        far = (FAR_SCALING,) if decoder.scales_far_queries else ()
+        for name in (*windows, *far, *context_bounds(decoder)):
             fields.unsupported.append(f"{name} is there, supported are heads without it")
         return decoder
 

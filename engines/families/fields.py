@@ -7,8 +7,8 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
-from edgellm.engines.model.config import LARGEST_DEPTH
-from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
+from edgellm.engines.model.config import FAR_SCALING, LARGEST_DEPTH
+from edgellm.engines.model.rotary import LARGEST_THETA, SCALINGS, scaling_problems
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.

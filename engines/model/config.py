@@ -30,6 +30,9 @@ CONV_WIDTHS = (2, 8)
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss")
+#: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
+#: multiplied by 1 + this log(1 + how many times their position holds that length).
+FAR_SCALING = "llama_4_scaling_beta"
 #: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
 POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
@@ -177,9 +180,15 @@ class DecoderConfig:
         return self.pre_norms and self.post_norms
 
     @property
+    def scales_far_queries(self) -> bool:
+        """Whether queries are rotated by columns of their own, which scale them at far positions."""
+        return bool((self.rope_scaling or {}).get(FAR_SCALING))
+
+    @property
     def rotary_columns(self) -> int:
-        """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own."""
-        return self.rotary_dim * (1 if self.local_rope_theta is None else 2)
+        """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own, or of
+        queries that are scaled."""
+        return self.rotary_dim * (2 if self.local_rope_theta is not None or self.scales_far_queries else 1)
 
     @property
     def query_size(self) -> int:

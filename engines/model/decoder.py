@@ -97,6 +97,7 @@ class LayerWeights(NamedWeights):
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
             ahead,
             self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
+            config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 

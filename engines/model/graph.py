@@ -197,16 +197,17 @@ class ProgramGraph(Generic[Tensor]):
             qkv = operations.concatenate((query, rest), axis=1)
         else:
             qkv = operations.split_heads(projected, heads + 2 * kv_heads)
-        cos_sin = self._rotary_rows(step) if step.rotary else None
-        if step.q_norm is not None and step.k_norm is not None:
+        if step.q_norm is not None or step.query_columns:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
-            query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
-            if cos_sin is not None:
-                query, key = (operations.rotary_embedding(x, cos_sin) for x in (query, key))
+            if step.q_norm is not None and step.k_norm is not None:
+                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
+            if step.rotary:
+                query = operations.rotary_embedding(query, self._rotary_rows(step, step.query_columns))
+                key = operations.rotary_embedding(key, self._rotary_rows(step))
         else:  # one rotation serves queries and keys
             rotated, value = operations.split(qkv, (heads + kv_heads, kv_heads), axis=1)
-            if cos_sin is not None:
-                rotated = operations.rotary_embedding(rotated, cos_sin)
+            if step.rotary:
+                rotated = operations.rotary_embedding(rotated, self._rotary_rows(step))
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
         mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names[id(step)]
         keys, values, *scales = (given[name] for name in names)
@@ -229,15 +230,16 @@ class ProgramGraph(Generic[Tensor]):
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
 
-    def _rotary_rows(self, step: Attention) -> Tensor:
-        """The columns of the rotary rows that the layer takes; cut once for all layers that take the same."""
+    def _rotary_rows(self, step: Attention, further: int = 0) -> Tensor:
+        """The columns of the rotary rows that the layer takes, or those so many `further` on; cut once for all layers
+        that take the same."""
         name, given = "rope_rotary_cos_sin", self._values
         width = self._program.inputs[name][0][-1]
         if width == step.rotary:
             return given[name]
-        part = f"{name}.{step.rotary_first}"
+        first = step.rotary_first + further
+        part = f"{name}.{first}"
         if part not in given:
-            first = step.rotary_first
             sizes = [size for size in (first, step.rotary, width - first - step.rotary) if size]
             given[part] = self._operations.split(given[name], sizes, axis=2)[1 if first else 0]
         return given[part]

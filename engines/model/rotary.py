@@ -23,20 +23,18 @@ import numpy as np
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.strict_formats import is_number
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import FAR_SCALING, DecoderConfig
 
 #: Far beyond any published parameter; what is computed from them stays finite.
 _LARGEST = 1e12
 LARGEST_THETA = 1e18
 _LENGTH = "original_max_position_embeddings"
-#: Beside a scaling: queries at positions from `original_max_position_embeddings` on are multiplied by a factor of their
-#: own, which is not computed here. Up to there it is 1.
-FAR_SCALING = "llama_4_scaling_beta"
 
 
 def rotary_table(config: DecoderConfig, positions: int, context: int | None = None) -> np.ndarray:
     """Cosine half then sine half for positions 0..positions-1: float32 [positions, rotary_columns]. Behind the columns
-    of all layers stand those of the layers with a base of their own, where there are such.
+    of all layers stand those of the layers with a base of their own, or of queries that are scaled at far positions
+    (Llama 4's, `FAR_SCALING`), where there are such.
 
     Column j and column j + rotary_dim/2 belong to inverse frequency j; the attention factor is multiplied in. `context`
     is the longest text in tokens, by default `positions`: up to `max_position_embeddings` dynamic scaling leaves the
@@ -54,6 +52,11 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
         angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
         table[:, first : first + half] = np.cos(angles) * attention_factor
         table[:, first + half : first + 2 * half] = np.sin(angles) * attention_factor
+    if config.scales_far_queries:
+        scaling = config.rope_scaling or {}
+        times = np.arange(positions) // scaling[_LENGTH]
+        far = 1 + scaling[FAR_SCALING] * np.log1p(times)
+        table[:, 2 * half :] = table[:, : 2 * half] * far[:, None]
     return table
 
 
@@ -62,9 +65,6 @@ def context_bounds(config: DecoderConfig) -> dict[str, int]:
     bounds = {}
     if config.sliding_window is not None and not config.layer_kinds:  # as earlier releases wrote it, of some layers
         bounds["sliding_window"] = config.sliding_window
-    scaling = config.rope_scaling or {}
-    if scaling.get(FAR_SCALING) and is_number(scaling.get(_LENGTH)):
-        bounds[FAR_SCALING] = int(scaling[_LENGTH])
     return bounds
 
 

@@ -302,7 +302,8 @@ class Attention(Step):
     layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on. With
     `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
     the step, and with a window those of them that its own position reaches back to. `sinks` [n] are scores of each
-    head that take part in its softmax beside those of keys, and have no value.
+    head that take part in its softmax beside those of keys, and have no value. Queries take columns of the rotary rows
+    that are `query_columns` further on than those of keys.
     """
 
     value: str = field(metadata=READS)
@@ -318,6 +319,7 @@ class Attention(Step):
     rotary_first: int = field(default=0, metadata=ADDED_LATER)
     looks_ahead: bool = field(default=False, metadata=ADDED_LATER | READS_LAST_SEEN)
     sinks: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
+    query_columns: int = field(default=0, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         """The layer's state in an engine of a shape, which need not know what of it is saved."""

@@ -64,7 +64,7 @@ class _Attention(ctypes.Structure):
             for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")
         ),
         *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
-        *((name, ctypes.c_int) for name in ("rotary_columns", "window", "window_bits")),
+        *((name, ctypes.c_int) for name in ("rotary_columns", "query_columns", "window", "window_bits")),
     ]
 
 
@@ -247,6 +247,7 @@ def attention_launch(
     columns = step.rope_rotary_cos_sin.shape[-1]
     heads, (first, rotary) = context.size // (batch * tokens * size), weights.rotary_part or (0, columns)
     rotary, cos_sin = (rotary if weights.rotary else 0), step.rope_rotary_cos_sin
+    further = weights.query_columns
     int8 = step.k_scale is not None
     refusal = attention_refusal(heads, kv_heads, size, int8)
     if refusal is not None:
@@ -257,7 +258,8 @@ def attention_launch(
             f"a ring of {kv_rows} rows for a window of {window} and {tokens} new tokens, masks_all {step.masks_all}; "
             f"expected at least both, in whole tiles of {KEY_TILE}, and no mask of all rows"
         )
-    if tokens > MAX_TOKENS or first + rotary > columns or first % 4 or rotary > size or rotary % 4:
+    is_outside = first + rotary + further > columns or first % 4 or further % 4
+    if tokens > MAX_TOKENS or is_outside or rotary > size or rotary % 4:
         raise KernelError(
             f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
             f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
@@ -277,7 +279,7 @@ def attention_launch(
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
         *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
-        *(columns, window, shape.window_bits if window else 0),
+        *(columns, further, window, shape.window_bits if window else 0),
     )
     kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn
     kernel = attention_kernel(context.dtype, size, *kinds)

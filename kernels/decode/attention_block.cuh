@@ -54,7 +54,7 @@ template <typename T> struct Arguments {
     float epsilon, offset, scale, inverse_size;
     int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all;
     int span_bits, states, slot_bits, row_tiles, stages, in_cluster, split_bits;
-    int rotary_columns, window, window_bits;  // columns of a row of cos_sin
+    int rotary_columns, query_columns, window, window_bits;  // of a row of cos_sin; queries take those so many further on
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 

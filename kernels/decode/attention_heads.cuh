@@ -156,7 +156,7 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
     const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
-    head.rotation = block.cos_sin + token * block.rotary_columns;
+    head.rotation = block.cos_sin + token * block.rotary_columns + (head.is_key ? 0 : block.query_columns);
     const int tile = t * block.tile_inverse >> 16;
     const int query = tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
     head.target = head.is_key ? item : query;

@@ -157,7 +157,7 @@ class AttentionWeights(NamedTuple):
     """How a layer's heads are made ready: norms of q and k [D] (`offset` as in `NormedInput`), scale of the scores.
 
     `rotary` False: no rotary embedding. `rotary_part`: the first of the columns of the rotary rows that it takes, and
-    how many; None: all.
+    how many; None: all. Queries take columns `query_columns` further on.
     """
 
     q_norm: OwnArray | None
@@ -167,6 +167,7 @@ class AttentionWeights(NamedTuple):
     scale: float
     rotary: bool = True
     rotary_part: tuple[int, int] | None = None
+    query_columns: int = 0
 
 
 class AttentionStep(NamedTuple):

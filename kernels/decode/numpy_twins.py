@@ -209,10 +209,10 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
         key = rms_norm(key, weights.k_norm, weights.epsilon, weights.offset)
     if weights.rotary:
         cos_sin = step.rope_rotary_cos_sin.reshape(batch * tokens, -1)
-        if weights.rotary_part is not None:
-            first, rotary = weights.rotary_part
-            cos_sin = cos_sin[:, first : first + rotary]
-        query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
+        first, rotary = weights.rotary_part or (0, cos_sin.shape[1])
+        own = first + weights.query_columns
+        query = rotary_embedding(query, cos_sin[:, own : own + rotary])
+        key = rotary_embedding(key, cos_sin[:, first : first + rotary])
     query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):

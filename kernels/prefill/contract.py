@@ -32,10 +32,12 @@ class HeadNorms(NamedTuple):
 
 
 class RotaryPart(NamedTuple):
-    """Which columns of rotary rows a layer takes: `size` of them, from column `first` on."""
+    """Which columns of rotary rows a layer takes: `size` of them, from column `first` on, and for queries from
+    `further` behind that on."""
 
     first: int
     size: int
+    further: int = 0
 
 
 class KeyValueRows(NamedTuple):
@@ -78,7 +80,8 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
     if sizes.get("W", width) != width:
         return f"qkv has {sizes['W']} columns; expected {width}, those of {heads} query and {kv_heads} key-value heads"
     first, rotary = sizes.get("part.first", 0), sizes.get("part.size", sizes.get("R", 0))
-    if rotary > size or rotary % 4 or first % 4 or first + rotary > sizes.get("R", 0):
+    further = sizes.get("part.further", 0)
+    if rotary > size or rotary % 4 or first % 4 or further % 4 or first + rotary + further > sizes.get("R", 0):
         return f"{rotary} elements of heads of {size} to rotate; expected fours of them, at most a head"
     window, rows = sizes["rows.window"], sizes["C"]
     if window and (rows % RING_STEP or window + sizes["T"] - 1 > rows):

@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
         const int item = first + threadIdx.x / Own::OF_HEAD, head = min(item, items - 1);
         const bool is_key = head >= heads;
         const SOURCE* const source = qkv + head * size;
+        const T* const turns = rotation + (is_key ? 0 : arguments.part.further);
         const T* const norm = reinterpret_cast<const T*>(is_key ? arguments.norms.key : arguments.norms.query);
         float2 low[QUADS], high[QUADS], weight[QUADS][2];
         float4 value[QUADS];
@@ -57,8 +58,8 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
             if (norm != nullptr)
                 weight[q][0] = read_norm(norm, places.x, offset), weight[q][1] = read_norm(norm, places.y, offset);
             if (4 * quad >= rotary) continue;
-            cosine[q] = *reinterpret_cast<const unsigned*>(rotation + 2 * quad);
-            sine[q] = *reinterpret_cast<const unsigned*>(rotation + 2 * quad + rotary / 2);
+            cosine[q] = *reinterpret_cast<const unsigned*>(turns + 2 * quad);
+            sine[q] = *reinterpret_cast<const unsigned*>(turns + 2 * quad + rotary / 2);
         }
         if (arguments.norms.query != nullptr)
             norm_head<STEPS>(low, high, [&](int q, int n) { return weight[q][n]; }, lane, size, 1.f / size, epsilon);

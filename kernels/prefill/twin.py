@@ -95,9 +95,10 @@ def _prepare_heads(
         key = rms_norm(key, norms.key, norms.epsilon, norms.offset)
     if rotary is not None:
         rotation = rotary.reshape(batch * tokens, -1)
-        if part is not None:
-            rotation = rotation[:, part.first : part.first + part.size]
-        query, key = rotary_embedding(query, rotation), rotary_embedding(key, rotation)
+        first, width, further = part or RotaryPart(0, rotation.shape[1])
+        own = first + further
+        query = rotary_embedding(query, rotation[:, own : own + width])
+        key = rotary_embedding(key, rotation[:, first : first + width])
     queries[...] = query.reshape(queries.shape)
     key_scales, value_scales = row_scales or (None, None)
     for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):

@@ -55,6 +55,8 @@ SCALED = {
     "starcoder2": replace(
         FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
     ),
+    "exaone4": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, nope_layers=(1,)),
+    "ministral3": replace(LLAMA, rope_scaling={"llama_4_scaling_beta": 0.1}),
     "layer_norms_and_a_gate": replace(LLAMA, layer_norms=True, post_norms=True),
 }
 
@@ -129,7 +131,7 @@ def random_model(
         scale = 0.1 if len(spec.shape) == 1 else spec.shape[1] ** -0.5
         arrays[spec.name] = random.standard_normal(spec.shape, np.float32) * scale + ("norm" in spec.name)
     arrays["inputs_embeds"] = random.standard_normal((batch, tokens, config.hidden_size), np.float32)
-    angles = random.uniform(0, 6, (batch, tokens, config.rotary_dim // 2))
+    angles = random.uniform(0, 6, (batch, tokens, config.rotary_columns // 2))
     arrays["rope_rotary_cos_sin"] = np.concatenate((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
     arrays["kvcache_start_index"] = np.array(starts, np.int32)
     mask = np.repeat((np.arange(rows) < np.array(starts)[:, None])[:, None, None], tokens, axis=2)

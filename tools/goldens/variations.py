@@ -511,6 +511,15 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "ministral3_far": Variation(
+        "ministral3",
+        {**_SMALL, "num_attention_heads": 3, "head_dim": 8, "tie_word_embeddings": True},
+        {**_FAR_YARN, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.5},
+        dtype="bfloat16",
+        seed=3750,
+        generated=64,
+        length=19,
+    ),
     "minicpm": Variation(
         "granite",
         {

@@ -351,19 +351,22 @@ def test_families_with_a_window_in_every_layer_refuse_others() -> None:
     assert decoder_config(CWM_32B).layer_kinds == ("attention", "window", "window", "window") * 16
 
 
-@pytest.mark.parametrize(
-    ("published", "bound", "name"),
-    [(LLAMA_2_7B | {"sliding_window": 2048}, 2048, "sliding_window"), (MINISTRAL_3_8B, 16384, "llama_4_scaling_beta")],
-    ids=["window", "far positions"],
-)
-def test_a_context_in_which_it_would_matter_is_refused_by_name(
-    published: dict[str, Any], bound: int, name: str
-) -> None:
-    config = decoder_config(published)
-    check_limits(config, EngineLimits(1, 512, bound))
+def test_a_context_in_which_a_window_would_matter_is_refused_by_name() -> None:
+    config = decoder_config(LLAMA_2_7B | {"sliding_window": 2048})
+    check_limits(config, EngineLimits(1, 512, 2048))
     for beyond in (False, True):
-        with pytest.raises(BuildError, match=f"--kv-capacity is {bound + 1}, .*{name}.* --kv-capacity {bound} or less"):
-            check_limits(config, EngineLimits(1, 512, bound + 1), beyond_trained_context=beyond)
+        with pytest.raises(BuildError, match="--kv-capacity is 2049, .*sliding_window.* --kv-capacity 2048 or less"):
+            check_limits(config, EngineLimits(1, 512, 2049), beyond_trained_context=beyond)
+
+
+def test_queries_of_ministral_3_are_scaled_from_the_trained_length_on() -> None:
+    """Columns of their own behind those of keys: the same up to there, then times 1 + 0.1 log(1 + p // 16384)."""
+    config = decoder_config(MINISTRAL_3_8B)
+    check_limits(config, EngineLimits(1, 512, 32769))
+    keys, queries = np.split(rotary_table(config, 32769), 2, axis=1)
+    np.testing.assert_array_equal(keys[:16384], queries[:16384])
+    for position, times in ((16384, 2), (32767, 2), (32768, 3)):
+        np.testing.assert_allclose(queries[position], keys[position] * (1 + 0.1 * math.log(times)), rtol=1e-6)
 
 
 def test_the_usual_context_is_one_in_which_it_does_not_matter() -> None:
