@@ -95,6 +95,8 @@ def read_decoder(
     `hidden_act` stand for, `windowed` which layers look back on a window where there is one (see
     `ConfigFields.windows`). Problems are noted in `fields`; the result is of use where there are none.
     """
+    if own.get("qk_norm"):  # some files say so
+        fields.ignore("use_qk_norm", "qk_layernorm")
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads if heads and "num_key_value_heads" in fields.values else None)
