@@ -66,7 +66,8 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     values = metadata.whole("attention.value_length")
     if values not in (None, config["head_dim"]):
         raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
-    return {key: value for key, value in (config | own(metadata, config)).items() if value is not None}
+    found = config | own(metadata, config)
+    return {key: value for key, value in found.items() if value is not None or key == "sliding_window"}
 
 
 def architecture(metadata: Metadata) -> Architecture:
@@ -133,6 +134,15 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
         whole = (metadata.whole("embedding_length") or 0) // max(1, metadata.same_in_all("attention.head_count") or 0)
     if rotated and whole:
         base["partial_rotary_factor"] = rotated / whole
+    long, short = (metadata.values(f"rope_factors_{name}.weight", files) for name in ("long", "short"))
+    if long is not None and short is not None:
+        own = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
+        scaling = {
+            "original_max_position_embeddings": metadata.whole(own[0]),
+            "attention_factor": metadata.number(own[1]),
+        }
+        scaling |= {"long_factor": long.reshape(-1).tolist(), "short_factor": short.reshape(-1).tolist()}
+        return base | {"rope_type": "longrope"} | {key: value for key, value in scaling.items() if value is not None}
     factors = metadata.values("rope_freqs.weight", files)
     if factors is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
@@ -256,13 +266,7 @@ def _attends(to_all: bool, otherwise: str) -> str:
 
 
 def _phi3(metadata: Metadata, config: _Config) -> _Config:
-    """With factors of the rotary embedding it is a variant for long contexts, which the family refuses."""
-    scaled = {"rope_type": "longrope"} if metadata.has("rope_factors_long.weight") else {}
-    return {
-        "model_type": "phi3",
-        "sliding_window": metadata.whole("attention.sliding_window") or None,
-        "rope_parameters": config["rope_parameters"] | scaled,
-    }
+    return {"model_type": "phi3", "sliding_window": metadata.whole("attention.sliding_window") or None}
 
 
 def _granite(metadata: Metadata, config: _Config) -> _Config:
@@ -281,11 +285,36 @@ def _smollm3(metadata: Metadata, config: _Config) -> _Config:
 
 
 def _olmo2(metadata: Metadata, config: _Config) -> _Config:
-    if metadata.whole("attention.sliding_window"):
-        raise UnsupportedModelError(
-            f"{metadata.path} is OLMo-3, whose layers look back on a window; supported of this architecture is OLMo-2"
-        )
-    return {"model_type": "olmo2", "dtype": _dtype(metadata, "bfloat16")} | _has_biases(metadata, config)
+    """With a window it is OLMo 3, whose scaling of the rotary embedding is that of the layers without one."""
+    found = {"model_type": "olmo2", "dtype": _dtype(metadata, "bfloat16")} | _has_biases(metadata, config)
+    window, rope = metadata.whole("attention.sliding_window"), config["rope_parameters"]
+    if not window:
+        return found
+    kinds = {"full_attention": rope, "sliding_attention": {"rope_theta": rope["rope_theta"]}}
+    windowed = {"sliding_window": window, "layer_types": _windowed(metadata), "rope_parameters": kinds}
+    return found | {"model_type": "olmo3"} | windowed
+
+
+def _windowed(metadata: Metadata) -> list[str] | None:
+    """Which layers look back on a window; None where the file does not say."""
+    pattern = metadata.flags("attention.sliding_window_pattern")
+    return [_attends(not each, "sliding") for each in pattern] or None
+
+
+def _exaone4(metadata: Metadata, config: _Config) -> _Config:
+    """Without a window all layers attend to all."""
+    window = metadata.whole("attention.sliding_window") or None
+    return {"model_type": "exaone4", "sliding_window": window, "layer_types": _windowed(metadata)}
+
+
+def _minicpm(metadata: Metadata, config: _Config) -> _Config:
+    residual, logits = metadata.number("residual_scale"), metadata.number("logit_scale")
+    return {
+        "model_type": "minicpm",
+        "scale_emb": metadata.number("embedding_scale"),
+        "scale_depth": residual and residual * (config["num_hidden_layers"] or 0) ** 0.5,
+        "dim_model_base": logits and (config["hidden_size"] or 0) / logits,
+    } | _has_biases(metadata, config)
 
 
 def _lfm2(metadata: Metadata, config: _Config) -> _Config:
@@ -382,6 +411,8 @@ _ARCHITECTURES = {
     "granite": Architecture(_granite, permuted=True),
     "smollm3": Architecture(_smollm3, permuted=True),
     "olmo2": Architecture(_olmo2, names=_POST_NORMS),
+    "exaone4": Architecture(_exaone4, names=_POST_NORMS),
+    "minicpm": Architecture(_minicpm, permuted=True),
     "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
     "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
     "starcoder2": Architecture(_starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),

@@ -27,7 +27,7 @@ ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
-    "starcoder2": "starcoder2",
+    **{"starcoder2": "starcoder2", "olmo3": "olmo2", "exaone4": "exaone4", "minicpm": "minicpm"},
 }
 #: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
 CONVERTED = {
@@ -36,7 +36,7 @@ CONVERTED = {
     **dict.fromkeys(("lfm2", "seed_oss"), "f16"),
     **dict.fromkeys(("gemma3", "olmo2", "starcoder2"), "bf16"),
 }
-_PAIRED = ("llama", "mistral3", "granite", "smollm3")
+_PAIRED = ("llama", "mistral3", "granite", "smollm3", "minicpm")
 _SHIFTED = ("gemma", "gemma3", "qwen35")
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -122,6 +122,10 @@ def write_model(
     factors = rope_factors(config)
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for length in ("long", "short"):
+        if f"{length}_factor" in scaling and kind in ("phi3", "minicpm"):
+            written[f"rope_factors_{length}.weight"] = _dense(np.array(scaling[f"{length}_factor"], np.float32), "F32")
     return write_gguf(target, metadata, written)
 
 
@@ -192,7 +196,7 @@ def _name(name: str, kind: str, layers: int) -> str:
     layer = int(match[2]) + (layers if match[1].startswith("mtp") else 0)
     inner = match[3]
     if inner == "post_attention_layernorm":
-        own = "post_attention_norm" if kind in ("gemma3", "olmo2", "seed_oss", "qwen35") else "ffn_norm"
+        own = "post_attention_norm" if kind in ("gemma3", "olmo2", "exaone4", "seed_oss", "qwen35") else "ffn_norm"
     else:
         own = _NAMES[inner]
     return f"blk.{layer}.{own}{match[4] or ''}"
@@ -270,6 +274,13 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
         "shortconv.l_cache": config.get("conv_L_cache"),
     }
+    if kind == "minicpm":
+        found |= {"embedding_scale": config["scale_emb"], "residual_scale": config["scale_depth"] / layers**0.5}
+        found |= {"logit_scale": config["hidden_size"] / config["dim_model_base"]}
+        found["rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    if config["model_type"] in ("olmo3", "exaone4") and config["sliding_window"] is not None:
+        found["attention.sliding_window"] = config["sliding_window"]
+        found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
     if kind == "starcoder2":
         found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
     scaling = own.get("rope_type") or own.get("type")
@@ -282,7 +293,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         found |= {"rope.freq_base_swa": local, "attention.sliding_window": config["sliding_window"]}
     if kind == "phi3":
         size = config["hidden_size"] // heads
-        found["rope.dimension_count"] = int(config.get("partial_rotary_factor", 1.0) * size)
+        found["rope.dimension_count"] = int(
+            config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) * size
+        )
         found["attention.sliding_window"] = config.get("sliding_window") or 0
         found["rope.scaling.original_context_length"] = config.get("original_max_position_embeddings", 4096)
     if kind == "qwen35":

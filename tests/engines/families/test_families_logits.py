@@ -152,7 +152,10 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("gemma", {"embedding_scale": 1.0}),
         ("gemma", {"hidden_act": "silu"}),
         ("ministral3", {"rope_scaling": None}),
-        ("ministral3_far", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7}}),
+        (
+            "ministral3_far",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7}},
+        ),
         ("cwm", {"rope_scaling": None}),
         ("mistral_window_5", {"sliding_window": 6}),
         ("gemma3", {"sliding_window": 4}),

@@ -107,7 +107,10 @@ def test_phi() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type is "linear", supported are default and longrope'),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            'rope_type is "linear", supported are default and longrope',
+        ),
         ({"attention_bias": True}, "attention_bias is true"),
         ({"mlp_bias": True}, "mlp_bias is true"),
         ({"lm_head_bias": True}, "lm_head_bias is true"),

@@ -33,7 +33,9 @@ TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "
 FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm")
 FAMILY = pytest.mark.parametrize("family", [*FIRST, *OTHERS])
 #: The first with KV rows of both kinds.
-ROWS = pytest.mark.parametrize(("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))])
+ROWS = pytest.mark.parametrize(
+    ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))]
+)
 
 
 @pytest.mark.parametrize("name", ["phi3_longrope_short", "phi3_longrope_long"])
@@ -77,7 +79,10 @@ def directories(
 
     def build(family: str, targets: list[str] | None) -> list[Path]:
         models = write_packed(
-            make_checkpoint(tmp_path / "model", 4, **(FAMILIES | WINDOWED)[family]), tmp_path / "packed", tmp_path / "twin", None
+            make_checkpoint(tmp_path / "model", 4, **(FAMILIES | WINDOWED)[family]),
+            tmp_path / "packed",
+            tmp_path / "twin",
+            None,
         )
         drafts = write_packed(make_draft(tmp_path / "draft"), tmp_path / "packed_draft", tmp_path / "twin_draft", None)
         limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
