@@ -1,5 +1,5 @@
-"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and 4,
-SmolLM3, StarCoder2, MiniCPM."""
+"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and
+4, SmolLM3, StarCoder2, MiniCPM."""
 
 from __future__ import annotations
 
@@ -179,12 +179,10 @@ GRANITE4 = Family(
 
 
 def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
-    """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over the
-    square root of their number, logits by `dim_model_base` over the hidden size."""
+    """MiniCPM 1, 2 and 4, whose class ships with the checkpoints: what layers add is multiplied by `scale_depth` over
+    the square root of their number, logits by `dim_model_base` over the hidden size."""
     if fields.values.get("sparse_config") is not None:
-        fields.refuse(
-            "sparse_config", {}, "attention to chosen blocks is not computed; supported is the model without it"
-        )
+        fields.refuse("sparse_config", {}, "attention to chosen blocks is not computed: supported is null")
     keys = ("scale_emb", "scale_depth", "dim_model_base")
     embedding, depth, base = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
     config = read_decoder(fields, **biases(fields), embedding_scale=embedding)

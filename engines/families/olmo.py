@@ -21,8 +21,8 @@ OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads":
 
 
 def _read_olmo3(fields: ConfigFields) -> DecoderConfig:
-    """Windows in three of four layers, unless `layer_types` says otherwise; a scaling of the rotary embedding is that of
-    the other layers alone."""
+    """Windows in three of four layers, unless `layer_types` says otherwise; a scaling of the rotary embedding is that
+    of the other layers alone."""
     theta = fields.take_rope_of_windows("rope_theta")
     config = _read_olmo2(fields, windowed=windowed_but_every(4))
     has_own = config.layer_kinds and (config.rope_scaling is not None or config.rope_theta != theta)

@@ -123,7 +123,7 @@ def rewrite_as_old_layout(path: Path) -> None:
 
 
 def rewrite_as_minicpm(path: Path) -> None:
-    """Granite's configuration with MiniCPM's names, and scales as its class has them; transformers has no such class."""
+    """Granite's configuration with MiniCPM's names, and scales as its class has them, which transformers has not."""
     config = json.loads(path.read_text())
     del config["attention_multiplier"]  # MiniCPM's is that of most: the size of a head ** -0.5
     config["scale_emb"] = config.pop("embedding_multiplier")

@@ -56,8 +56,8 @@ _IMAGE_TOKENS = {"qwen3_5": {"image_token_id": 71}}
 
 @dataclass(frozen=True)
 class Variation:
-    """One golden model. `layout` "old" writes `config.json` as transformers 4 did, "minicpm" as MiniCPM's own class does,
-    of a Granite that computes the same; `shards` splits the weights.
+    """One golden model. `layout` "old" writes `config.json` as transformers 4 did, "minicpm" as MiniCPM's own class
+    does, of a Granite that computes the same; `shards` splits the weights.
 
     A multimodal `family` has a language model of the family `inside`, which alone is run. Sequences have `length`
     tokens. `seed` draws the weights (None: the place in `VARIATIONS`); so many tokens are generated, too, by taking the

@@ -191,7 +191,7 @@ def test_minicpm() -> None:
     assert config.residual_scale == pytest.approx(1.4 / 24**0.5, rel=1e-12)
     plain = decoder_config(without(MINICPM_4_0_5B, "scale_emb", "scale_depth", "dim_model_base"))
     assert (plain.embedding_scale, plain.logits_scale) == (1.0, 1 / 1024)
-    with pytest.raises(UnsupportedModelError, match="sparse_config is .*, attention to chosen blocks is not computed"):
+    with pytest.raises(UnsupportedModelError, match=r"sparse_config is .*, attention to chosen blocks is not computed"):
         decoder_config(MINICPM_4_0_5B | {"sparse_config": {"kernel_size": 32, "dense_len": 8192}})
 
 
@@ -358,7 +358,7 @@ def test_a_context_in_which_a_window_would_matter_is_refused_by_name() -> None:
     config = decoder_config(LLAMA_2_7B | {"sliding_window": 2048})
     check_limits(config, EngineLimits(1, 512, 2048))
     for beyond in (False, True):
-        with pytest.raises(BuildError, match="--kv-capacity is 2049, .*sliding_window.* --kv-capacity 2048 or less"):
+        with pytest.raises(BuildError, match=r"--kv-capacity is 2049, .*sliding_window.* --kv-capacity 2048 or less"):
             check_limits(config, EngineLimits(1, 512, 2049), beyond_trained_context=beyond)
 
 

@@ -1,4 +1,4 @@
-"""OLMo-2, StarCoder2 and their relatives as they are served: greedy text against transformers, trees, batches, packed, drafted."""
+"""OLMo-2, StarCoder2 and relatives as they are served: greedy text as of transformers, trees, batches, drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations as published, and as transformers' classes have them by themselves: read, or refused with the reason."""
+"""Configurations as published, and as transformers' classes have them: read, or refused with the reason."""
 
 from __future__ import annotations
 
