@@ -3,9 +3,9 @@
     python tools/goldens/make_published.py tests/goldens/published CONFIGS
 
 CONFIGS is a folder with files `NAME_config.json` as published; `*_hf_quant_config.json` are left out, as are models
-that differ from others there in their packed weights alone. Of each the table has the fields that say what is computed, and
-how many parameters the language model has by transformers' own class, where this project has the family; so does it of
-the configuration that transformers' class of each of these families has by itself. Needs torch and transformers.
+that differ from others there in their packed weights alone. Of each the table has the fields that say what is computed,
+and how many parameters the language model has by transformers' own class, where this project has the family; so does
+it of the configuration that transformers' class of each of these families has by itself. Needs torch and transformers.
 """
 
 from __future__ import annotations

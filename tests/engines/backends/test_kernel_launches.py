@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
+from published_families import PUBLISHED
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import choose, kernel_choice
+from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
@@ -33,6 +35,7 @@ from edgellm.kernels.recurrent import launcher
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
+MIXTURES = ("Qwen3-30B-A3B", "OLMoE-1B-7B", "gpt-oss-20b", "granite-3.1-3b-a800m")
 H200, ORIN, RTX = 232_448, 166_912, 101_376
 WIDE = replace(
     LLAMA, hidden_size=2048, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64
@@ -143,6 +146,19 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
     for shape in base_shapes():
         if shape.phase != "prefill" or shared_limit != RTX:
             choice, reason = kernel_choice(config, shape, "float16", shared_limit)
+            assert choice is not None, (shape, reason)
+
+
+@pytest.mark.parametrize("shared_limit", [H200, ORIN, RTX], ids=["h200", "orin", "rtx"])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in MIXTURES])
+def test_kernels_take_every_step_of_published_models(name: str, shared_limit: int) -> None:
+    """Those of all families that have no mixtures of experts, with windows that slide, on every device."""
+    config = decoder_config(PUBLISHED[name][0])
+    config = replace(config, num_layers=4, layer_kinds=config.layer_kinds[:4])
+    rows = 0 if config.window is None else 8192
+    for shape in base_shapes():
+        if shape.phase != "prefill" or shared_limit != RTX:
+            choice, reason = kernel_choice(config, replace(shape, window_rows=rows), "bfloat16", shared_limit)
             assert choice is not None, (shape, reason)
 
 
