@@ -66,7 +66,7 @@ _PRES = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "qwen35": _QWEN35,
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Pre(apart=True)),
-    **dict.fromkeys(("gpt-2", "olmo"), _Pre()),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _Pre()),
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "seed-coder": _SEED,

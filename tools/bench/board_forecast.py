@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from published_families import PUBLISHED as PUBLISHED_CONFIGS
 from random_checkpoint import LLAMA_3_2_1B, SHAPES
 from random_model import RandomDirectory, random_directory
 from simulated_acceptance import simulated_mean
@@ -67,6 +69,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-4b": SHAPES["qwen3-1.7b"]
     | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+#: Others by their published names.
+OTHERS = (
+    *("granite-4.0-350m", "granite-4.0-1b", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "Phi-4-mini"),
+    *("Ministral-3-8B", "Olmo-3-7B"),
+)
+MODELS |= {name: PUBLISHED_CONFIGS[name][0] for name in OTHERS}
 
 
 class Published(NamedTuple):

@@ -254,7 +254,13 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
     plain = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
-    whole = {"sliding_window": None, "local_rope_theta": None, "pre_norms": True, "post_norms": False}
+    whole = {
+        "sliding_window": None,
+        "local_rope_theta": None,
+        "pre_norms": True,
+        "post_norms": False,
+        "rope_scaling": None,
+    }
     return DraftConfig(
         generation="3",
         decoder=replace(base, num_layers=1, tie_word_embeddings=False, **plain, **whole),
