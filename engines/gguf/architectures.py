@@ -136,13 +136,14 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
         base["partial_rotary_factor"] = rotated / whole
     long, short = (metadata.values(f"rope_factors_{name}.weight", files) for name in ("long", "short"))
     if long is not None and short is not None:
-        scaling = {
+        given: _Config = {
+            "rope_type": "longrope",
             "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
             "attention_factor": metadata.number("rope.scaling.attn_factor"),
             "long_factor": long.reshape(-1).tolist(),
             "short_factor": short.reshape(-1).tolist(),
         }
-        return base | {"rope_type": "longrope"} | {key: value for key, value in scaling.items() if value is not None}
+        return base | {key: value for key, value in given.items() if value is not None}
     factors = metadata.values("rope_freqs.weight", files)
     if factors is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
