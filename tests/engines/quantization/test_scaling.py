@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, WINDOWED
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
@@ -74,7 +74,7 @@ def test_where_nothing_is_normed_before_layers_what_projections_make_is_scaled(o
 @pytest.mark.parametrize(
     ("family", "heads"),  # every family with one of the two, and one with both
     [
-        *((family, WHOLE_HEADS if number % 2 else {}) for number, family in enumerate(FAMILIES)),
+        *((family, WHOLE_HEADS if number % 2 else {}) for number, family in enumerate([*FAMILIES, "exaone4", "olmo3"])),
         ("llama", WHOLE_HEADS),
         ("gemma", WHOLE_HEADS),
     ],
@@ -83,7 +83,7 @@ def test_where_nothing_is_normed_before_layers_what_projections_make_is_scaled(o
 def test_a_scaled_layer_computes_what_it_did(opened: Opened, family: str, heads: dict[str, int]) -> None:
     if family == "gemma" and heads:
         heads = {"num_key_value_heads": 2}
-    checkpoint, config = opened(**FAMILIES[family] | heads)
+    checkpoint, config = opened(**(FAMILIES | WINDOWED)[family] | heads)
     rows, again = (CalibrationRows(config, checkpoint, TEXTS, 32) for _ in range(2))
     program = layer_program(config, 0, 1)
     weights = load_numpy_weights(checkpoint, list(program.weights.values()))
