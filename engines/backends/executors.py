@@ -106,6 +106,8 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
         return "recurrent layers"
     if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:
         return "attention within a window"
+    if isinstance(config, DecoderConfig) and config.rotates_neighbours:
+        return "rotary embeddings of neighbours"
     is_ahead = isinstance(config, DecoderConfig) and looks_ahead(config, shape)
     return "attention of an image's tokens to those behind them" if is_ahead else ""
 

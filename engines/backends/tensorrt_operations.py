@@ -159,6 +159,9 @@ class TensorRTOperations(Operations[Any]):
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self._later("add_rotary_embedding")(x, cos, sin, False, rotary), "rotary_embedding")
 
+    def pairs_apart(self, x: Any, rotary: int) -> Any:
+        raise EngineError("TensorRT rotates halves of heads: kernels rotate neighbours")
+
     def kv_cache_update(
         self, cache: Any, update: Any, start_index: Any, scales: Any | None = None, wraps: bool = False
     ) -> Any:

@@ -11,8 +11,10 @@ from edgellm.engines.families.gemma import GEMMA, GEMMA3
 from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
 from edgellm.engines.families.llama import (
     CWM,
+    ERNIE4_5,
     GRANITE,
     GRANITE4,
+    HUNYUAN,
     LLAMA,
     MINICPM,
     MINISTRAL3,
@@ -44,7 +46,7 @@ FAMILIES = {
     family.name: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA, GEMMA3),
-        *(STARCODER2, OLMO3, EXAONE4, GRANITE4, MINICPM, LFM2, QWEN3_5_TEXT),
+        *(STARCODER2, OLMO3, EXAONE4, GRANITE4, MINICPM, ERNIE4_5, HUNYUAN, LFM2, QWEN3_5_TEXT),
         *(QWEN3_MOE, OLMOE, GRANITE_MOE, LFM2_MOE, GPT_OSS, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
         *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
     )

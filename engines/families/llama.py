@@ -1,5 +1,5 @@
 """Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and
-4, SmolLM3, StarCoder2, MiniCPM."""
+4, SmolLM3, StarCoder2, MiniCPM, ERNIE 4.5, Hunyuan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
+from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import DecoderConfig
 
 _LARGEST_SCALE = 1e6
@@ -229,6 +230,41 @@ SMOLLM3 = Family(
         "use_sliding_window": False,
     },
 )
+
+
+def _read_ernie(fields: ConfigFields) -> DecoderConfig:
+    """Llama, but neighbours are rotated together; `use_bias` is of all linear layers."""
+    bias = fields.switch("use_bias")
+    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
+    return read_decoder(fields, **own, rotates_neighbours=True)
+
+
+ERNIE4_5 = Family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    _read_ernie,
+    {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
+)
+
+
+def _read_hunyuan(fields: ConfigFields) -> DecoderConfig:
+    """Norms of query and key stand behind the rotary embedding, whose base is stretched by `alpha` once for all texts:
+    what its files call dynamic (see `HunYuanDenseV1RotaryEmbedding` of transformers)."""
+    alpha = fields.take_rotary("alpha")
+    if fields.switch("use_cla"):
+        fields.refuse("use_cla", True, "layers that share keys and values are not supported")
+    own: dict[str, Any] = {"qk_norm": True, "norms_behind_rotation": True, "naming": "hunyuan"}
+    config = read_decoder(fields, **biases(fields), **own)
+    if alpha is None or config.rope_scaling is None or config.rope_scaling["rope_type"] != "dynamic":
+        return config
+    if not is_number(alpha) or not 1 <= alpha <= _LARGEST_SCALE:
+        fields.expect("rope_scaling: alpha", alpha, f"a number from 1 to {_LARGEST_SCALE:g}")
+        return config
+    stretched = config.rope_theta * alpha ** (config.rotary_dim / max(1, config.rotary_dim - 2))
+    return replace(config, rope_theta=stretched, rope_scaling=None)
+
+
+HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _read_hunyuan, {"num_key_value_heads": None})
 
 
 def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:

@@ -308,6 +308,16 @@ def _exaone4(metadata: Metadata, config: _Config) -> _Config:
     return {"model_type": "exaone4", "sliding_window": window, "layer_types": _windowed(metadata)}
 
 
+def _ernie4_5(metadata: Metadata, config: _Config) -> _Config:
+    """Neighbours are rotated together, as they were published."""
+    return {"model_type": "ernie4_5", "use_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")}
+
+
+def _hunyuan(metadata: Metadata, config: _Config) -> _Config:
+    """The base is stretched already."""
+    return {"model_type": "hunyuan_v1_dense"} | _has_biases(metadata, config)
+
+
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
     residual, logits = metadata.number("residual_scale"), metadata.number("logit_scale")
     return {
@@ -375,6 +385,7 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _LFM2_NAMES = {
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
@@ -414,6 +425,8 @@ _ARCHITECTURES = {
     "olmo2": Architecture(_olmo2, names=_POST_NORMS),
     "exaone4": Architecture(_exaone4, names=_POST_NORMS),
     "minicpm": Architecture(_minicpm, permuted=True),
+    "ernie4_5": Architecture(_ernie4_5),
+    "hunyuan-dense": Architecture(_hunyuan, names=_HUNYUAN_NAMES),
     "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
     "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
     "starcoder2": Architecture(_starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),

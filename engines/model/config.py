@@ -29,7 +29,7 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss")
+NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan")
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).
 FAR_SCALING = "llama_4_scaling_beta"
@@ -94,8 +94,10 @@ class DecoderConfig:
     look back on `sliding_window` tokens alone, their own included; `local_rope_theta` is the base of their rotary
     embedding, unscaled, where it is one of its own (Gemma 3). With `post_norms` what attention and MLP give is normed
     before it is added; without `pre_norms` what they take is not normed (OLMo-2). Norms of query and key (`qk_norm`)
-    are of each head or, with `joint_qk_norm`, of all heads together. A packed `head`, one of `HEADS`, is a weight of
-    its own; with `embeds_by_head` tokens are looked up there.
+    are of each head or, with `joint_qk_norm`, of all heads together; with `norms_behind_rotation` those of each head
+    stand behind the rotary embedding. With `rotates_neighbours` elements 2j and 2j + 1 of a head are rotated together,
+    else j and the one half of the rotated part further on. A packed `head`, one of `HEADS`, is a weight of its own;
+    with `embeds_by_head` tokens are looked up there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
@@ -162,6 +164,8 @@ class DecoderConfig:
     pooling: str = field(default=POOLINGS[0], metadata=ADDED_LATER)
     mixture: Mixture | None = field(default=None, metadata=ADDED_LATER)
     attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
+    rotates_neighbours: bool = field(default=False, metadata=ADDED_LATER)
+    norms_behind_rotation: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:

@@ -98,6 +98,8 @@ class LayerWeights(NamedWeights):
             ahead,
             self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
+            config.rotates_neighbours,
+            config.norms_behind_rotation,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 

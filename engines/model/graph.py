@@ -199,14 +199,18 @@ class ProgramGraph(Generic[Tensor]):
             qkv = operations.split_heads(projected, heads + 2 * kv_heads)
         if step.q_norm is not None or step.query_columns:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
-            if step.q_norm is not None and step.k_norm is not None:
+            has_norms = step.q_norm is not None and step.k_norm is not None
+            if has_norms and not step.norms_behind:
                 query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
             if step.rotary:
                 query = operations.rotary_embedding(query, self._rotary_rows(step, step.query_columns))
                 key = operations.rotary_embedding(key, self._rotary_rows(step))
+            if has_norms and step.norms_behind:
+                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
         else:  # one rotation serves queries and keys
             rotated, value = operations.split(qkv, (heads + kv_heads, kv_heads), axis=1)
             if step.rotary:
+                rotated = operations.pairs_apart(rotated, step.rotary) if step.neighbours else rotated
                 rotated = operations.rotary_embedding(rotated, self._rotary_rows(step))
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
         mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names[id(step)]

@@ -35,6 +35,7 @@ PUBLISHED = {
         "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
     },
     "granitemoehybrid": {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"},
+    "hunyuan": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
     "qwen3_5": {},
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},

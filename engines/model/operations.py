@@ -80,6 +80,9 @@ class Operations(Protocol[Tensor]):
         Element j is paired with element j + R/2 (the layout of Hugging Face's Llama, not the interleaved one).
         """
 
+    def pairs_apart(self, x: Tensor, rotary: int) -> Tensor:
+        """Of the first `rotary` elements of D in [B, heads, T, D] those of even numbers, then those of odd ones."""
+
     def kv_cache_update(
         self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None, wraps: bool = False
     ) -> Tensor:

@@ -303,7 +303,9 @@ class Attention(Step):
     `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
     the step, and with a window those of them that its own position reaches back to. `sinks` [n] are scores of each
     head that take part in its softmax beside those of keys, and have no value. Queries take columns of the rotary rows
-    that are `query_columns` further on than those of keys.
+    that are `query_columns` further on than those of keys. Element j of the rotated part is paired with that half of
+    the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
+    were halves. With `norms_behind` the norms stand behind the rotation.
     """
 
     value: str = field(metadata=READS)
@@ -320,6 +322,8 @@ class Attention(Step):
     looks_ahead: bool = field(default=False, metadata=ADDED_LATER | READS_LAST_SEEN)
     sinks: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
     query_columns: int = field(default=0, metadata=ADDED_LATER)
+    neighbours: bool = field(default=False, metadata=ADDED_LATER)
+    norms_behind: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         """The layer's state in an engine of a shape, which need not know what of it is saved."""

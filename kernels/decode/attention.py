@@ -206,10 +206,12 @@ def attention_kernel(
     window: bool = False,
     tile_warps: int | None = None,
     in_turn: bool = False,
+    neighbours: bool = False,
+    norms_behind: bool = False,
 ) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
     `window`: they are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see
-    `AttentionGeometry`."""
+    `AttentionGeometry`; `neighbours`, `norms_behind`: see `AttentionWeights`."""
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
@@ -225,6 +227,8 @@ def attention_kernel(
         ("HOST_WINDOW", int(window)),
         ("HOST_TILE_WARPS", tile_warps),
         ("HOST_IN_TURN", int(in_turn)),
+        ("HOST_NEIGHBOURS", int(neighbours)),
+        ("HOST_NORMS_BEHIND", int(norms_behind)),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
@@ -282,7 +286,7 @@ def attention_launch(
         *(columns, further, window, shape.window_bits if window else 0),
     )
     kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn
-    kernel = attention_kernel(context.dtype, size, *kinds)
+    kernel = attention_kernel(context.dtype, size, *kinds, weights.neighbours, weights.norms_behind)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

@@ -32,6 +32,10 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 // it sees nothing changes none of its sums: so a token's bits depend on its own position alone.
 constexpr bool WINDOW = HOST_WINDOW;
 
+// Whether neighbours of a head are rotated together, and whether the norms of queries and keys stand behind their rotation,
+// which changes no sum of squares: then their weights alone do.
+constexpr bool NEIGHBOURS = HOST_NEIGHBOURS, NORMS_BEHIND = HOST_NORMS_BEHIND;
+
 // Of a block's tokens. In shared memory.
 struct Tables {
     unsigned char nodes[MAX_TOKENS][MAX_TOKENS];  // of each token: the new tokens that it sees

@@ -198,8 +198,12 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = min(lane + 32 * q, size / 4 - 1), turned = 4 * quad < rotary ? 2 * quad : 0;
                 const int2 place = places_of(quad, rotary);
-                low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
-                high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
+                if (NEIGHBOURS && 4 * quad < rotary) {
+                    take_apart(low[i][q], high[i][q], __ldcg(reinterpret_cast<const float4*>(head[i].source + 4 * quad)));
+                } else {
+                    low[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.x));
+                    high[i][q] = __ldcg(reinterpret_cast<const float2*>(head[i].source + place.y));
+                }
                 cosine[i][q] = sine[i][q] = 0u;
                 if (rotary > 0) {
                     cosine[i][q] = __ldcg(reinterpret_cast<const unsigned*>(head[i].rotation + turned));
@@ -212,16 +216,25 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             if (first + i * block.warps * Own::HEADS >= items) break;
+            auto weight = [&](int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
+            auto one = [](int, int) { return make_float2(1.f, 1.f); };
             if (block.q_norm != nullptr) {
-                auto weight = [&](int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
-                norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
+                if constexpr (NORMS_BEHIND)
+                    norm_head<STEPS>(low[i], high[i], one, lane, size, block.inverse_size, block.epsilon);
+                else
+                    norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
             }
             unsigned two[QUADS], other[QUADS];
             uint2 four[QUADS];
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const float4 v = value[i][q];
-                rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], 4 * (lane + 32 * q) < rotary);
+                const bool rotates = 4 * (lane + 32 * q) < rotary;
+                if constexpr (NORMS_BEHIND)
+                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates, weight(q, 0),
+                              weight(q, 1));
+                else
+                    rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], rotates);
                 four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
             }
             float scales[2] = {};

@@ -204,15 +204,16 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
     query_heads = qkv.shape[1] // size - 2 * kv_heads
     heads = qkv.reshape(batch * tokens, -1, size)
     query, key, value = np.split(heads, (query_heads, query_heads + kv_heads), axis=1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        query = rms_norm(query, weights.q_norm, weights.epsilon, weights.offset)
-        key = rms_norm(key, weights.k_norm, weights.epsilon, weights.offset)
     if weights.rotary:
         cos_sin = step.rope_rotary_cos_sin.reshape(batch * tokens, -1)
         first, rotary = weights.rotary_part or (0, cos_sin.shape[1])
         own = first + weights.query_columns
-        query = rotary_embedding(query, cos_sin[:, own : own + rotary])
-        key = rotary_embedding(key, cos_sin[:, first : first + rotary])
+        turns = cos_sin[:, own : own + rotary], cos_sin[:, first : first + rotary]
+    else:
+        turns = None
+    norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
+    kinds = weights.epsilon, weights.offset, weights.neighbours, weights.norms_behind
+    query, key = heads_made_ready((query, key), norms, turns, *kinds)
     query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):
@@ -332,6 +333,35 @@ def gated(gate_up: np.ndarray, activation: str) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
     inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
     return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+
+
+def heads_made_ready(
+    heads: tuple[np.ndarray, np.ndarray],
+    norms: tuple[np.ndarray, np.ndarray] | None,
+    turns: tuple[np.ndarray, np.ndarray] | None,
+    epsilon: float,
+    offset: float,
+    neighbours: bool = False,
+    norms_behind: bool = False,
+) -> list[np.ndarray]:
+    """Query and key heads [R, n, D], normed by weights [D] and rotated by `turns` [R, rotary], each by its own."""
+    made = []
+    for index, given in enumerate(heads):
+        x = given
+        if norms is not None and not norms_behind:
+            x = rms_norm(x, norms[index], epsilon, offset)
+        if turns is not None:
+            rotary = turns[index].shape[-1]
+            x = rotary_embedding(pairs_apart(x, rotary) if neighbours else x, turns[index])
+        if norms is not None and norms_behind:
+            x = rms_norm(x, norms[index], epsilon, offset)
+        made.append(x)
+    return made
+
+
+def pairs_apart(x: np.ndarray, rotary: int) -> np.ndarray:
+    """Of the first `rotary` elements of the last axis those of even numbers, then those of odd ones, then the rest."""
+    return np.concatenate((x[..., :rotary:2], x[..., 1:rotary:2], x[..., rotary:]), axis=-1)
 
 
 def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:

@@ -23,21 +23,25 @@ Launchable = Callable[[], None]
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each query and each key head, to whose weights `offset` is added in float32."""
+    """RMS norms of each query and each key head, to whose weights `offset` is added in float32; with `behind` they
+    stand behind the rotation."""
 
     query: Annotated[OwnArray, "D compute"]
     key: Annotated[OwnArray, "D compute"]
     epsilon: float
     offset: float
+    behind: bool = False
 
 
 class RotaryPart(NamedTuple):
     """Which columns of rotary rows a layer takes: `size` of them, from column `first` on, and for queries from
-    `further` behind that on."""
+    `further` behind that on. `neighbours`: elements 2j and 2j + 1 of a head are rotated together, and kept as halves.
+    """
 
     first: int
     size: int
     further: int = 0
+    neighbours: bool = False
 
 
 class KeyValueRows(NamedTuple):

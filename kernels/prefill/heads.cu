@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
             const int quad = min(lane + 32 * q, size / 4 - 1);
             const int2 places = places_of(quad, rotary);
             low[q] = read_two(source + places.x), high[q] = read_two(source + places.y);
+            if (arguments.part.neighbours && 4 * quad < rotary) take_apart(low[q], high[q], read_four(source + 4 * quad));
             value[q] = read_four(source + (is_key ? kv_heads * size : 0) + 4 * quad);
             if (norm != nullptr)
                 weight[q][0] = read_norm(norm, places.x, offset), weight[q][1] = read_norm(norm, places.y, offset);
@@ -61,14 +62,17 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
             cosine[q] = *reinterpret_cast<const unsigned*>(turns + 2 * quad);
             sine[q] = *reinterpret_cast<const unsigned*>(turns + 2 * quad + rotary / 2);
         }
-        if (arguments.norms.query != nullptr)
-            norm_head<STEPS>(low, high, [&](int q, int n) { return weight[q][n]; }, lane, size, 1.f / size, epsilon);
+        const bool behind = arguments.norms.query != nullptr && arguments.norms.behind;
+        auto before = [&](int q, int n) { return behind ? make_float2(1.f, 1.f) : weight[q][n]; };
+        auto after = [&](int q, int n) { return behind ? weight[q][n] : make_float2(1.f, 1.f); };
+        if (arguments.norms.query != nullptr) norm_head<STEPS>(low, high, before, lane, size, 1.f / size, epsilon);
         unsigned two[QUADS], other[QUADS];
         uint2 four[QUADS];
 #pragma unroll
         for (int q = 0; q < QUADS; ++q) {
             const float4 v = value[q];
-            rotate<T>(two[q], other[q], low[q], high[q], cosine[q], sine[q], 4 * (lane + 32 * q) < rotary);
+            rotate<T>(two[q], other[q], low[q], high[q], cosine[q], sine[q], 4 * (lane + 32 * q) < rotary, after(q, 0),
+                      after(q, 1));
             four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
         }
         float scales[2] = {};

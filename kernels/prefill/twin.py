@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, rms_norm, rotary_embedding
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, heads_made_ready
 from edgellm.kernels.prefill.contract import (
     HeadNorms,
     KeyValueRows,
@@ -90,15 +90,15 @@ def _prepare_heads(
     tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
     parts = qkv.reshape(batch * tokens, -1, size)
     query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
-    if norms is not None:
-        query = rms_norm(query, norms.query, norms.epsilon, norms.offset)
-        key = rms_norm(key, norms.key, norms.epsilon, norms.offset)
+    turns, neighbours = None, part is not None and part.neighbours
     if rotary is not None:
         rotation = rotary.reshape(batch * tokens, -1)
-        first, width, further = part or RotaryPart(0, rotation.shape[1])
+        first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
         own = first + further
-        query = rotary_embedding(query, rotation[:, own : own + width])
-        key = rotary_embedding(key, rotation[:, first : first + width])
+        turns = rotation[:, own : own + width], rotation[:, first : first + width]
+    weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
+    behind = norms is not None and norms.behind
+    query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
     queries[...] = query.reshape(queries.shape)
     key_scales, value_scales = row_scales or (None, None)
     for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):

@@ -68,14 +68,22 @@ __device__ __forceinline__ void norm_head(float2 (&low)[QUADS], float2 (&high)[Q
     }
 }
 
-// Two pairs of elements, rotated where `rotates` by pairs of T and rounded to it.
+// Of pairs that are neighbours, two stand in four elements: the first of each go to `low`, the others to `high`, as if they
+// were halves of the head apart. Scores are the same sums in another order, as queries and keys are both kept so.
+__device__ __forceinline__ void take_apart(float2& low, float2& high, float4 four) {
+    low = make_float2(four.x, four.z), high = make_float2(four.y, four.w);
+}
+
+// Two pairs of elements, rotated where `rotates` by pairs of T, multiplied by the weights of a norm that stands behind, and
+// rounded to T.
 template <typename T>
 __device__ __forceinline__ void rotate(unsigned& two, unsigned& other, float2 x, float2 y, unsigned cosine, unsigned sine,
-                                       bool rotates) {
+                                       bool rotates, float2 of_x = make_float2(1.f, 1.f),
+                                       float2 of_y = make_float2(1.f, 1.f)) {
     const float2 c = rotates ? unpack<T>(cosine) : make_float2(1.f, 1.f);
     const float2 s = rotates ? unpack<T>(sine) : make_float2(0.f, 0.f);
-    two = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
-    other = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
+    two = pack<T>(fmaf(x.x, c.x, -y.x * s.x) * of_x.x, fmaf(x.y, c.y, -y.y * s.y) * of_x.y);
+    other = pack<T>(fmaf(y.x, c.x, x.x * s.x) * of_y.x, fmaf(y.y, c.y, x.y * s.y) * of_y.y);
 }
 
 // The scales of a key, whose elements of a lane are `two` and `other`, and of its value, `four`, as rows of int8.

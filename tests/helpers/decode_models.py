@@ -56,6 +56,8 @@ SCALED = {
         FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
     ),
     "exaone4": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, nope_layers=(1,)),
+    "ernie": replace(LLAMA, rotates_neighbours=True, rotary_dim=8),
+    "hunyuan": replace(LLAMA, qk_norm=True, norms_behind_rotation=True),
     "ministral3": replace(LLAMA, rope_scaling={"llama_4_scaling_beta": 0.1}),
     "layer_norms_and_a_gate": replace(LLAMA, layer_norms=True, post_norms=True),
 }

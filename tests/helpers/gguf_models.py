@@ -28,6 +28,7 @@ ARCHITECTURES = {
     **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
     **{"starcoder2": "starcoder2", "olmo3": "olmo2", "exaone4": "exaone4", "minicpm": "minicpm"},
+    **{"ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense"},
 }
 #: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
 CONVERTED = {
@@ -46,6 +47,7 @@ _NAMES = {
     **{f"self_attn.{each}_proj": f"attn_{each}" for each in ("q", "k", "v", "qkv")},
     **{f"self_attn.{each}": "attn_output" for each in ("o_proj", "out_proj")},
     **{f"self_attn.{each}_{norm}": f"attn_{each}_norm" for each in "qk" for norm in ("norm", "layernorm")},
+    **{f"self_attn.{name}_layernorm": f"attn_{name[0]}_norm" for name in ("query", "key")},
     **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
     **{"mlp.gate_up_proj": "ffn_up", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
@@ -274,6 +276,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
         "shortconv.l_cache": config.get("conv_L_cache"),
     }
+    if kind == "hunyuan-dense":  # the base is stretched already
+        size = config["head_dim"]
+        found["rope.freq_base"] *= own["alpha"] ** (size / (size - 2))
     if kind == "minicpm":
         found |= {"embedding_scale": config["scale_emb"], "residual_scale": config["scale_depth"] / layers**0.5}
         found |= {"logit_scale": config["hidden_size"] / config["dim_model_base"]}

@@ -538,6 +538,37 @@ MINICPM_4_0_5B = LLAMA_2_7B | {
     "tie_word_embeddings": True,
     "vocab_size": 73448,
 }
+ERNIE_4_5_0_3B = LLAMA_2_7B | {
+    "architectures": ["Ernie4_5ForCausalLM"],
+    "model_type": "ernie4_5",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "vocab_size": 103424,
+}
+HUNYUAN_7B = LLAMA_2_7B | {
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "model_type": "hunyuan_v1_dense",
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 8,
+    "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "type": "dynamic"},
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cla": False,
+    "use_qk_norm": True,
+    "vocab_size": 128167,
+}
 #: One or two models of each family, and their parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
@@ -567,5 +598,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "granite-4.0-1b": (GRANITE_4_1B, 1_631_750_144),
     "granite-4.0-350m": (GRANITE_4_350M, 352_379_904),
     "Phi-4-mini": (PHI_4_MINI, 3_836_021_760),
+    "ERNIE-4.5-0.3B": (ERNIE_4_5_0_3B, 360_748_032),
+    "Hunyuan-7B": (HUNYUAN_7B, 7_504_568_320),
     "MiniCPM4-0.5B": (MINICPM_4_0_5B, 433_873_920),
 }

@@ -81,6 +81,12 @@ FAMILIES = {
         "residual_multiplier": 0.3,
         "attention_multiplier": 0.2,
     },
+    "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"], "model_type": "ernie4_5", "head_dim": 16},
+    "hunyuan": {
+        "architectures": ["HunYuanDenseV1ForCausalLM"],
+        "model_type": "hunyuan_v1_dense",
+        "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    },
     "minicpm": {
         "architectures": ["MiniCPMForCausalLM"],
         "model_type": "minicpm",

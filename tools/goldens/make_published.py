@@ -22,7 +22,8 @@ import transformers
 #: The families of this project; MiniCPM's class is not in transformers.
 _FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "ministral3", "seed_oss", "cwm", "phi3", "granite", "smollm3", "olmo2"),
-    *("olmo3", "exaone4", "granitemoehybrid", "gemma", "gemma3_text", "starcoder2", "lfm2", "qwen3_5_text"),
+    *("olmo3", "exaone4", "granitemoehybrid", "gemma", "gemma3_text", "starcoder2", "lfm2", "qwen3_5_text", "ernie4_5"),
+    "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe"),
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
 )
@@ -32,8 +33,8 @@ _LEFT_OUT = (
     "vision_config",
 )
 _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
-#: The default of which transformers makes no model: it does not say what its layers are.
-_WITHOUT_LAYERS = ("lfm2_moe",)
+#: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
+_UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
 _OF_ENCODERS = ("visual", "vision_tower", "multi_modal_projector", "mtp")
 
 
@@ -74,7 +75,7 @@ def main() -> None:
         table["published"][name] = {"config": fields_of(config), "parameters": count}
     for family in _FAMILIES:
         default = transformers.AutoConfig.for_model(family)
-        count = None if family in _WITHOUT_LAYERS else parameters_of(default)
+        count = None if family in _UNMADE else parameters_of(default)
         table["defaults"][family] = {"config": fields_of(default.to_dict()), "parameters": count}
     text = json.dumps(table, separators=(",", ":"), sort_keys=True, default=str).encode()
     target = arguments.directory / "configs.json.xz"

@@ -476,12 +476,6 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
-    "exaone4_without_windows": Variation(
-        "exaone4",
-        {**_SMALL, **_ONE_LAYER, "num_attention_heads": 3, "sliding_window": None, "layer_types": ["full_attention"]},
-        seed=3711,
-        length=19,
-    ),
     "granite4": Variation(
         "granitemoehybrid",
         {**_SMALL, **_GRANITE4, "position_embedding_type": "rope", "tie_word_embeddings": True},
@@ -489,9 +483,6 @@ VARIATIONS = {
         seed=3720,
         generated=64,
         length=19,
-    ),
-    "granite4_without_rotation": Variation(
-        "granitemoehybrid", {**_SMALL, **_GRANITE4, "attention_bias": True}, seed=3721, length=19
     ),
     "phi3_longrope_short": Variation(
         "phi3",
@@ -508,6 +499,23 @@ VARIATIONS = {
         _PHI_LONGROPE,
         layout="old",
         seed=3731,
+        generated=64,
+        length=19,
+    ),
+    "ernie4_5": Variation(
+        "ernie4_5",
+        {**_SMALL, "num_attention_heads": 3, "head_dim": 8, "use_bias": True},
+        dtype="bfloat16",
+        seed=3760,
+        generated=64,
+        length=19,
+    ),
+    "hunyuan": Variation(
+        "hunyuan_v1_dense",
+        {**_SMALL, "num_attention_heads": 3, "head_dim": 8, "tie_word_embeddings": True},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+        dtype="bfloat16",
+        seed=3770,
         generated=64,
         length=19,
     ),

@@ -82,7 +82,10 @@ class FewTokens(_AnyAttention):
         k_scale, v_scale = scales or (None, None)
         attention = run.kernels.few.attention(
             qkv,
-            AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, step.query_columns),
+            AttentionWeights(
+                *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
+                *(step.query_columns, step.neighbours, step.norms_behind),
+            ),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
@@ -115,9 +118,10 @@ class PromptTokens(_AnyAttention):
         qkv = qkv.reshape(shape.batch, shape.tokens, -1)
         if step.q_norm is not None and step.k_norm is not None:
             query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
-            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
+            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset, step.norms_behind)
         rotary = array("rope_rotary_cos_sin") if step.rotary else None
-        part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary, step.query_columns)
+        columns = step.rotary_first, step.rotary, step.query_columns
+        part = None if rotary is None else RotaryPart(*columns, step.neighbours)
         keys, values, *scales = map(array, step.state(shape).names)
         rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
         row_scales = RowScales(*scales) if scales else None

@@ -21,6 +21,7 @@ MODELS: dict[str, DecoderConfig] = {
     "olmo2": SCALED["olmo2"],
     "starcoder2": replace(SCALED["starcoder2"], hidden_size=512, intermediate_size=1536, feature_layers=(0, 2)),
     "layer_norms_and_a_gate": SCALED["layer_norms_and_a_gate"],
+    **{name: SCALED[name] for name in ("exaone4", "ernie", "hunyuan", "ministral3")},
     "heads_of_128": ODD["heads_of_128"],
     "heads_of_80": ODD["heads_of_80"],
     "many_heads_a_group": ODD["many_heads_a_group"],

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from published_families import (
     CWM_32B,
+    ERNIE_4_5_0_3B,
     EXAONE_4_1_2B,
     EXAONE_4_32B,
     GEMMA_2B,
     GEMMA_3_1B,
     GRANITE_3_3_2B,
     GRANITE_4_1B,
+    HUNYUAN_7B,
     LLAMA_2_7B,
     MINICPM_4_0_5B,
     MINISTRAL3_ROTARY,
@@ -183,6 +185,36 @@ def test_granite_4() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             decoder_config(GRANITE_4_1B | change)
+
+
+def test_ernie() -> None:
+    config = decoder_config(ERNIE_4_5_0_3B)
+    assert (config.rotates_neighbours, config.qk_norm, config.attention_bias, config.query_size) == (
+        *(True, False, False),
+        2048,
+    )
+    assert (
+        decoder_config(without(ERNIE_4_5_0_3B, "head_dim", "rope_theta", "tie_word_embeddings", "use_bias")) == config
+    )
+    biased = decoder_config(ERNIE_4_5_0_3B | {"use_bias": True})
+    assert biased.attention_bias and biased.attention_output_bias and biased.mlp_bias
+
+
+def test_hunyuan() -> None:
+    """Its base is stretched once, by `alpha`; without that the scaling is what others call dynamic."""
+    config = decoder_config(HUNYUAN_7B)
+    assert (config.norms_behind_rotation, config.rope_scaling) == (True, None)
+    assert config.rope_theta == pytest.approx(10000 * 1000 ** (128 / 126))
+    names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
+    assert {"query_layernorm", "key_layernorm"} <= {name.rsplit(".", 2)[1] for name in names}
+    plain = decoder_config(HUNYUAN_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert (plain.rope_theta, plain.rope_scaling["factor"]) == (10000.0, 2.0)
+    for alpha in ("much", 0, True):
+        scaling = HUNYUAN_7B["rope_scaling"] | {"alpha": alpha}
+        with pytest.raises(CheckpointError, match=r"alpha is .*, expected a number from 1 to"):
+            decoder_config(HUNYUAN_7B | {"rope_scaling": scaling})
+    with pytest.raises(UnsupportedModelError, match="use_cla is true, layers that share keys and values"):
+        decoder_config(HUNYUAN_7B | {"use_cla": True})
 
 
 def test_minicpm() -> None:

@@ -30,7 +30,7 @@ DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, ada
 TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
 
 
-FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm")
+FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm", "ernie4_5", "hunyuan")
 FAMILY = pytest.mark.parametrize("family", [*FIRST, *OTHERS])
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(

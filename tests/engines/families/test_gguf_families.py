@@ -77,10 +77,10 @@ def test_the_model_is_what_was_published(tmp_path: Path, name: str) -> None:
     with Checkpoint.open(folder) as found, Checkpoint.open(GOLDENS / name) as published:
         expected = decoder_config(published.config, published.generation_config, published.dtype)
         config = decoder_config(found.config, found.generation_config, found.dtype)
-        same = {"rope_scaling": config.rope_scaling, "family": config.family, "residual_scale": config.residual_scale}
-        assert config.residual_scale == pytest.approx(
-            expected.residual_scale, rel=1e-7
-        )  # MiniCPM's is a root's multiple
+        same = {"rope_scaling": config.rope_scaling, "family": config.family}
+        for name in ("residual_scale", "rope_theta"):  # a root's multiple, of MiniCPM, and a power, of Hunyuan
+            same[name] = getattr(config, name)
+            assert same[name] == pytest.approx(getattr(expected, name), rel=1e-7)
         assert replace(config, **same) == replace(expected, **same)
         np.testing.assert_allclose(inverse_frequencies(config, 20)[0], inverse_frequencies(expected, 20)[0], rtol=2e-7)
         assert inverse_frequencies(config, 20)[1] == pytest.approx(inverse_frequencies(expected, 20)[1])

@@ -49,7 +49,7 @@ def test_what_a_class_has_by_itself(family: str) -> None:
         with pytest.raises(error, match=message):
             decoder_config(config, dtype="bfloat16")
         return
-    assert count is not None or family == "lfm2_moe"  # of which transformers itself makes no model
+    assert count is not None or family in ("lfm2_moe", "hunyuan_v1_dense")  # transformers makes no model of these
     assert count in (None, parameters(config))
 
 
