@@ -52,6 +52,7 @@ FAMILIES = {
     )
 }
 _ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
+_ARCHITECTURES["Ernie4_5_ForCausalLM"] = ERNIE4_5  # as its first files have it
 
 
 def decoder_config(

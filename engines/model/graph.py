@@ -199,14 +199,13 @@ class ProgramGraph(Generic[Tensor]):
             qkv = operations.split_heads(projected, heads + 2 * kv_heads)
         if step.q_norm is not None or step.query_columns:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
-            has_norms = step.q_norm is not None and step.k_norm is not None
-            if has_norms and not step.norms_behind:
-                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
+            if not step.norms_behind:
+                query, key = self._normed_heads(step, query, key)
             if step.rotary:
                 query = operations.rotary_embedding(query, self._rotary_rows(step, step.query_columns))
                 key = operations.rotary_embedding(key, self._rotary_rows(step))
-            if has_norms and step.norms_behind:
-                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
+            if step.norms_behind:
+                query, key = self._normed_heads(step, query, key)
         else:  # one rotation serves queries and keys
             rotated, value = operations.split(qkv, (heads + kv_heads, kv_heads), axis=1)
             if step.rotary:
@@ -233,6 +232,12 @@ class ProgramGraph(Generic[Tensor]):
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
+
+    def _normed_heads(self, step: Attention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both as they are where the layer norms neither."""
+        if step.q_norm is None or step.k_norm is None:
+            return query, key
+        return self._norm(query, step.q_norm), self._norm(key, step.k_norm)
 
     def _rotary_rows(self, step: Attention, further: int = 0) -> Tensor:
         """The columns of the rotary rows that the layer takes, or those so many `further` on; cut once for all layers

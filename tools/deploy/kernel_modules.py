@@ -37,6 +37,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
     kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
+    kernels += [attention_kernel(dtype, 128, **{kind: True}) for kind in ("neighbours", "norms_behind")]
     kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
     kernels += [
         attention_kernel(dtype, size, shares, int8, window=True)

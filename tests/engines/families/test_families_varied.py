@@ -196,6 +196,7 @@ def test_ernie() -> None:
     assert (
         decoder_config(without(ERNIE_4_5_0_3B, "head_dim", "rope_theta", "tie_word_embeddings", "use_bias")) == config
     )
+    assert decoder_config(ERNIE_4_5_0_3B | {"architectures": ["Ernie4_5_ForCausalLM"]}) == config
     biased = decoder_config(ERNIE_4_5_0_3B | {"use_bias": True})
     assert biased.attention_bias and biased.attention_output_bias and biased.mlp_bias
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ class Prompt:
 
     With a `window` (0: none) caches are rings of `rows` rows. The rotary rows have `before` columns in front of the
     layer's. `rounded`: the values of qkv are the dtype's, and prompts take them so, and write the context over the
-    queries.
+    queries. Queries take turns `further` on; `neighbours` are rotated together; norms stand `behind` the rotation.
     """
 
     start: int
@@ -50,6 +51,9 @@ class Prompt:
     window: int = 0
     rows: int = 0
     rounded: bool = False
+    further: int = 0
+    neighbours: bool = False
+    behind: bool = False
 
     @property
     def heads(self) -> int:
@@ -66,12 +70,23 @@ class Prompt:
         """Of the scores."""
         return self.size**-0.5
 
+    @property
+    def part(self) -> RotaryPart | None:
+        """Of the rotary rows."""
+        return RotaryPart(self.before, self.rotary, self.further, self.neighbours) if self.rotary else None
+
+    def norms(self, query: Any, key: Any) -> HeadNorms:
+        """Of queries and keys, by their weights."""
+        return HeadNorms(query, key, EPSILON, OFFSET, self.behind)
+
     def arrays(self, dtype: str) -> dict[str, np.ndarray]:
         """The arguments: qkv [T, W] float32, the rest as the device holds it."""
         random = np.random.default_rng(self.start + self.tokens)
         angles = random.uniform(0, 6, (self.tokens, self.rotary // 2))
         others = random.standard_normal((self.tokens, self.before))
-        turns = np.concatenate((others, np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
+        pairs = np.cos(angles), np.sin(angles)
+        own = [1.25 * each for each in pairs] if self.further else []
+        turns = np.concatenate((others, *pairs, *own), axis=-1).astype(np.float32)
         qkv = random.standard_normal((self.tokens, (self.heads + 2 * self.kv_heads) * self.size), np.float32)
         found = {"qkv": from_bits(to_bits(qkv, dtype), dtype) if self.rounded else qkv, "turns": to_bits(turns, dtype)}
         for name in ("q_norm", "k_norm") if self.norm else ():
@@ -119,10 +134,11 @@ class Device:
         """Context and caches."""
         prompt, arrays, gpu = self.prompt, self.arrays, self.gpu
         norms, part = (arrays.get("q_norm"), arrays.get("k_norm")), (prompt.before, prompt.rotary)
-        weights = AttentionWeights(*norms, EPSILON, OFFSET, prompt.scale, prompt.rotary > 0, part)
-        kinds = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
+        kinds = prompt.scale, prompt.rotary > 0, part, prompt.further, prompt.neighbours, prompt.behind
+        weights = AttentionWeights(*norms, EPSILON, OFFSET, *kinds)
+        sizes = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
         counters = gpu.zeros((MAX_TOKENS, prompt.kv_heads), "uint32")
-        size = max(attention_partials(AttentionShape(1, tokens, *kinds)) for tokens in range(1, MAX_TOKENS + 1))
+        size = max(attention_partials(AttentionShape(1, tokens, *sizes)) for tokens in range(1, MAX_TOKENS + 1))
         scratch = AttentionScratch(gpu.zeros((size,), "float32"), counters)
         masks: list[DeviceArray] = []  # a launch keeps no memory
         for first, count in prompt.steps():
@@ -141,9 +157,8 @@ class Device:
     def by_chunks(self, sizes: tuple[int, ...], tiles: int | None = None) -> dict[str, np.ndarray]:
         """The same by prompts' kernels, in chunks of these sizes, the last of them again and again."""
         prompt, arrays, kernels = self.prompt, self.arrays, CudaPrefill(self.gpu.kernel_module)
-        norms = HeadNorms(arrays["q_norm"], arrays["k_norm"], EPSILON, OFFSET) if prompt.norm else None
+        norms = prompt.norms(arrays["q_norm"], arrays["k_norm"]) if prompt.norm else None
         scales = RowScales(arrays["k_scale"], arrays["v_scale"]) if prompt.int8 else None
-        part = RotaryPart(prompt.before, prompt.rotary) if prompt.rotary else None
         qkv = arrays["qkv"]
         if prompt.rounded:
             qkv = device_copy(self.gpu, to_bits(self.gpu.download(qkv), self.dtype))
@@ -156,7 +171,7 @@ class Device:
             rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], at, prompt.window)
             turns = own(arrays["turns"]) if prompt.rotary else None
             queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
-            kernels.prepare_heads(own(qkv), norms, turns, rows, scales, part, queries)()
+            kernels.prepare_heads(own(qkv), norms, turns, rows, scales, prompt.part, queries)()
             kernels.causal_attention(queries, rows, prompt.scale, context, scales, tiles)()
         return self._found()
 
@@ -179,12 +194,12 @@ def by_twin(prompt: Prompt, dtype: str) -> np.ndarray:
         name: from_bits(array, dtype) if array.dtype.itemsize == 2 else array
         for name, array in prompt.arrays(dtype).items()
     }
-    norms = HeadNorms(wide["q_norm"], wide["k_norm"], EPSILON, OFFSET) if prompt.norm else None
+    norms = prompt.norms(wide["q_norm"], wide["k_norm"]) if prompt.norm else None
     rows = KeyValueRows(wide["k_cache"], wide["v_cache"], np.array([prompt.start], np.int32), prompt.window)
     scales = RowScales(wide["k_scale"], wide["v_scale"]) if prompt.int8 else None
-    turns, part = (wide["turns"][None], RotaryPart(prompt.before, prompt.rotary)) if prompt.rotary else (None, None)
+    turns = wide["turns"][None] if prompt.rotary else None
     queries, context = (np.full((1, prompt.tokens, prompt.heads * prompt.size), np.nan, np.float32) for _ in range(2))
-    NumpyPrefill().prepare_heads(wide["qkv"][None], norms, turns, rows, scales, part, queries)()
+    NumpyPrefill().prepare_heads(wide["qkv"][None], norms, turns, rows, scales, prompt.part, queries)()
     NumpyPrefill().causal_attention(queries, rows, prompt.scale, context, scales)()
     return context[0]
 
@@ -212,6 +227,11 @@ PROMPTS = {
     "gemma": Prompt(100, 200, SOME, 1, 4, 256, 256, before=256, norm=True),
     "gemma_behind_4090": Prompt(4_090, 200, SOME, 4, 2, 256, 256, norm=True),
     "heads_of_256_behind_9000": Prompt(9_000, 70, ((70,), (64, 6)), 8, 1, 256, 64),
+    "queries_turn_otherwise": Prompt(100, 200, SOME, 2, 4, 128, 128, further=128),
+    "neighbours": Prompt(100, 200, SOME, 2, 4, 128, 128, neighbours=True),
+    "some_neighbours": Prompt(5, 64, ((64,), (1, 63)), 1, 8, 256, 64, neighbours=True, rounded=True),
+    "norms_behind": Prompt(100, 200, SOME, 2, 4, 128, 128, norm=True, behind=True),
+    "int8_norms_behind": Prompt(5, 64, ((64,), (1, 63)), 2, 1, 64, 64, norm=True, int8=True, behind=True),
     "int8": Prompt(100, 200, SOME, 2, 4, 64, 64, int8=True),
     "int8_of_80": Prompt(5, 64, ((64,), (1, 63)), 2, 1, 80, 80, int8=True),
     "int8_of_128": Prompt(2_000, 200, SOME, 8, 4, 128, 128, norm=True, int8=True),
