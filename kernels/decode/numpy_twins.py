@@ -23,6 +23,9 @@ from edgellm.kernels.quantization.device_layout import InputPermutation, PackedM
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
+#: Of queries and of keys.
+_Both = tuple[np.ndarray, np.ndarray]
+
 
 class NumpyLaunch:
     """What a twin computes each time that it is called."""
@@ -204,13 +207,12 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
     query_heads = qkv.shape[1] // size - 2 * kv_heads
     heads = qkv.reshape(batch * tokens, -1, size)
     query, key, value = np.split(heads, (query_heads, query_heads + kv_heads), axis=1)
+    turns = None
     if weights.rotary:
         cos_sin = step.rope_rotary_cos_sin.reshape(batch * tokens, -1)
         first, rotary = weights.rotary_part or (0, cos_sin.shape[1])
         own = first + weights.query_columns
         turns = cos_sin[:, own : own + rotary], cos_sin[:, first : first + rotary]
-    else:
-        turns = None
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     kinds = weights.epsilon, weights.offset, weights.neighbours, weights.norms_behind
     query, key = heads_made_ready((query, key), norms, turns, *kinds)
@@ -336,26 +338,22 @@ def gated(gate_up: np.ndarray, activation: str) -> np.ndarray:
 
 
 def heads_made_ready(
-    heads: tuple[np.ndarray, np.ndarray],
-    norms: tuple[np.ndarray, np.ndarray] | None,
-    turns: tuple[np.ndarray, np.ndarray] | None,
+    heads: _Both,
+    norms: _Both | None,
+    turns: _Both | None,
     epsilon: float,
     offset: float,
-    neighbours: bool = False,
-    norms_behind: bool = False,
+    neighbours: bool,
+    norms_behind: bool,
 ) -> list[np.ndarray]:
     """Query and key heads [R, n, D], normed by weights [D] and rotated by `turns` [R, rotary], each by its own."""
-    made = []
-    for index, given in enumerate(heads):
-        x = given
-        if norms is not None and not norms_behind:
-            x = rms_norm(x, norms[index], epsilon, offset)
-        if turns is not None:
-            rotary = turns[index].shape[-1]
-            x = rotary_embedding(pairs_apart(x, rotary) if neighbours else x, turns[index])
-        if norms is not None and norms_behind:
-            x = rms_norm(x, norms[index], epsilon, offset)
-        made.append(x)
+    made = list(heads)
+    for is_behind in (False, True):
+        if norms is not None and norms_behind == is_behind:
+            made = [rms_norm(x, weight, epsilon, offset) for x, weight in zip(made, norms, strict=True)]
+        if turns is not None and not is_behind:
+            apart = [pairs_apart(x, turns[0].shape[-1]) if neighbours else x for x in made]
+            made = [rotary_embedding(x, own) for x, own in zip(apart, turns, strict=True)]
     return made
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
-from board_forecast import CHAIN, MODELS, PUBLISHED, TREE, WEIGHTS, Model, forecast, main
+from board_forecast import CHAIN, MODELS, OTHERS, PUBLISHED, TREE, WEIGHTS, Model, forecast, main
 from probes import state_traffic, weight_bytes
 
 from edgellm.device.boards import BOARDS
@@ -128,6 +128,23 @@ def test_it_is_printed_and_written_as_a_forecast(tmp_path: Path, capsys: pytest.
     assert printed.startswith("A FORECAST, not measured") and "tree 10/4/16, 3.00 tokens a round" in printed
     assert found["kind"] == "forecast, not measured" and len(found["rows"]) == 2 * len(WEIGHTS)
     assert found["assumed"]["reached"] == REACHED
+
+
+def test_the_page_of_models_has_plain_speeds_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--models", *OTHERS, "--weights", "int4+int8"])
+    plain: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:]]
+        if cells and cells[0] in OTHERS:
+            plain.setdefault(cells[0], []).append(str(round(float(cells[4]))))
+    page = (Path(__file__).parents[2] / "docs" / "pages" / "supported.md").read_text(encoding="utf-8")
+    for name, (orin, nx, nano, thor) in plain.items():
+        begin = (
+            f"| {name} | {nano} |"
+            if f"| {name} | does not fit" not in page
+            else f"| {name} | does not fit beside 3 GiB |"
+        )
+        assert f"{begin} {nx} | {orin} | {thor} |" in page
 
 
 def test_the_page_has_the_figures_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:

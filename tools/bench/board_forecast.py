@@ -71,8 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 #: Others by their published names.
 OTHERS = (
-    *("granite-4.0-350m", "granite-4.0-1b", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "Phi-4-mini"),
-    *("Ministral-3-8B", "Olmo-3-7B"),
+    *("granite-4.0-350m", "ERNIE-4.5-0.3B", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "granite-4.0-1b", "Phi-4-mini"),
+    *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B"),
 )
 MODELS |= {name: PUBLISHED_CONFIGS[name][0] for name in OTHERS}
 
@@ -214,7 +214,9 @@ def table(rows: Sequence[Mapping[str, Any]], tokens: Mapping[str, float]) -> lis
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables; write them as JSON where that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", choices=list(MODELS), default=[name for name in MODELS if name not in OTHERS]
+    )
     parser.add_argument("--boards", nargs="+", choices=list(BOARDS), default=list(BOARDS))
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--context", type=int, default=512, help="tokens behind which a step is")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
-from published_families import PUBLISHED
+from board_forecast import MODELS, OTHERS
 from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 
 from edgellm.engines.backends.device_layouts import packed_memory
@@ -66,11 +65,6 @@ _DENSE: dict[str, tuple[str, _Dimensions]] = {
     "Qwen3-4B": ("Qwen3ForCausalLM", (2560, 9728, 36, 32, 8, 128, 151936, True)),
     "Qwen3-8B": ("Qwen3ForCausalLM", (4096, 12288, 36, 32, 8, 128, 151936, False)),
 }
-#: By `config.json`.
-_PUBLISHED = (
-    *("granite-4.0-350m", "granite-4.0-1b", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "Phi-4-mini"),
-    *("Ministral-3-8B", "Olmo-3-7B"),
-)
 _MULTIMODAL: dict[str, _Dimensions] = {
     "Qwen2.5-VL-3B": (2048, 11008, 36, 16, 2, 128, 151936, True),
     "Qwen2.5-VL-7B": (3584, 18944, 28, 28, 4, 128, 152064, False),
@@ -106,7 +100,7 @@ WEIGHTS = {
 def needs() -> dict[tuple[str, str], Need]:
     """What each model takes, by its name and how its weights are stored."""
     published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
-    published |= {name: PUBLISHED[name][0] for name in _PUBLISHED}
+    published |= {name: MODELS[name] for name in OTHERS}
     published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
     return {
         (name, stored): _need(values, weights)
