@@ -85,7 +85,7 @@ def test_large_weights_are_split(sharded: Path, tmp_path: Path, largest: int, fi
         )
 
 
-@pytest.mark.parametrize("name", ["dtypes", "strided", "shared", "parameters", "legacy", "nested"])
+@pytest.mark.parametrize("name", ["dtypes", "strided", "shared", "parameters", "nested"])
 def test_one_file_alone(folder: Path, tmp_path: Path, name: str) -> None:
     report = convert_checkpoint(folder / f"{name}.bin", tmp_path / "target")
     assert left_in(tmp_path / "target") == ["model.safetensors"]
@@ -95,7 +95,7 @@ def test_one_file_alone(folder: Path, tmp_path: Path, name: str) -> None:
     )
     assert written == values
     assert any("Only weights were converted" in note for note in report.notes)
-    assert any("written as a copy" in note for note in report.notes) == (name in ("shared", "strided", "legacy"))
+    assert any("written as a copy" in note for note in report.notes) == (name in ("shared", "strided"))
     assert any("Left out" in note for note in report.notes) == (name == "nested")
 
 
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda source: (source / "model.safetensors").touch(),
         "has model.safetensors already: edgellm build",
     ),
-    "not PyTorch's": (lambda source: (source / FIRST).write_bytes(b"x" * 99), "begins neither as a zip archive"),
+    "not PyTorch's": (lambda source: (source / FIRST).write_bytes(b"x" * 99), "it is no zip archive"),
     "nothing": (lambda source: [path.unlink() for path in source.iterdir()], "no other pickled weights"),
 }
 
