@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from safetensors.numpy import load_file
+from torch_pickles import archive
 
 from edgellm.commands.convert import size_in_bytes
 
@@ -55,7 +56,7 @@ def test_build_names_the_command_that_helps(source: Path, tmp_path: Path) -> Non
 
 def test_a_harmful_file_is_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    path.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    archive(path, b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
     result = edgellm("convert", path, tmp_path / "target")
     assert result.returncode == 1 and "'os.system'" in result.stderr and "Traceback" not in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
