@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.formats.digests import is_known_finite_content
 from edgellm.engines.formats.safetensors_file import TensorInfo, file_header
 from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
 from edgellm.engines.formats.tensors import STORAGE
@@ -94,8 +93,7 @@ class Snapshot:
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
     `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
-    rendered from, None where that is not known: in format 2, or where they are no system prompt's. `claimed_digest` is
-    what the file says of its content, None of a snapshot that was made here.
+    rendered from, None where that is not known: in format 2, or where they are no system prompt's.
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class Snapshot:
         self.is_mapped = is_mapped
         self.is_verified = not is_mapped
         self._views: dict[str, np.ndarray] = {}
-        self.claimed_digest = self.tensor(DIGEST).tobytes() if is_mapped else None
 
     @classmethod
     def allocate(
@@ -133,7 +130,7 @@ class Snapshot:
     def unread(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
         """Room for the same in memory of its own, to be filled and verified; `allocate(n)` gives [n] uint8."""
         snapshot = Snapshot(self.facts, allocate(self.nbytes), self.places, False, self.prompt)
-        snapshot.is_verified, snapshot.claimed_digest = False, self.claimed_digest
+        snapshot.is_verified = False
         return snapshot
 
     @property
@@ -144,13 +141,12 @@ class Snapshot:
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The body, in order: what is before the tensors, and each tensor in pieces of up to 2 MiB (but at least one)
-        of what its first axis counts. Values are not looked at again where a content of the claimed digest was."""
-        is_known = self.claimed_digest is not None and is_known_finite_content(self.claimed_digest.hex())
+        of what its first axis counts."""
         places = sorted((place.offset, name, place) for name, place in self.places.items() if name != DIGEST)
         found = [Section(0, places[0][0])]
         for offset, name, place in places:
             groups = place.shape[0] if place.shape and place.nbytes else 1
-            dtype = place.dtype if place.dtype in STORAGE and not is_known else ""
+            dtype = place.dtype if place.dtype in STORAGE else ""
             each, first = place.nbytes // groups, 0
             while first < groups and place.nbytes:
                 count = min(groups - first, max(1, _SECTION_BYTES // each))
