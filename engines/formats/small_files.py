@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +43,9 @@ _LIMITS = {
     "model.safetensors.index.json": WEIGHT_INDEX_BYTES,
     "pytorch_model.bin.index.json": WEIGHT_INDEX_BYTES,
 }
+#: How long a pipe that nobody has opened for writing is given, and one whose writer is silent, in seconds.
+WRITER_SECONDS, SILENT_SECONDS = 1.0, 60.0
+
 _BLOCK_BYTES = 1 << 20
 _EXPECTED = "expected an ordinary file, or a link that ends at one"
 _KINDS = (
@@ -62,7 +67,8 @@ def read_file(
 ) -> bytes:
     """The content of a file of at most `limit` bytes; `what` names it in errors, `advice` ends them.
 
-    With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`.
+    With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe
+    stays silent.
     """
     with _named(f"{what} {printable(path)}".lstrip(), error_class, advice):
         return _piped_bytes(path, limit) if takes_pipes else ordinary_bytes(path, limit)
@@ -149,12 +155,38 @@ def _joined(read: Callable[[int], bytes | None], path: Path, limit: int) -> byte
 
 
 def _piped_bytes(path: Path, limit: int) -> bytes:
-    """The content of a file, a pipe or a terminal, for whose end is waited; OSError for others."""
+    """The content of a file, a pipe or a terminal; OSError for others, and where a pipe stays silent."""
     mode = path.stat().st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         return ordinary_bytes(path, limit)
-    with path.open("rb", buffering=0) as file:
-        return _joined(file.read, path, limit)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    was_written, until = False, time.monotonic() + WRITER_SECONDS
+
+    def read(count: int) -> bytes:
+        """The next bytes, b"" at the end; waits for the writer for a while."""
+        nonlocal was_written, until
+        while True:
+            block = None
+            with suppress(BlockingIOError):  # somebody has opened it for writing
+                block = os.read(descriptor, count)
+            # No byte may mean that nobody has opened the pipe for writing yet, rather than that nothing more can come.
+            is_there = block is not None and (block != b"" or was_written or bool(poll.poll(0)))
+            if is_there or (block is None and not was_written):
+                was_written, until = True, time.monotonic() + SILENT_SECONDS
+            if block is not None and is_there:
+                return block
+            left = until - time.monotonic()
+            if left <= 0:
+                seconds = SILENT_SECONDS if was_written else WRITER_SECONDS
+                raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(path))
+            poll.poll(left * 1000)
+
+    try:
+        return _joined(read, path, limit)
+    finally:
+        os.close(descriptor)
 
 
 #: A text of so many characters is encoded within some milliseconds.

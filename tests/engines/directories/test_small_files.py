@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edgellm.engines.formats import small_files
 from edgellm.engines.formats.small_files import check_ordinary, read_file, read_text, size_limit
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.errors import LONGEST_MESSAGE
@@ -74,6 +75,15 @@ def test_a_process_substitution_of_nothing_is_empty() -> None:
     assert read_file(Path(f"/dev/fd/{reader}"), 10, RequestError, takes_pipes=True) == b""
     os.close(reader)
     assert read_file(Path("/dev/null"), 10, RequestError, takes_pipes=True) == b""
+
+
+def test_a_silent_writer_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_files, "SILENT_SECONDS", 0.2)
+    reader, writer = os.pipe()
+    with pytest.raises(RequestError, match="nothing was written into it for 0 s"):
+        read_file(Path(f"/dev/fd/{reader}"), 10, RequestError, takes_pipes=True)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_text_names_the_first_byte_that_is_none(tmp_path: Path) -> None:
