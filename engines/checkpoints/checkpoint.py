@@ -249,8 +249,10 @@ class Checkpoint:
         found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        views = {each: self._typed(each) for each in wanted}
-        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), views.get)
+        # Those of GGUF files may be copies: they are read whenever `read` is called.
+        views = {} if name in self._layouts else {each: self._typed(each) for each in wanted}
+        lookup = self._typed if name in self._layouts else views.get
+        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
 
         def read() -> StoredWeight:
             try:

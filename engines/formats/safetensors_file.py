@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -67,6 +67,11 @@ class TensorInfo:
     offset: int
     nbytes: int
     turned: bool = False
+
+    def part(self, number: int, shape: tuple[int, ...], rows: str) -> TensorInfo:
+        """The tensor of a `shape` that lies in this one behind `number` others like it; `rows` says where, in words."""
+        size = self.nbytes * math.prod(shape) // max(1, math.prod(self.shape))
+        return replace(self, name=f"{self.name}[{rows}]", shape=shape, offset=self.offset + number * size, nbytes=size)
 
 
 class SafetensorsFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_models import write_model
+from gguf_writing import Tensor
 from golden_answers import (
     ANSWER,
     GOLDENS,
@@ -42,6 +45,8 @@ from edgellm.engines.errors import (
     UnsupportedModelError,
 )
 from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
@@ -217,8 +222,21 @@ def test_sessions_snapshots_adapters_and_drafts(
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+def blocks_of_gguf(name: str, packed: dict[str, np.ndarray]) -> Tensor | None:
+    """A stack of gpt-oss's blocks as GGUF has them: of 32 columns the scale, then a byte of columns i and 16 + i."""
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name)
+    if match is None:
+        return None
+    module = f"model.layers.{match[1]}.mlp.experts.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+    own = slice(None) if match[2] == "down" else slice(int(match[2] == "up"), None, 2)
+    blocks, scales = (packed[f"{module}_{kind}"][:, own] for kind in ("blocks", "scales"))
+    codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:3], 32)
+    data = np.concatenate((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), axis=-1)
+    return Tensor("mxfp4", (*blocks.shape[:2], 32 * blocks.shape[2]), data.tobytes())
+
+
 def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Experts in blocks and scales, and the same numbers dense and transposed, as either is published."""
+    """Experts in blocks and scales, the same numbers dense and transposed, as either is published, and in GGUF."""
     source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["gpt_oss"], dtype="float32", torch_dtype=None)
     tensors, random, packed, twin = load_file(source / MODEL), np.random.default_rng(3), {}, {}
     for name in [each for each in tensors if each.endswith("experts.0.gate_up_proj.weight")]:
@@ -243,7 +261,13 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
         engines = tmp_path / f"{folder}_engines"
         build_engine_directory(tmp_path / folder, engines, EngineLimits(3, 32, 128), [], "float16")
         found.append(answers(engines))
-    assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
+    folder = shutil.copytree(tmp_path / "packed", tmp_path / "gguf")
+    file = write_model(tmp_path / "twin", folder / "model.gguf", kinds=lambda name, _: blocks_of_gguf(name, packed))
+    (folder / MODEL).unlink()
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    build_engine_directory(folder, tmp_path / "gguf_engines", EngineLimits(3, 32, 128), [], "float16")
+    found.append(answers(tmp_path / "gguf_engines"))
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == len(TEXTS)
     scales = packed["model.layers.2.mlp.experts.down_proj_scales"]
     scales[5, 3, 1] = 255
     save_file(tensors | packed, tmp_path / "packed" / MODEL)
