@@ -100,8 +100,10 @@ def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, A
     }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor]) -> None:
-    """Write a safetensors file, piece by piece, and put it on the disk.
+def write_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, piece by piece, with `metadata` in its header, and put it on the disk.
 
     Raises OSError, and CheckpointError for more names than a file may have. Tensors of wider elements come first, of
     equal ones in the order of their names.
@@ -109,7 +111,7 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTenso
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
     sizes = {name: DTYPES[_SAFETENSORS_NAMES[tensor.dtype]][1] for name, tensor in tensors.items()}
     ordered = sorted(tensors.items(), key=lambda item: (-sizes[item[0]], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     position = 0
     for name, tensor in ordered:
         end = position + math.prod(tensor.shape) * sizes[name]

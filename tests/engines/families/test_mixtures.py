@@ -53,7 +53,6 @@ from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.steps import Experts
-from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 #: The golden models with mixtures.
 NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text"]
@@ -428,7 +427,7 @@ def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Pa
             EngineDirectory.open(tmp_path / "engines")
 
 
-def test_adapters_of_experts_and_quantizing_are_refused_by_name(
+def test_adapters_of_experts_are_refused_by_name(
     make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
@@ -444,8 +443,6 @@ def test_adapters_of_experts_and_quantizing_are_refused_by_name(
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"it adapts a mixture's experts \(2 tensors, the first is"):
         LoraAdapter.read(adapter, config)
-    with pytest.raises(CheckpointError, match="is a mixture of experts, which is not quantized here so far"):
-        quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
 
 
 def test_tensorrt_has_nothing_for_experts() -> None:
