@@ -410,6 +410,54 @@ def test_nan_in_an_expert_is_found_where_it_is_loaded(tmp_path: Path) -> None:
     assert "'model.layers.2.mlp.experts.5.up_proj.weight'" in said and "nan at [3, 4]" in said
 
 
+def test_scores_that_are_no_numbers_fail_their_request_alone(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One token's embedding has an element that no other has, and that the first router multiplies by 1e38."""
+    more = {**MIXTURES["qwen3_moe"], "dtype": "float32", "torch_dtype": None}
+    source = make_checkpoint(tmp_path / "model", 4, **more)
+    tensors, token = load_file(source / MODEL), 40
+    tensors["model.embed_tokens.weight"][:, 5] = 0
+    tensors["model.embed_tokens.weight"][token, 5] = 1000
+    tensors["model.layers.0.self_attn.o_proj.weight"][5] = 0
+    tensors["model.layers.0.post_attention_layernorm.weight"][5] = 1
+    tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
+    save_file(tensors, source / MODEL)
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], "float16")
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    good, bad = (Request([7, 9, 11, last], None, greedy) for last in (12, token))
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        (alone,) = llm.handle([good])
+        assert token not in alone.token_ids
+        failed, beside = llm.handle([bad, good])
+        assert isinstance(failed, EngineError) and "logits behind this text are infinite or NaN" in str(failed)
+        assert beside.token_ids == alone.token_ids
+        assert llm.handle([good])[0].token_ids == alone.token_ids
+
+
+def test_experts_of_different_formats_are_as_the_settings_say(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One expert is dense: ignored by name it is read, otherwise it is said to lack what it should have."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["qwen3_moe"])
+    packed, twin = write_packed(source, tmp_path / "packed", tmp_path / "twin")
+    dense, tensors = load_file(twin / MODEL), load_file(packed / MODEL)
+    modules = [f"model.layers.2.mlp.experts.5.{part}_proj" for part in ("gate", "up", "down")]
+    for name in [name for name in tensors if name.rpartition(".")[0] in modules]:
+        del tensors[name]
+    save_file(tensors | {f"{module}.weight": dense[f"{module}.weight"] for module in modules}, packed / MODEL)
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.2.mlp.experts.5.gate_proj.weight_packed"):
+        build_engine_directory(packed, tmp_path / "refused", EngineLimits(3, 32, 128), [], "float16")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["ignore"] += modules
+    (packed / "config.json").write_text(json.dumps(config))
+    found = []
+    for model in (packed, twin):
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(tmp_path / f"{model.name}_engines"))
+    assert found[0] == found[1]
+
+
 def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
     build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
