@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from golden_sequences import Sequences
 from safetensors.numpy import load_file, save_file
 
 
@@ -45,3 +47,12 @@ def dense_again(source: Path, quantized: Path, target: Path, bits: int) -> Path:
     save_file(dense, target / "model.safetensors")
     shutil.copy(source / "config.json", target)
     return target
+
+
+def logits(directory: Path, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Those of NumPy [B, T, V] for token ids of texts of one length; all tensors of the checkpoint are looked at."""
+    tokens = np.array([list(text) for text in texts])
+    nothing = np.zeros((*tokens.shape, 1), np.float32)
+    versions = {"torch": "", "transformers": ""}
+    save_file({"token_ids": tokens, "logits": nothing}, directory / "expected.safetensors", metadata=versions)
+    return Sequences(directory).logits(tokens, [0])

@@ -9,16 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_sequences import Sequences
-from quantized_checkpoints import dense_again, dequantized, stored
+from quantized_checkpoints import dense_again, dequantized, logits, stored
 from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
 
 from edgellm.commands.quantize import report_lines
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import decoder_config
-from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.quantizer import calibration
 from edgellm.engines.quantizer.options import QuantizationOptions
 from edgellm.engines.quantizer.quantizer import quantize_checkpoint
@@ -27,17 +23,6 @@ Make = Callable[..., Path]
 TEXTS = [[(7 * index + 3) % 250 for index in range(60)], [(11 * index + 5) % 250 for index in range(50)]]
 TOKENS = sum(map(len, TEXTS))
 EXPERTS, CHOSEN = 8, 3
-
-
-def logits(directory: Path) -> np.ndarray:
-    with Checkpoint.open(directory) as checkpoint:
-        config = decoder_config(checkpoint.config)
-        checkpoint.check(decoder_weights(config), unread_tensors(config))
-    tokens = np.array([TEXTS[0]])
-    nothing = np.zeros((*tokens.shape, 1), np.float32)
-    versions = {"torch": "", "transformers": ""}
-    save_file({"token_ids": tokens, "logits": nothing}, directory / "expected.safetensors", metadata=versions)
-    return Sequences(directory).logits(tokens, [0])
 
 
 def choose_the_first(source: Path) -> None:
@@ -84,8 +69,11 @@ def test_each_expert_is_packed_by_itself(
     for layer in report.chosen.values():
         assert len(layer) == EXPERTS and sum(layer) == CHOSEN * TOKENS
     assert (not report.chosen) == (options.method == "rtn")
-    found, twin = logits(target), logits(dense_again(source, target, tmp_path / "twin", options.bits))
-    expected = logits(source)
+    found, twin = (
+        logits(target, TEXTS[:1]),
+        logits(dense_again(source, target, tmp_path / "twin", options.bits), TEXTS[:1]),
+    )
+    expected = logits(source, TEXTS[:1])
     np.testing.assert_allclose(found, twin, rtol=0, atol=0.02 * np.abs(expected).max())
     # Random experts amplify: one that is chosen otherwise is another function.
     apart = np.abs(found - expected).mean() / np.abs(expected).mean()
