@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from golden_answers import (
 )
 from golden_sequences import Sequences
 from packed_checkpoints import write_packed
+from published_families import LFM2_8B_A1B, QWEN3_5_35B_A3B
 from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
 
@@ -498,3 +500,14 @@ def test_tensorrt_has_nothing_for_experts() -> None:
     (step, *_) = (each for each in program.steps if isinstance(each, Experts))
     with pytest.raises(EngineError, match="TensorRT has nothing for the mixture of experts model"):
         TensorRTOperations.experts(None, step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [(LFM2_8B_A1B, 8_339_930_560), (QWEN3_5_35B_A3B, 34_660_610_688)],
+    ids=["LFM2", "Qwen3.5"],
+)
+def test_published_mixtures_have_their_parameters(published: dict[str, Any], parameters: int) -> None:
+    """Those that transformers counts, with LFM2's expert_bias, which it has as a buffer."""
+    config = decoder_config(published)
+    assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == parameters
