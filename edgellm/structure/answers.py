@@ -11,6 +11,7 @@ from edgellm.engines.speculation.constraints import AllConstraints, AllowedToken
 from edgellm.errors import RequestError
 from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tool_calls.harmony import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
 
 if TYPE_CHECKING:
     from edgellm.sampling_params import SamplingParams
@@ -69,7 +70,13 @@ class RuleMaker:
         if structured is not None:
             marks = reasoning_marks(self._tokenizer)
             state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-            if marks is None or state == "closed":
+            channels = harmony_ids(self._tokenizer)
+            if channels is not None and continued is None and begins_message(self._tokenizer, channels, prompt_ids):
+                end = [channels[CHANNEL], *self._tokenizer.encode(FINAL), channels[MESSAGE]]
+                constraints.append(
+                    structured if calls is not None else AfterReasoning(structured, end, self._vocab_size)
+                )
+            elif marks is None or state == "closed":
                 constraints.append(structured)
             else:
                 begin = None if state == "open" else marks.begin

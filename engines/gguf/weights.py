@@ -149,9 +149,9 @@ class _Naming:
             return self._parts_of_qkv(name, info)
         is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(info.shape) == 2
         # Kernels of convolutions have one input channel; a matrix of one row may have lost that.
-        shape = (info.shape[0], 1, info.shape[1]) if is_kernel else None
-        if own == "ffn_gate_inp_shexp":
-            shape = (1, *info.shape[-1:])
+        shape: tuple[int, ...] | None = (info.shape[0], 1, info.shape[1]) if is_kernel else None
+        if own == "ffn_gate_inp_shexp" and len(info.shape) == 1:
+            shape = (1, *info.shape)
         return ((name, replace(change, shape=shape)),)
 
     @staticmethod
@@ -170,7 +170,9 @@ class _Naming:
         if len(info.shape) != dimensions or info.shape[0] > LARGEST_EXPERTS:
             return unknown
         count, rows = info.shape[:2]
-        stacks, parts, order = (info,), ("",), None
+        stacks: tuple[TensorInfo, ...] = (info,)
+        parts: tuple[str, ...] = ("",)
+        order: np.ndarray | None = None
         if self._architecture.alternating and own in ("ffn_gate_exps", "ffn_up_exps"):
             pair = [self._metadata.tensors.get(info.name.replace(own, f"ffn_{each}_exps")) for each in ("gate", "up")]
             stacks = tuple(each for each in pair if each is not None and each.shape == info.shape)

@@ -68,10 +68,7 @@ def conversations() -> list[dict[str, Any]]:
     every = list(itertools.product(_HISTORIES, _SYSTEMS, _TOOLS, _VARIABLES))
     chosen = [every[place * len(every) // _COUNT + place % 5] for place in range(_COUNT)]
     found = [
-        {
-            "messages": [*system, *history],
-            "variables": variables | ({} if tools is None else {"tools": _wrapped(tools)}),
-        }
+        {"messages": [*system, *history], "variables": variables | _offered(tools)}
         for history, system, tools, variables in chosen
     ]
     return [*found, {"messages": [_USER, _SAID], "variables": {"add_generation_prompt": False}}]
