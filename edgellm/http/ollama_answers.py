@@ -16,8 +16,8 @@ from edgellm.http.ollama import OPTIONS
 from edgellm.requests import Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.structure.reasoning import reasoning_marks
+from edgellm.text.channels import harmony_ids
 from edgellm.tool_calls.calls import ToolCallDelta, joined_deltas
-from edgellm.tool_calls.harmony import harmony_ids
 from edgellm.tool_calls.values import is_object
 
 _BILLION = 10**9

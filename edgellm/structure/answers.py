@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, LateEnd, TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
+from edgellm.text.channels import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tool_calls.harmony import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
 
 if TYPE_CHECKING:
     from edgellm.sampling_params import SamplingParams

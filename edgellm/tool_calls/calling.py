@@ -13,9 +13,10 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
+from edgellm.text.channels import begins_message, harmony_ids
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import HARMONY, ToolFormat, taught_format, tool_format
-from edgellm.tool_calls.harmony import HarmonyReader, begins_message, harmony_ids
+from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.reader import ToolReader
 from edgellm.tool_calls.values import is_object
 

@@ -8,40 +8,20 @@ thinks, what it says, and calls of functions, each behind a header.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.text.tokenizer import Tokenizer
+from edgellm.text.channels import CALL, CHANNEL, END, MARKS, MESSAGE, ROLE, START
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, joined_deltas
 from edgellm.tool_calls.reader import OpenCall
 
-START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL = (
-    f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call")
-)
-MARKS = (START, END, MESSAGE, CHANNEL, CONSTRAIN, CALL)
-_ROLE, FINAL = "assistant", "final"
 _MARK = re.compile("|".join(map(re.escape, (START, END, CALL))))
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 #: How a header names the function that it calls.
 RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]*)")
 #: What headers begin with; any other beginning of an answer is text without a header.
-_BEGINNINGS = (CHANNEL, MESSAGE, START, "to=", _ROLE)
-
-
-def harmony_ids(tokenizer: Tokenizer) -> dict[str, int] | None:
-    """The tokens of `MARKS`; None for a model that has not all of them."""
-    found = {mark: tokenizer.token_to_id(mark) for mark in MARKS}
-    ids = {mark: token for mark, token in found.items() if token is not None}
-    return ids if len(ids) == len(MARKS) else None
-
-
-def begins_message(tokenizer: Tokenizer, ids: Mapping[str, int], prompt_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends where the model writes the header of a message."""
-    last = next((place for place in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[place] in ids.values()), None)
-    if last is None or prompt_ids[last] != ids[START]:
-        return False
-    return tokenizer.decode(prompt_ids[last + 1 :]).strip() == _ROLE
+_BEGINNINGS = (CHANNEL, MESSAGE, START, "to=", ROLE)
 
 
 class HarmonyReader:

@@ -10,8 +10,9 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import ConstraintError
 from edgellm.structure.reasoning import LateRules
 from edgellm.structure.steps import Steps
+from edgellm.text.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from edgellm.tool_calls.calls import ToolChoice
-from edgellm.tool_calls.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, RECIPIENT, START
+from edgellm.tool_calls.harmony import RECIPIENT
 from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, json_rule, literal
 
 if TYPE_CHECKING:

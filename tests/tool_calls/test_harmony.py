@@ -24,12 +24,13 @@ from edgellm.requests import Chunk, TokenLogprobs
 from edgellm.structure.answers import RuleMaker
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
+from edgellm.text.channels import MARKS, harmony_ids
 from edgellm.text.messages import checked_tools
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import checked_choice
 from edgellm.tool_calls.formats import checkpoint_format
-from edgellm.tool_calls.harmony import MARKS, HarmonyReader, harmony_ids
+from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.harmony_rules import harmony_constraint
 
 IDS = {mark: 300 + number for number, mark in enumerate(MARKS)}
