@@ -9,12 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mtp_checkpoints import golden_checkpoint
 from quantized_checkpoints import dense_again, dequantized, logits, stored
 from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
 
 from edgellm.commands.quantize import report_lines
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.mtp import read_mtp
 from edgellm.engines.quantizer import calibration
 from edgellm.engines.quantizer.options import QuantizationOptions
 from edgellm.engines.quantizer.quantizer import quantize_checkpoint
@@ -148,3 +152,17 @@ def test_gpt_oss_is_refused_by_name(make_checkpoint: Make, tmp_path: Path) -> No
     source = make_checkpoint(tmp_path / "model", 5, **MIXTURES["gpt_oss"])
     with pytest.raises(CheckpointError, match="gate and up of its experts are one tensor in turn"):
         quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
+
+
+def test_a_head_that_has_experts_stays_as_published(tmp_path: Path) -> None:
+    """It is published with stacks, which are written as tensors of each expert."""
+    source, target = golden_checkpoint("qwen3_5_moe_text", tmp_path / "model"), tmp_path / "target"
+    quantize_checkpoint(source, target, QuantizationOptions(8, None, True, "rtn"))
+    with Checkpoint.open(source) as published, Checkpoint.open(target) as found:
+        config = decoder_config(found.config)
+        assert read_mtp(found, config) == read_mtp(published, config)
+        experts = [name for name in published.tensors if name.startswith("mtp.") and ".experts." in name]
+        assert len(experts) == 3 * 6
+        for name in experts:
+            np.testing.assert_array_equal(found.raw(name), published.raw(name))
+        assert "mtp.layers.0.mlp.experts.5.down_proj.weight" in stored(target)
