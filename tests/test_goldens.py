@@ -38,7 +38,7 @@ LIMITS = {
     "losses": 10_000,
     "mmproj": 8_000,
     "mtp": 33_000,
-    "published": 12_000,
+    "published": 18_000,
     "quantized": 1_270_000,
     "torch_files": 40_000,
     "vision": 55_000,

@@ -32,7 +32,7 @@ from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
 from edgellm.kernels.gpu import find_gpu
-from edgellm.tool_calls.formats import FORMATS, checkpoint_format
+from edgellm.tool_calls.formats import FORMATS, HARMONY, checkpoint_format
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)
@@ -144,7 +144,7 @@ class BuildOptions(ModelOption, RevisionOptions):
         "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
     tool_format: str | None = option(
-        f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
+        f"How the model calls tools: {', '.join(FORMATS)}, {HARMONY.name} [default: as its chat template shows calls].",
         metavar="FORMAT",
     )
     all_plans: bool = _plan_option(

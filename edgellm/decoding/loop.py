@@ -20,7 +20,7 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.errors import SnapshotError
+from edgellm.errors import EngineError, SnapshotError
 from edgellm.requests import TokenLogprobs
 
 logger = logging.getLogger("edgellm.serving")
@@ -274,7 +274,9 @@ class DecodingLoop:
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
-            if sequence.logprobs is not None or sequence.is_unproven:
+            # Rows without a number give the id 0; their logits are there as long as no step follows.
+            is_suspicious = 0 in emitted and not self._launches
+            if sequence.logprobs is not None or sequence.is_unproven or is_suspicious:
                 logits = self._runner.logits(slot, len(emitted))
                 if sequence.is_unproven:
                     try:
@@ -282,6 +284,9 @@ class DecodingLoop:
                     except SnapshotError as error:
                         sequence.failure = error
                         continue
+                if not np.isfinite(logits.max()):
+                    sequence.failure = _not_finite()
+                    continue
                 if sequence.logprobs is not None:
                     logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
             for place, token in enumerate(emitted, 1):
@@ -299,6 +304,13 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
+
+
+def _not_finite() -> EngineError:
+    return EngineError(
+        "the model's logits behind this text are infinite or NaN. Build the model for bfloat16 (--dtype bfloat16), "
+        "which has the range of float32; where it is so then, take another release of the model"
+    )
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

@@ -68,6 +68,11 @@ class TensorInfo:
     nbytes: int
     turned: bool = False
 
+    def part(self, number: int, shape: tuple[int, ...], rows: str) -> TensorInfo:
+        """The tensor of a `shape` that lies in this one behind `number` others like it; `rows` says where, in words."""
+        size = self.nbytes * math.prod(shape) // max(1, math.prod(self.shape))
+        return replace(self, name=f"{self.name}[{rows}]", shape=shape, offset=self.offset + number * size, nbytes=size)
+
 
 #: Safetensors' name of a dtype by the project's.
 _NAMES = {name: key for key, (name, _) in DTYPES.items()}

@@ -97,15 +97,21 @@ def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, A
     }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor]) -> None:
-    """Write a safetensors file, piece by piece, and put it on the disk.
+def write_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, piece by piece, with `metadata` in its header, and put it on the disk.
 
     Raises OSError, and CheckpointError for more names than a file may have. Tensors of wider elements come first, of
     equal ones in the order of their names.
     """
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-element_bytes(item[1].dtype), item[0])))
-    header, _ = file_header(path, {name: (each.dtype, each.shape) for name, each in ordered.items()}, {"format": "pt"})
+    header, _ = file_header(
+        path,
+        {name: (each.dtype, each.shape) for name, each in ordered.items()},
+        {"format": "pt"} | dict(metadata or {}),
+    )
     with path.open("wb") as file:
         file.write(header)
         for tensor in ordered.values():
