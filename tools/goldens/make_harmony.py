@@ -2,7 +2,7 @@
 
     python tools/goldens/make_harmony.py TEMPLATE tests/goldens/published/harmony.json
 
-TEMPLATE is the file `chat_template.jinja` of openai/gpt-oss-20b (Apache-2.0), which the golden has with it, unchanged.
+TEMPLATE is the file `chat_template.jinja` of openai/gpt-oss-120b (Apache-2.0), which the golden has with it, unchanged.
 Conversations have reasoning, tools, calls and their results; of each rendering a digest is kept, with DATE for the day.
 """
 
@@ -91,7 +91,7 @@ def main() -> None:
         text = text.replace(time.strftime("%Y-%m-%d"), "DATE")
         found.append(each | {"sha256": hashlib.sha256(text.encode()).hexdigest()[:16]})
     golden = {
-        "source": "openai/gpt-oss-20b: chat_template.jinja, Apache-2.0",
+        "source": "openai/gpt-oss-120b: chat_template.jinja, Apache-2.0",
         "transformers": transformers.__version__,
         "template": template,
         "conversations": found,
