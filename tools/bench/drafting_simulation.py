@@ -216,7 +216,7 @@ class Simulated:
         for slot, sequence in enumerate(self.running[:batch]):
             text, place = self._texts[id(sequence)], self._places[id(sequence)]
             count = text.round(place, plan, None if trees is None else trees[slot])
-            tokens.append(text.answer[place : place + count] or [0])
+            tokens.append(text.answer[place : place + count] or [1])
             self._places[id(sequence)] = place + count
 
         def wait() -> list[list[int]]:
