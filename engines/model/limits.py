@@ -23,6 +23,8 @@ LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
 DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 #: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
 KV_CACHES = ("compute", "int8")
+#: Tokens of the largest block that a draft fills in one pass: the last token of a text, and `draft_steps` guesses.
+LARGEST_DRAFT_BLOCK = DRAFT_RANGES["draft_steps"][1] + 1
 #: Tokens of the largest tree of a base model without a draft: its candidates are given.
 GIVEN_NODES = 32
 #: Tokens of trees of given candidates, where steps are captured.

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import DraftReader, read_draft
-from edgellm.engines.families.other_drafts import other_draft
+from edgellm.engines.families.drafts import other_draft, read_draft
+from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 

@@ -17,7 +17,7 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.model.config import DRAFT_EMBEDDING
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_program, draft_weights
