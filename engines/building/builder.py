@@ -43,6 +43,7 @@ from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, c
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
@@ -53,6 +54,7 @@ from edgellm.engines.directories.engine_directory import (
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
+from edgellm.engines.families.drafts import block_of
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
@@ -216,6 +218,10 @@ def _read(
         encoder = read_vision_config(source, vision, config)
     leaves_out = draft is None and asked.get("has_draft") is False
     drafted = None if leaves_out else choose_draft(source, config, draft, known)
+    block = 0
+    if drafted is not None and drafted != MTP:
+        with Checkpoint.open(drafted) as opened:
+            block = block_of(opened)
     limits = known or choose_limits(
         config,
         **asked
@@ -225,10 +231,11 @@ def _read(
             "vision": encoder,
             "is_packed": folder_quantization(source) is not None,
             "is_mtp": drafted == MTP,
+            "draft_block": block,
             "beyond_trained_context": beyond_trained_context,
         },
     )
-    limits = with_window_rows(config, limits)
+    limits = replace(with_window_rows(config, limits), draft_block=block)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     if dtype is None:  # float32 would need twice the memory for nothing that one can see

@@ -17,8 +17,9 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.block_drafts import BlockDraftReader
 from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.families.fields import counted
-from edgellm.engines.formats.strict_formats import as_json
+from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
 
 _ADVICE = "Take a draft that was trained for this very base, with the config.json that was published with it."
 #: Where speculators and SpecForge name the method by a word of its own.
@@ -123,7 +124,7 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
             "heads of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, z-lab, SpecForge and speculators "
             "publish them: take one that was trained for this very base, or build without a draft"
         )
-    kind = BlockDraftReader if is_block_draft(draft) else DraftReader
+    kind = BlockDraftReader if _is_block_draft(draft) else DraftReader
     reader = kind(draft, base, base_config)
     config = reader.read()
     problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
@@ -133,7 +134,17 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
     return config
 
 
-def is_block_draft(draft: Checkpoint) -> bool:
+def block_of(draft: Checkpoint) -> int:
+    """The tokens of the block that the draft of a checkpoint fills in one pass; 0 for one that does not. What is wrong
+    with it is for `read_draft` to say."""
+    if not _is_block_draft(draft):
+        return 0
+    part = draft.config.get("dflash_config")
+    sizes = [values.get("block_size") for values in (part, draft.config) if isinstance(values, dict)]
+    return next((size for size in sizes if is_integer(size) and 2 <= size <= LARGEST_DRAFT_BLOCK), 2)
+
+
+def _is_block_draft(draft: Checkpoint) -> bool:
     """Whether a checkpoint shows a sign of DFlash, and of no draft that is refused."""
     signs = _DFLASH.signs(draft.config, draft.tensors)
     return other_draft(draft.config, draft.tensors) is None and next(signs, None) is not None

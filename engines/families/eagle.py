@@ -185,7 +185,7 @@ class DraftReader:
         found = self.draft.problems(specs, integers)
         if is_first_with_head and shares_head:
             found = [problem for problem in found if not problem.startswith(f"unknown: {DRAFT_HEAD} ")]
-        self.problems += found
+        self.problems += dict.fromkeys(found)  # a tensor may fill several weights
         if not found and config.has_mapping:
             self.problems += self._mapping_problems(config)
         shares_embedding = config.has_embedding and self._equals_base(f"{self.prefix}{DRAFT_EMBEDDING}", EMBEDDING)

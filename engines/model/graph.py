@@ -234,7 +234,9 @@ class ProgramGraph(Generic[Tensor]):
         key, value = operations.split(both, (kv_heads, kv_heads), axis=1)
         if step.k_norm is not None:
             key = self._norm(key, step.k_norm)
-        self._update_rows(step, operations.rotary_embedding(key, self._rotary_rows(step)) if step.rotary else key, value)
+        self._update_rows(
+            step, operations.rotary_embedding(key, self._rotary_rows(step)) if step.rotary else key, value
+        )
 
     def _update_rows(self, step: Attention, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The layer's rows, and their scales if they have such, with new keys and values."""

@@ -1,4 +1,5 @@
-"""Runs the engines of an EAGLE draft model: prefill of one slot, and the accept and propose steps of the leading slots.
+"""Runs the engines of a draft model: prefill of one slot, and the accept and propose steps of the leading slots. Those of
+EAGLE, and heads for multi-token prediction, go on level by level; what fills a block in one pass is in `block_runner.py`.
 
 The draft has KV caches and a rotary table of its own. Its entry i pairs the base's feature of row i with the token that
 follows, i + 1, at position i. `prefill` and `accept` commit entries; `propose` writes behind them and commits nothing.
@@ -8,7 +9,7 @@ last (the root of the next tree).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -33,7 +34,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import ModelTables, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
 
 
@@ -117,7 +118,7 @@ class EagleDraftEngineRunner:
 
         def bindings() -> dict[str, Array]:
             own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
-            return own | self._bindings(shape, one, inputs)
+            return self._bindings(shape, one, inputs, own)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self.backend.kernels.prepare_step(self.tables(one), ids, inputs)
@@ -139,7 +140,7 @@ class EagleDraftEngineRunner:
         def bindings() -> dict[str, Array]:
             features = leading(pending.features.reshape(-1), (batch, tokens, self.config.feature_size))
             own = {"hidden_states_input": features, "last_token_ids": pending.last}
-            return own | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, own)
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
@@ -159,6 +160,31 @@ class EagleDraftEngineRunner:
         """The nodes that come with each round of a joint plan, for the leading slots."""
         return Given(leading(self._given, (3, batch, plan.given_nodes))) if plan.is_joint else None
 
+    def proposal(
+        self,
+        state: SequenceState,
+        plan: DraftPlan,
+        key_range: int,
+        draw: Callable[[int], Callable[[], None]] | None = None,
+    ) -> list[Callable[[], None]]:
+        """What lets the draft propose the candidates of a plan, behind an accept step, for the sequences of a `state`;
+        where children are drawn, `draw` gives what draws that of a level, counted from 0."""
+        batch = state.active.shape[0]
+
+        def extension(level: int) -> Callable[[], None]:
+            """What adds the candidates of `level`, from the latest logits."""
+            return self.expand_step(batch, level, plan) if draw is None else draw(level - 1)
+
+        steps = [extension(1)]
+        for level in range(1, plan.steps):
+            propose = self.propose_step(batch, level, plan, state.kvcache_start_index, key_range)
+            steps += [propose, extension(level + 1)]
+        return steps
+
+    def rows_proposed(self, plan: DraftPlan) -> int:
+        """The rows behind the committed ones that the proposal of a plan writes."""
+        return (plan.steps - 1) * plan.columns
+
     def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
         level - 1."""
@@ -176,12 +202,12 @@ class EagleDraftEngineRunner:
     ) -> Callable[[], None]:
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), plan.columns
-        shape = self.propose_shape(batch, width, key_range)
+        shape = self.propose_shape(batch, plan, key_range)
         inputs = self._inputs(shape, self._propose_start[slots])
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
         def bindings() -> dict[str, Array]:
-            return {"hidden_states_from_draft": fed} | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, {"hidden_states_from_draft": fed})
 
         engine = self._engines.bound(shape, slots, bindings)
         prepare = partial(
@@ -206,9 +232,13 @@ class EagleDraftEngineRunner:
         """The engine that `accept` runs."""
         return EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
 
-    def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
+    def propose_shape(self, batch: int, plan: DraftPlan, key_range: int) -> EngineShape:
         """The engine that `propose` runs."""
-        return EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
+        return EngineShape("propose", batch, plan.columns, key_range, self._kv_rows, plan.columns, "draft")
+
+    def drawn_from(self, batch: int, step: int) -> Iterator[tuple[slice, Array]]:
+        """From which logits [B, Vd] float32 child `step` of a sampled chain is drawn, for some slots each."""
+        yield slice(0, batch), self.logits(batch, 1).reshape(batch, self.config.draft_vocab_size)
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
@@ -232,7 +262,7 @@ class EagleDraftEngineRunner:
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config, self.limits
         slots, top_k = limits.max_batch, limits.draft_top_k
-        rows = max(slots * max(top_k, limits.accept_tokens), limits.prefill_chunk)
+        rows = max(slots * max(top_k, limits.accept_tokens, limits.draft_block), limits.prefill_chunk)
         self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
         mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
@@ -243,8 +273,8 @@ class EagleDraftEngineRunner:
         self._propose_start = backend.zeros((slots,), "int32")
         self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
-        self._logits = backend.zeros((slots * top_k * draft.draft_vocab_size,), "float32")
-        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
+        self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
+        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
         self._workspace = backend.zeros((size,), "uint8")
         self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
@@ -268,9 +298,11 @@ class EagleDraftEngineRunner:
                 self._shape_inputs[shape] = inputs
         return inputs
 
-    def _bindings(self, shape: EngineShape, slots: slice, inputs: StepInputs) -> dict[str, Array]:
-        """Everything that all phases bind alike."""
-        bound = self._weights[shape.phase] | bound_inputs(inputs)
+    def _bindings(
+        self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Everything that an engine is bound to: what is the phase's `own`, and what all bind alike."""
+        bound = own | self._weights[shape.phase] | bound_inputs(inputs)
         bound["logits"] = self.logits(shape.batch, shape.selected)
         bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
         return bound | self.states.bound(slots)

@@ -99,8 +99,7 @@ class RoundKinds:
         if draft is not None:
             engines[0] = draft.accept_shape(bucket, tokens, widest), tokens
             if not plan.is_given:
-                behind = (served.steps - 1) * served.columns
-                engines[1] = draft.propose_shape(bucket, served.columns, widest), behind
+                engines[1] = draft.propose_shape(bucket, served, widest), draft.rows_proposed(served)
         engines.append((verification.shape(bucket, nodes, widest, adapts), nodes))
         kind = RoundKey(bucket, served, acceptance, adapts, constrained, tokens), engines
         self._made[batch, plan, plain, adapts, constrained, most_pending] = kind
@@ -141,7 +140,9 @@ class Round:
         if draft is not None:
             self.stages[DRAFT_ACCEPT] = draft.accept_step(batch, key.accept_tokens, key.accept_range)
             if not plan.is_given:
-                self.stages[DRAFT_PROPOSAL] = _in_order(_proposal(base, draft, verification, key))
+                draw = partial(partial, verification.draw_child, batch, plan=plan)
+                drawn = draw if key.acceptance == SAMPLED else None
+                self.stages[DRAFT_PROPOSAL] = _in_order(draft.proposal(state, plan, key.propose_range, drawn))
         shown = [] if self._laid_out is None else [self._laid_out.show]
         self.stages[BASE_VERIFY] = _in_order([lay_out, *shown, verify])
         self.stages[ACCEPTANCE] = accept
@@ -247,25 +248,6 @@ class LaidOut:
         self._signal.wait()
         tokens, parents = (self._backend.seen(copy) for copy in self._copies)
         return tokens, parents
-
-
-def _proposal(
-    base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
-) -> list[Callable[[], None]]:
-    """What lets the draft model propose, level by level."""
-    batch, plan = key.batch, key.plan
-    committed = base.sequences(slice(0, batch)).kvcache_start_index
-
-    def extension(level: int) -> Callable[[], None]:
-        """What adds the candidates of `level`, from the draft's latest logits."""
-        if key.acceptance == SAMPLED:
-            return partial(verification.draw_child, batch, level - 1, plan)
-        return draft.expand_step(batch, level, plan)
-
-    steps = [extension(1)]
-    for level in range(1, plan.steps):
-        steps += [draft.propose_step(batch, level, plan, committed, key.propose_range), extension(level + 1)]
-    return steps
 
 
 def _in_order(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -30,6 +30,7 @@ from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
+from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.round import (
@@ -80,7 +81,8 @@ class DecodingRunner:
         )
         self.draft: EagleDraftEngineRunner | None = None
         if draft is not None and draft_checkpoint is not None:
-            self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
+            kind = EagleDraftEngineRunner if draft.block is None else BlockDraftEngineRunner
+            self.draft = kind(backend, draft, limits, draft_checkpoint, self.base, self._engines)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
         #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.

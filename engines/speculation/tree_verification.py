@@ -209,17 +209,18 @@ class TreeVerification:
         return accept_all
 
     def draw_child(self, batch: int, step: int, plan: DraftPlan) -> None:
-        """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
+        """Draw token `step` of a sampled chain from what the draft says of its place, and keep its distribution."""
         assert self._draft is not None
-        slots, logits = slice(0, batch), self._draft.logits(batch, 1)
-        self._backend.acceptance.draft_sample(
-            step,
-            logits.reshape(batch, logits.shape[2]),
-            self._base.sampling.rows(slots),
-            self._base.sequences(slots).positions,
-            self._chain(self.candidates(batch, plan), plan),
-            self._draft_workspace,
-        )
+        chain = self._chain(self.candidates(batch, plan), plan)
+        for slots, logits in self._draft.drawn_from(batch, step):
+            self._backend.acceptance.draft_sample(
+                step,
+                logits,
+                self._base.sampling.rows(slots),
+                self._base.sequences(slots).positions,
+                chain._replace(tokens=chain.tokens[slots], probabilities=chain.probabilities[slots]),
+                self._draft_workspace,
+            )
 
     def _arrays(self) -> tuple[VerifiedTrees, Pending, ReplayInputs]:
         if self._made is None:

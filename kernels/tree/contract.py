@@ -217,11 +217,7 @@ class TreeKernels(Protocol):
         """
 
     def prepare_block(
-        self,
-        block: Block,
-        token_ids: Annotated[OwnArray, "B1 int32"],
-        tables: ModelTables,
-        inputs: StepInputs,
+        self, block: Block, token_ids: Annotated[OwnArray, "B1 int32"], tables: ModelTables, inputs: StepInputs
     ) -> None:
         """Everything that a draft model reads of a block of T tokens: the sequence's last one, `token_ids`, then the
         block's mask token.

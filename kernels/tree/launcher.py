@@ -110,9 +110,7 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(self._dtype), "draft_expand")
         self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes)
 
-    def prepare_block(
-        self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs
-    ) -> None:
+    def prepare_block(self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs) -> None:
         """What a draft model reads of a block; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (block, token_ids, tables, inputs)

@@ -59,9 +59,7 @@ class NumpyTree:
             for row in range(batch if level.dynamic and number < places else 0):
                 _select_frontier(candidates.scores[row], own, candidates.frontiers[row, number - 1])
 
-    def _continuations(
-        self, level: Level, values: np.ndarray, expansion: Expansion
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _continuations(self, level: Level, values: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probabilities [n, width] of the likeliest continuations by the logits `values` [n, U]; -inf of
         one that does not exist, else 0 in a static tree."""
         if np.isnan(values.max()):
