@@ -19,9 +19,6 @@ from edgellm.engines.model.config import (
     DELTA_PROJECTIONS,
     DFLASH,
     DRAFT_HEAD,
-    DecoderConfig,
-    DraftBlock,
-    DraftConfig,
     EXPERT_SCORES,
     FEATURE_NORMS,
     GENERATIONS,
@@ -29,9 +26,12 @@ from edgellm.engines.model.config import (
     LAYER_KINDS,
     MLP_ACTIVATIONS,
     MTP,
-    Mixture,
     NAMINGS,
     POOLINGS,
+    DecoderConfig,
+    DraftBlock,
+    DraftConfig,
+    Mixture,
 )
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft

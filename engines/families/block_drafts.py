@@ -1,5 +1,5 @@
-"""DFlash drafts (Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding") as z-lab and SpecForge write
-them, with their fields in `dflash_config`, and speculators, beside `transformer_layer_config`.
+"""DFlash drafts (Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding") as z-lab and SpecForge
+write them, with fields of their own in `dflash_config`, and as speculators does, beside `transformer_layer_config`.
 
 JetSpec's drafts are the same but for the mask within a block, which `dflash_config.causal` (vLLM), `causal_head` (its
 own word) or `is_causal` (SGLang) makes causal.
@@ -59,7 +59,7 @@ class BlockDraftReader(DraftReader):
         size = self._number("block_size", 2, LARGEST_DRAFT_BLOCK)
         mask = self._number("mask_token_id", 0, self.base_config.vocab_size - 1)
         layers = self.feature_layers()
-        causal = any([self._declared(key) for key in _CAUSAL_KEYS])
+        declared = [self._declared(key) for key in _CAUSAL_KEYS]  # each of them is to be looked at
         if self.fields.wrong or self.fields.unsupported:
             return None
         vocab_size = self._draft_vocab_size(decoder.vocab_size, False)
@@ -80,7 +80,7 @@ class BlockDraftReader(DraftReader):
             norm_before_residual=False,
             feed_back_normed=False,
             image_embeddings=False,
-            block=DraftBlock(size, mask, causal),
+            block=DraftBlock(size, mask, True in declared),
         )
         return self._checked(config)
 

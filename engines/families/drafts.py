@@ -3,7 +3,8 @@ that looks like them and is refused by name.
 
 z-lab's DFlash gave the layout, SpecForge and vLLM's speculators write it for DSpark and Domino, too: several layers of
 Qwen3, one `hidden_norm` for all of them, and `dflash_config`, where `projector_type` names what was added. P-EAGLE has
-EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not there yet, EAGLE-4 a second head of low rank.
+EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not there yet; EAGLE-4 has a second head, of low
+rank.
 """
 
 from __future__ import annotations
@@ -120,9 +121,9 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
     other = other_draft(draft.config, draft.tensors)
     if other is not None:
         raise UnsupportedModelError(
-            f"{draft.path} cannot be the draft of {base.path}: {other}. Such drafts cannot be served; DFlash drafts and "
-            "heads of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, z-lab, SpecForge and speculators "
-            "publish them: take one that was trained for this very base, or build without a draft"
+            f"{draft.path} cannot be the draft of {base.path}: {other}. Such drafts cannot be served; DFlash and heads "
+            "of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, z-lab, SpecForge and speculators publish "
+            "them: take one that was trained for this very base, or build without a draft"
         )
     kind = BlockDraftReader if _is_block_draft(draft) else DraftReader
     reader = kind(draft, base, base_config)
@@ -157,5 +158,6 @@ def other_draft(config: dict[str, Any], tensors: Collection[str]) -> str | None:
     """
     for kind in _OTHER_DRAFTS:
         for sign in kind.signs(config, tensors):
-            return f"it is a {kind.name} draft ({sign}), which {kind.does}"
+            article = "an" if kind.name.startswith("E") else "a"
+            return f"it is {article} {kind.name} draft ({sign}), which {kind.does}"
     return None

@@ -132,7 +132,7 @@ class DraftReader:
             qk_norm=self._has("q_norm.weight", None, attention),
         )
         windows = () if decoder.sliding_window is None else ("sliding_window",)
-        for name in (*windows, *context_bounds(decoder)):
+        for name in dict.fromkeys((*windows, *context_bounds(decoder))):
             fields.unsupported.append(f"{name} is there, supported are heads without it")
         return decoder
 

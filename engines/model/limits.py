@@ -93,8 +93,8 @@ class EngineLimits:
     `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
     of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
-    without one. `draft_block` are the tokens of the block that a draft fills in one pass, 0 for one that goes on token by
-    token. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
+    without one. `draft_block` are the tokens of the block that a draft fills in one pass (0: it goes on by tokens).
+    With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
     `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
     the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a

@@ -1,9 +1,10 @@
 """Runs the engines of a draft that fills a block in one pass: DFlash (Chen et al. 2026), and JetSpec's causal kind.
 
-Its row i is of the base's feature of row i alone, at position i: prefill and accept steps write rows and put nothing out.
-A round's pass takes the sequence's last token and mask tokens behind it, writes their rows behind the committed ones, where
-the next step overwrites them, and says of each place which tokens are likely there, whatever is taken before it. So a
-chain has the likeliest token of each place, and a tree the paths whose probabilities have the largest product.
+Its row i is of the base's feature of row i alone, at position i: prefill and accept steps write rows and put nothing
+out. A round's pass takes the sequence's last token and mask tokens behind it, writes their rows behind the committed
+ones, where the next step overwrites them, and says of each place which tokens are likely there, whatever is taken
+before it. So a chain has the likeliest token of each place, and a tree the paths whose probabilities have the largest
+product.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Runs the engines of a draft model: prefill of one slot, and the accept and propose steps of the leading slots. Those of
-EAGLE, and heads for multi-token prediction, go on level by level; what fills a block in one pass is in `block_runner.py`.
+"""Runs the engines of a draft model: prefill of one slot, and the accept and propose steps of the leading slots.
+
+EAGLE, and heads for multi-token prediction, go on level by level; a draft that fills a block in one pass is run by
+`block_runner.py`.
 
 The draft has KV caches and a rotary table of its own. Its entry i pairs the base's feature of row i with the token that
 follows, i + 1, at position i. `prefill` and `accept` commit entries; `propose` writes behind them and commits nothing.

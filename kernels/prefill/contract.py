@@ -113,9 +113,10 @@ class PrefillKernels(Protocol):
         """Make heads ready: norm, then rotary embedding by `rotary`, or `part` of it, cosine half then sine half (None:
         without).
 
-        `qkv` has query heads (none where `queries` is None, and rows are compute), key heads, value heads. Queries go to `queries`; keys and values go to rows start[b] ..
+        `qkv` has query heads, key heads, value heads. Queries go to `queries`; keys and values go to rows start[b] ..
         start[b] + T - 1 of the caches, quantized where there are `row_scales`. They have the bits that decode attention
-        gives them, which takes `qkv` in float32.
+        gives them, which takes `qkv` in float32. Where `queries` is None there are no query heads, and rows are
+        compute.
         """
 
     @limited(_check_heads)

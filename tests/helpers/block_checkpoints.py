@@ -21,7 +21,7 @@ def write_block_draft(directory: Path, base: Path, agreeing: bool = True, seed: 
     """
     random = np.random.default_rng(seed)
     config = json.loads((base / "config.json").read_text())
-    hidden, heads, kv_heads = (config[f"{key}"] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     size = config.get("head_dim") or hidden // heads
 
     def matrix(rows: int, columns: int, scale: float = 0.2) -> np.ndarray:
