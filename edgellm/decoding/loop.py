@@ -242,8 +242,12 @@ class DecodingLoop:
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
-        step = self._runner.step(batch, plan, rules, trees, begun)
-        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
+        wait: Callable[[], np.ndarray | list[list[int]]]
+        if plan is None:
+            wait = self._runner.decode(batch, rules, begun).wait
+        else:
+            wait = self._runner.round(batch, plan, rules, trees).wait
+        self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
@@ -275,7 +279,8 @@ class DecodingLoop:
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
             if sequence.logprobs is not None or sequence.is_unproven:
-                logits = self._runner.logits(slot, len(emitted))
+                of_round, base = self._runner.logits, self._runner.base
+                logits = base.logits(slot)[np.newaxis] if plan is None else of_round(slot, len(emitted))
                 if sequence.is_unproven:
                     try:
                         self.slots.prove(slot, logits)

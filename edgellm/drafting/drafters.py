@@ -80,7 +80,7 @@ class Drafters:
     @property
     def can_draft(self) -> bool:
         """Whether answers may be drafted, so that their responses say what drafting did."""
-        return (self._runner is not None and self._runner.draft is not None) or self.drafter.looks_up
+        return (self._runner is not None and self._runner.draft.has_model) or self.drafter.looks_up
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""
@@ -95,7 +95,7 @@ class Drafters:
         own: Sequence[DraftPlan] = ()
         adaptive = True
         if setting is not None and setting.needs_draft_model:
-            if runner.draft is None:
+            if not runner.draft.has_model:
                 raise RequestError(
                     "no draft model is loaded: open the model with drafting, on a directory that has one"
                 )

@@ -9,89 +9,85 @@ product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, uploaded
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import DraftConfig
+from edgellm.engines.backends.base import uploaded
 from edgellm.engines.model.draft_decoder import draft_program
-from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.runners.captured_steps import in_order
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.sampling.contract import SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import StepInputs
 from edgellm.kernels.tree.contract import Block, Expansion
 
 
 class BlockDraftEngineRunner(EagleDraftEngineRunner):
-    """See `EagleDraftEngineRunner`; the candidates of all levels come of one propose step."""
+    """See `EagleDraftEngineRunner`, whose prefill and accept steps it has; the candidates of all levels come of one
+    pass."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        draft: DraftConfig,
-        limits: EngineLimits,
-        checkpoint: Checkpoint,
-        base: BaseEngineRunner,
-        engines: LoadedEngines,
-    ) -> None:
-        super().__init__(backend, draft, limits, checkpoint, base, engines)
-        assert draft.block is not None
-        self._size, self._block = draft.block.size, Block(draft.block.mask_token_id, not draft.block.causal)
-        places = np.arange(1, self._size, dtype=np.int32)
-        self._guessed = uploaded(backend, np.tile(places, (limits.max_batch, 1)))
+    name = "block"
 
-    def proposal(
-        self,
-        state: SequenceState,
-        plan: DraftPlan,
-        key_range: int,
-        draw: Callable[[int], Callable[[], None]] | None = None,
-    ) -> list[Callable[[], None]]:
-        """See `EagleDraftEngineRunner.proposal`."""
-        batch = state.active.shape[0]
-        slots, shape = slice(0, batch), self.propose_shape(batch, plan, key_range)
+    def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
+        """See `ModelDrafter`: a whole block, whatever the plan."""
+        return self._shape(batch, self.limits.tree_key_ranges[-1]), self.limits.draft_block
+
+    def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
+        """See `ModelDrafter`."""
+        assert self.config.block is not None
+        state, slots, shape = self._base.sequences(slice(0, batch)), slice(0, batch), self._shape(batch, key_range)
         inputs = self._inputs(shape, state.kvcache_start_index)
         own = {"last_token_ids": self._guessed[slots]}
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, slots, inputs, own))
-        kernels = self.backend.draft_tree
-        prepare = partial(kernels.prepare_block, self._block, state.token_ids, self.tables(slots), inputs)
-        if draw is not None:
-            return [prepare, engine.enqueue, *map(draw, range(plan.steps))]
-        logits, expansion = self.logits(batch, self._size - 1), Expansion(self.draft_to_target, self._workspace)
-        candidates = self.candidates(batch, plan)
-        expand = partial(kernels.expand_block, plan.level(plan.steps), logits, candidates, expansion)
-        return [prepare, engine.enqueue, expand]
-
-    def rows_proposed(self, plan: DraftPlan) -> int:
-        """Those of a block, whatever the plan."""
-        return self._size
-
-    def propose_shape(self, batch: int, plan: DraftPlan, key_range: int) -> EngineShape:
-        """The engine that fills a block."""
-        return EngineShape("propose", batch, self._size, key_range, self._kv_rows, self._size - 1, "draft")
-
-    def drawn_from(self, batch: int, step: int) -> Iterator[tuple[slice, Array]]:
-        """Row `step` of each slot's block, slot by slot: they do not stand one behind the other."""
-        count = self._size - 1
-        logits = self.logits(batch, count).reshape(batch * count, self.config.draft_vocab_size)
-        for slot in range(batch):
-            row = slot * count + step
-            yield slice(slot, slot + 1), logits[row : row + 1]
+        block = Block(self.config.block.mask_token_id, not self.config.block.causal)
+        prepare = partial(self.backend.draft_tree.prepare_block, block, state.token_ids, self.tables(slots), inputs)
+        levels = range(1, plan.steps + 1)
+        expand = (
+            [self.draw_step(batch, level, plan) for level in levels] if plan.sampled else [self._expand(batch, plan)]
+        )
+        return in_order([prepare, engine.enqueue, *expand])
 
     def expansion(self, plan: DraftPlan) -> None:
-        """None: `proposal` leaves nothing to be finished."""
+        """None: `propose` leaves nothing to be finished."""
         return None
+
+    def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
+        """See `EagleDraftEngineRunner`; slot by slot, as the rows of a level do not stand one behind the other."""
+        count, chain = self.limits.draft_block - 1, self.chain(batch, plan)
+        logits, draws = self.logits(batch, count).reshape(batch * count, self.config.draft_vocab_size), []
+        for slot in range(batch):
+            one, row = slice(slot, slot + 1), slot * count + level - 1
+            own = chain._replace(tokens=chain.tokens[one], probabilities=chain.probabilities[one])
+            rows, positions = self._base.sampling.rows(one), self._base.sequences(one).positions
+            place = level - 1, logits[row : row + 1]
+            draw = self.backend.acceptance.draft_sample
+            draws.append(partial(draw, *place, rows, positions, own, self._draw_workspace))
+        return in_order(draws)
+
+    def _expand(self, batch: int, plan: DraftPlan) -> Callable[[], None]:
+        """What makes candidates of all levels of what the pass says of each place."""
+        logits = self.logits(batch, self.limits.draft_block - 1)
+        expansion = Expansion(self.draft_to_target, self._workspace)
+        expand = self.backend.draft_tree.expand_block
+        return partial(expand, plan.level(plan.steps), logits, self.candidates(batch, plan), expansion)
+
+    def _shape(self, batch: int, key_range: int) -> EngineShape:
+        (shape,) = self.limits.propose_shapes(batch, key_range)
+        return shape
+
+    @cached_property
+    def _guessed(self) -> Array:
+        """[B, S-1] int32: the places of a block that get logits, all behind the first."""
+        places = np.arange(1, self.limits.draft_block, dtype=np.int32)
+        return uploaded(self.backend, np.tile(places, (self.limits.max_batch, 1)))
 
     def _bindings(
         self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
     ) -> dict[str, Array]:
-        """What rows and a block take; nothing else of what other drafts are bound to."""
+        """What rows and a block take, and nothing else of what other drafts are bound to."""
         edge = draft_program(self.config, shape).edge
         bound = super()._bindings(shape, slots, inputs, own)
         return {name: array for name, array in bound.items() if name in edge}

@@ -1,7 +1,4 @@
-"""Runs the engines of a draft model: prefill of one slot, and the accept and propose steps of the leading slots.
-
-EAGLE, and heads for multi-token prediction, go on level by level; a draft that fills a block in one pass is run by
-`block_runner.py`.
+"""Runs the engines of an EAGLE draft model: prefill of one slot, and the accept and propose steps of the leading slots.
 
 The draft has KV caches and a rotary table of its own. Its entry i pairs the base's feature of row i with the token that
 follows, i + 1, at position i. `prefill` and `accept` commit entries; `propose` writes behind them and commits nothing.
@@ -11,9 +8,9 @@ last (the root of the next tree).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -27,27 +24,29 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
 from edgellm.engines.runners.image_inputs import ImageInputs
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.drafter import ModelDrafter, Proposal
 from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
+from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
 
 
-class EagleDraftEngineRunner:
-    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`. Not
-    thread-safe.
+class EagleDraftEngineRunner(ModelDrafter):
+    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`.
 
     Of the `base` runner the draft takes embedding and head where it has none of its own, images where it sees them, and
     each slot's difference of position and row, unless rows are its positions.
-    Everything is given to the device in order and nothing is waited for.
     """
+
+    name = "eagle"
 
     def __init__(
         self,
@@ -57,10 +56,10 @@ class EagleDraftEngineRunner:
         checkpoint: Checkpoint,
         base: BaseEngineRunner,
         engines: LoadedEngines,
+        captured: CapturedSteps,
     ) -> None:
-        self.backend, self.config, self.limits = backend, draft, limits
-        self._kv_rows = limits.kv_rows
-        self._engines = engines
+        super().__init__(backend, limits, base, engines, captured)
+        self.config = draft
         own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
             phase: draft_engine_weights(draft, phase, own, base.weights) for phase in ("prefill", "accept", "propose")
@@ -76,7 +75,7 @@ class EagleDraftEngineRunner:
         self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
         self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
         layers = decoder_states(draft.decoder)
-        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)
+        self.models = {"draft": ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)}
         top_k, steps = limits.draft_top_k, limits.draft_steps
         sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
@@ -95,12 +94,7 @@ class EagleDraftEngineRunner:
         chunk: int,
         images: PromptImages | None = None,
     ) -> None:
-        """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
-
-        `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
-        is the engine's number of tokens, at least n. `images` are those of the prompt, of which the tokens are from
-        position + 1 on.
-        """
+        """See `ModelDrafter`."""
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
@@ -110,7 +104,7 @@ class EagleDraftEngineRunner:
         self.backend.upload(ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
         self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
-        widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self._kv_rows, model="draft")
+        widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows, model="draft")
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.feature_size))
@@ -129,11 +123,7 @@ class EagleDraftEngineRunner:
         engine.enqueue()
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
-        """What commits the pending entries of the leading slots; `logits` and hidden states are those of the last ones.
-
-        `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
-        `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
-        """
+        """See `ModelDrafter`; `logits` and hidden states are those of the last ones."""
         slots = slice(0, batch)
         pending = rows_of(self.pending, slots)
         shape = self.accept_shape(batch, tokens, key_range)
@@ -147,12 +137,7 @@ class EagleDraftEngineRunner:
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), ids, inputs)
-
-        def accept() -> None:
-            prepare()
-            engine.enqueue()
-
-        return accept
+        return in_order([prepare, engine.enqueue])
 
     def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
@@ -161,31 +146,6 @@ class EagleDraftEngineRunner:
     def given(self, batch: int, plan: DraftPlan) -> Given | None:
         """The nodes that come with each round of a joint plan, for the leading slots."""
         return Given(leading(self._given, (3, batch, plan.given_nodes))) if plan.is_joint else None
-
-    def proposal(
-        self,
-        state: SequenceState,
-        plan: DraftPlan,
-        key_range: int,
-        draw: Callable[[int], Callable[[], None]] | None = None,
-    ) -> list[Callable[[], None]]:
-        """What lets the draft propose the candidates of a plan, behind an accept step, for the sequences of a `state`;
-        where children are drawn, `draw` gives what draws that of a level, counted from 0."""
-        batch = state.active.shape[0]
-
-        def extension(level: int) -> Callable[[], None]:
-            """What adds the candidates of `level`, from the latest logits."""
-            return self.expand_step(batch, level, plan) if draw is None else draw(level - 1)
-
-        steps = [extension(1)]
-        for level in range(1, plan.steps):
-            propose = self.propose_step(batch, level, plan, state.kvcache_start_index, key_range)
-            steps += [propose, extension(level + 1)]
-        return steps
-
-    def rows_proposed(self, plan: DraftPlan) -> int:
-        """The rows behind the committed ones that the proposal of a plan writes."""
-        return (plan.steps - 1) * plan.columns
 
     def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
@@ -204,7 +164,7 @@ class EagleDraftEngineRunner:
     ) -> Callable[[], None]:
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), plan.columns
-        shape = self.propose_shape(batch, plan, key_range)
+        shape = self.propose_shape(batch, width, key_range)
         inputs = self._inputs(shape, self._propose_start[slots])
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
@@ -223,24 +183,67 @@ class EagleDraftEngineRunner:
             self.expansion(plan),
             self.given(batch, plan),
         )
-
-        def propose() -> None:
-            prepare()
-            engine.enqueue()
-
-        return propose
+        return in_order([prepare, engine.enqueue])
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
-        """The engine that `accept` runs."""
-        return EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
+        """See `ModelDrafter`."""
+        return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
-    def propose_shape(self, batch: int, plan: DraftPlan, key_range: int) -> EngineShape:
-        """The engine that `propose` runs."""
-        return EngineShape("propose", batch, plan.columns, key_range, self._kv_rows, plan.columns, "draft")
+    def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
+        """The engine that `propose_step` runs."""
+        return EngineShape("propose", batch, width, key_range, self.limits.kv_rows, width, "draft")
 
-    def drawn_from(self, batch: int, step: int) -> Iterator[tuple[slice, Array]]:
-        """From which logits [B, Vd] float32 child `step` of a sampled chain is drawn, for some slots each."""
-        yield slice(0, batch), self.logits(batch, 1).reshape(batch, self.config.draft_vocab_size)
+    def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
+        """See `ModelDrafter`: levels stand one behind the other."""
+        widest = self.limits.tree_key_ranges[-1]
+        return self.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns
+
+    def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
+        """See `ModelDrafter`: level by level, from the accept step's logits on."""
+        committed, extend = self._base.sequences(slice(0, batch)).kvcache_start_index, self.expand_step
+        if plan.sampled:
+            extend = self.draw_step
+        steps = [extend(batch, 1, plan)]
+        for level in range(1, plan.steps):
+            steps += [self.propose_step(batch, level, plan, committed, key_range), extend(batch, level + 1, plan)]
+        return in_order(steps)
+
+    def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
+        """See `ModelDrafter`."""
+        candidates = self.candidates(batch, plan)
+        chain = self.chain(batch, plan) if plan.sampled else None
+        return Proposal(candidates, self.expansion(plan), self.given(batch, plan), chain)
+
+    def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
+        """What draws token `level` of a sampled chain from the latest logits, and keeps their distribution."""
+        slots, logits = slice(0, batch), self.logits(batch, 1)
+        return partial(
+            self.backend.acceptance.draft_sample,
+            level - 1,
+            logits.reshape(batch, logits.shape[2]),
+            self._base.sampling.rows(slots),
+            self._base.sequences(slots).positions,
+            self.chain(batch, plan),
+            self._draw_workspace,
+        )
+
+    def chain(self, batch: int, plan: DraftPlan) -> Chain:
+        """The sampled chains of the leading slots."""
+        shape = (batch, plan.steps, self.config.draft_vocab_size)
+        tokens, probabilities = self.candidates(batch, plan).tokens, leading(self._probabilities, shape)
+        return Chain(tokens, probabilities, self.draft_to_target, self.target_to_draft)
+
+    @cached_property
+    def _probabilities(self) -> Array:
+        """The distributions that sampled chains are drawn from; allocated when they are first asked for."""
+        size = self.limits.max_batch * self.limits.draft_steps * self.config.draft_vocab_size
+        return self.backend.zeros((size,), "float32")
+
+    @cached_property
+    def _draw_workspace(self) -> Array:
+        vocabulary = self.config.draft_vocab_size
+        size = self.backend.acceptance.draft_workspace_size(self.limits.max_batch, vocabulary)
+        return self.backend.zeros((size,), "uint8")
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
@@ -250,16 +253,10 @@ class EagleDraftEngineRunner:
         """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
         return leading(self._hidden, (batch, nodes, self.config.hidden_size))
 
-    def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
-        """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""
-        if self.backend.fixed_shapes or batch > 1:
-            return self.limits.accept_tokens
-        return most_pending
-
     def close(self) -> None:
         """Let go of weights and states."""
         self._weights.clear()
-        self.states.clear()
+        super().close()
 
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config, self.limits

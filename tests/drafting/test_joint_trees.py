@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from drafted_conversations import ask_freely
+from runner_steps import take_step
 from served_answers import answer
 from token_rules import RuledSequence
 
@@ -87,7 +88,7 @@ class Commands:
                 trees = None
                 if plan is not None and plan.takes_given:
                     trees = [self._given(plan, constraint, index.propose(said, 7, 6, 3), leads)]
-                emitted = self.runner.step(1, plan, rules, trees).wait()[0]
+                emitted = take_step(self.runner, 1, plan, rules, trees).wait()[0]
                 rounds += 1
             self.runner.stop(0)
             index.close(said)

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from runner_steps import watch_steps
 from served_answers import Answer, answer
 from tokenizers import Tokenizer
 
@@ -193,7 +194,7 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
     with runtime:
         runtime._drafters.drafter = NoDrafter()
         runner, events = runtime._runner, []
-        begin, step, start = runner.begin, runner.step, runner.start
+        begin, decode, start = runner.begin, runner.decode, runner.start
 
         def noted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
             def launch(*arguments: Any) -> Any:
@@ -206,7 +207,8 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
 
             return launch
 
-        runner.begin, runner.step, runner.start = noted(begin, "begin"), noted(step, "choose"), noted(start, "prefill")
+        runner.begin, runner.decode = noted(begin, "begin"), noted(decode, "choose")
+        runner.start = noted(start, "prefill")
         response = runtime.handle_request(Request([1, 2, 3], None, params))
         assert response.structure_complete and len(response.text) == 20
         launches = len(response.token_ids) - 1
@@ -221,8 +223,8 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
 def test_default_drafting_takes_what_is_forced(serving_engines: Path) -> None:
     params = SamplingParams(structure=Structure(choice=["a long text that is forced but for its end: 1", "xyz"]))
     with SpecDecodeRuntime(serving_engines, backend="numpy") as runtime:
-        steps, step = [], runtime._runner.step
-        runtime._runner.step = lambda *arguments: (steps.append(arguments[1]), step(*arguments))[1]
+        steps = []
+        watch_steps(runtime._runner, lambda take, batch, plan: (steps.append(plan), take())[1])
         response = runtime.handle_request(Request([1, 2, 3], None, params))
     assert response.structure_complete and response.finish_reason == "stop"
     assert len(steps) < len(response.token_ids) / 2 or response.text == "xyz"
@@ -317,7 +319,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     )
     with opened(serving_engines, "plain", "") as runtime:
         free = runtime.handle_request(Request([4, 5], None, SamplingParams(max_tokens=1, logprobs=20, logit_bias={})))
-        logits = runtime._runner.logits(0, 1)[0].astype(np.float64)
+        logits = runtime._runner.base.logits(0).astype(np.float64)
         plain = runtime.handle_request(Request([4, 5], None, params))
     first = plain.logprobs[0]
     odds = np.array([logits[yes], logits[no] + 2.0])
@@ -456,15 +458,14 @@ def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     ):
         with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
             runtime._drafters.drafter = gives
-            step = runtime._runner.step
 
-            def watched(*arguments: Any, step: Callable[..., Any] = step) -> Any:
+            def watched(take: Callable[[], Any], batch: int, plan: Any) -> Any:
                 nonlocal inside
-                found = step(*arguments)
+                found = take()
                 inside += sum(259 in tokens[:-1] for tokens in found.wait())
                 return found
 
-            runtime._runner.step = watched
+            watch_steps(runtime._runner, watched)
             drafted = runtime.handle_request(requests)
         for one, other in zip(drafted, plain, strict=True):
             assert answer(one) == answer(other)

@@ -44,7 +44,7 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
 
         def logits(kept: int) -> np.ndarray:
             runner.start(0, PROMPT, kept, SamplingValues()).wait()
-            found = [runner.logits(0, 1)]
+            found = [runner.base.logits(0)[np.newaxis]]
             for _ in range(6):
                 tokens = runner.round(1, plan).wait()[0]
                 found.append(runner.logits(0, len(tokens)))

@@ -3,10 +3,10 @@
     python tools/goldens/make_blocks.py tests/goldens/dflash
 
 Needs torch, transformers and specforge (0.2), whose `DFlashDraftModel` computes what is expected, as its own
-generation calls it: over a text's features, with its cache. Each folder is a checkpoint, of random tensors that are only described;
-its `expected.safetensors` has `logits` [2, S-1, V] of the places of two blocks: behind the first `STARTS[0]` tokens of
-the base's text, then behind `STARTS[1]`, when the features between have been added. A causal block is SpecForge's under
-a mask.
+generation calls it: over a text's features, with its cache. Each folder is a checkpoint, of random tensors that are
+only described; its `expected.safetensors` has `logits` [2, S-1, V] of the places of two blocks: behind the first
+`STARTS[0]` tokens of the base's text, then behind `STARTS[1]`, when the features between have been added. A causal
+block is SpecForge's under a mask.
 """
 
 from __future__ import annotations
