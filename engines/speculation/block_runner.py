@@ -87,7 +87,11 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
     def _bindings(
         self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
     ) -> dict[str, Array]:
-        """What rows and a block take, and nothing else of what other drafts are bound to."""
+        """What a step of rows or of a block takes, and nothing else of what other drafts are bound to."""
         edge = draft_program(self.config, shape).edge
         bound = super()._bindings(shape, slots, inputs, own)
         return {name: array for name, array in bound.items() if name in edge}
+
+    def _outputs(self, shape: EngineShape) -> dict[str, Array]:
+        """Those of a block alone."""
+        return {"logits": self.logits(shape.batch, shape.selected)} if shape.phase == "propose" else {}

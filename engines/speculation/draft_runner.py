@@ -301,10 +301,13 @@ class EagleDraftEngineRunner(ModelDrafter):
         self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
     ) -> dict[str, Array]:
         """Everything that an engine is bound to: what is the phase's `own`, and what all bind alike."""
-        bound = own | self._weights[shape.phase] | bound_inputs(inputs)
-        bound["logits"] = self.logits(shape.batch, shape.selected)
-        bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
+        bound = own | self._weights[shape.phase] | bound_inputs(inputs) | self._outputs(shape)
         return bound | self.states.bound(slots)
+
+    def _outputs(self, shape: EngineShape) -> dict[str, Array]:
+        """Where the latest step puts out what it does."""
+        rows = shape.batch, shape.selected
+        return {"logits": self.logits(*rows), "hidden_states": self.hidden_states(*rows)}
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:
