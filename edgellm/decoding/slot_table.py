@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
-from edgellm.drafting.drafter import Drafter, NoDrafter
+from edgellm.drafting.drafter import Policy
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
@@ -37,12 +37,12 @@ class SlotTable:
         contents: list[KVContents],
         snapshots: SlotSnapshots | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
-        drafter: Drafter | None = None,
+        drafter: Policy | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
         self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
-        self.drafter, self._keeper, self._states = drafter or NoDrafter(), keeper, states
+        self.drafter, self._keeper, self._states = drafter or Policy(), keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
 

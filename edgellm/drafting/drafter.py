@@ -1,4 +1,4 @@
-"""What drafts: the interface that decoding knows, nothing at all, and always the same plan (`learner` chooses)."""
+"""Who picks the plan of a step: the interface that decoding knows, and always the same plan (`learner` weighs)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Runs(Protocol):
         """Whether a round of the plan waits for no capture."""
 
 
-class Drafter:
+class Policy:
     """Chooses the plan of each step. It sees finished rounds only, so that it cannot bias what they emit. This one
     drafts nothing: every method says what another one may do, and how to leave it."""
 
@@ -80,11 +80,7 @@ class Drafter:
         return False
 
 
-class NoDrafter(Drafter):
-    """Nothing is drafted."""
-
-
-class FixedDrafter(Drafter):
+class FixedDrafter(Policy):
     """Always the same plan, shorter where there is less room."""
 
     drafts = True
@@ -102,7 +98,7 @@ class FixedDrafter(Drafter):
         begun: bool = False,
         waited: bool = False,
     ) -> Choice:
-        """See `Drafter`."""
+        """See `Policy`."""
         return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def expects_round(self, batch: int, waits: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Drafter, FixedDrafter, NoDrafter, fitting_plans
+from edgellm.drafting.drafter import FixedDrafter, Policy, fitting_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -59,9 +59,9 @@ class Drafters:
         self._directory = directory
         self._runner: DecodingRunner | None = runner
         self.index: SuffixIndex | None = None
-        self._made: dict[DraftingConfig | None, Drafter] = {}
+        self._made: dict[DraftingConfig | None, Policy] = {}
         self.setting: DraftingConfig | None = None
-        self.drafter: Drafter = NoDrafter()
+        self.drafter: Policy = Policy()
         self.use(None)
 
     def use(self, setting: DraftingConfig | None) -> None:
@@ -88,7 +88,7 @@ class Drafters:
         learns = setting is not None and (setting.adaptive or not setting.needs_draft_model)
         return drafter.report() if learns and isinstance(drafter, Learner) else None
 
-    def _make(self, setting: DraftingConfig | None) -> Drafter:
+    def _make(self, setting: DraftingConfig | None) -> Policy:
         """Where the tokens would show which of the drafts was faster, nothing is proposed beside the draft model."""
         assert self._runner is not None
         runner, verification, limits = self._runner, self._runner.verification, self._directory.limits

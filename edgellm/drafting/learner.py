@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting
+from edgellm.drafting.drafter import Choice, Policy, Runs, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
@@ -51,7 +51,7 @@ ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
 _REFRESHED = 8
 
 
-class Learner(Drafter):
+class Learner(Policy):
     """Chooses the plan of each step, and the host's candidates for it.
 
     `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
@@ -107,7 +107,7 @@ class Learner(Drafter):
         self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.open(sequence, prompt_ids)
         self.account.forget()
         self._under_way = self._ended = False
@@ -115,12 +115,12 @@ class Learner(Drafter):
             self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.take(sequence, tokens)
         self._ended, self._under_way = self._ended or self._under_way, False
 
     def close(self, sequence: Drafted) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.close(sequence)
 
     def choose(
@@ -133,7 +133,7 @@ class Learner(Drafter):
         begun: bool = False,
         waited: bool = False,
     ) -> Choice:
-        """See `Drafter`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
+        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         batch = len(sequences)
         times = self._times.get((batch, ruled))
@@ -307,7 +307,7 @@ class Learner(Drafter):
             self._asked(runner, sequences, room, False, True, False, True)
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
-        """See `Drafter`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
+        """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
         if not self.looks_up or not self._affords or (len(sequences), False) not in self._times:
             return False
@@ -316,14 +316,14 @@ class Learner(Drafter):
         return self._asked(runner, sequences, room, False, self._ended, False, True)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
-        """See `Drafter`: whether another round is likely to follow the one under way, and worth it."""
+        """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
         if times is None or not self._affords or self._since >= MOST_ROUNDS:
             return False
         return self.waits_for(times, self._again, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
-        """See `Drafter`. A plain step that begins in a round's place draws the first token of what would have been
+        """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
         times = self._times.get((batch, True))
         if times is None or self._missed or self._current is not None:
@@ -342,7 +342,7 @@ class Learner(Drafter):
     def record(
         self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
     ) -> None:
-        """See `Drafter`. Without rules there is nothing to weigh an always equal plan against."""
+        """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
         batch, takes_given = len(emitted), plan is not None and plan.takes_given

@@ -225,10 +225,10 @@ class ModelDrafter(Drafter):
     def engines(self, batch: int, plan: DraftPlan, taken: int) -> list[tuple[EngineShape, int]]:
         """See `Drafter`: the one that takes in, and unless all candidates are given the one that proposes."""
         widest = self.limits.tree_key_ranges[-1]
-        takes = self.accept_shape(batch, taken, widest), taken
-        return (
-            [takes] if plan.is_given else [takes, (self.propose_shape(batch, plan, widest), self.rows_proposed(plan))]
-        )
+        engines = [(self.accept_shape(batch, taken, widest), taken)]
+        if not plan.is_given:
+            engines.append((self.propose_shape(batch, plan, widest), self.rows_proposed(plan)))
+        return engines
 
     def stages(self, batch: int, plan: DraftPlan, taken: int, key_ranges: Sequence[int]) -> dict[str, Callable]:
         """See `Drafter`."""

@@ -18,7 +18,7 @@ from edgellm.decoding.runner import read_adapters
 from edgellm.decoding.sequence import StepMasks
 from edgellm.drafting import learner as learner_module
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import NoDrafter, fitting_plans
+from edgellm.drafting.drafter import Policy, fitting_plans
 from edgellm.drafting.learner import Learner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -169,7 +169,7 @@ def test_answers_of_the_shipped_model_are_those_of_plain_decoding(batched: Path)
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=24, **ruled)
             requests.append(Request(ids, None, params))
     with LLM(batched, backend="numpy", drafting=None) as plain:
-        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", NoDrafter())).result()
+        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", Policy())).result()
         expected = [answer(each) for request in requests for each in plain.handle([request])]
     with LLM(batched, backend="numpy", drafting=JOINT) as drafted:
         for _ in range(2):  # the second time all was said before

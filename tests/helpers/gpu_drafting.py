@@ -87,7 +87,7 @@ def assert_given_trees_change_no_token(
     rng = np.random.default_rng(1)
     plain = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
     while len(plain) < count + 10:
-        plain += runner.decode(1).wait()[0]
+        plain += take_step(runner, 1, None).wait()[0]
     runner.stop(0)
     said = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
     while len(said) < count:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Choice, Drafter, FixedDrafter, NoDrafter
+from edgellm.drafting.drafter import Choice, FixedDrafter, Policy
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import given, tree
@@ -48,16 +48,16 @@ DRAFTINGS = {
 }
 
 
-class GivenTrees(Drafter):
+class GivenTrees(Policy):
     """Gives candidates wherever it may, what rules force and others, right and wrong ones; plain steps begin in the
     place of every other round, where steps begin before tokens are known. Beside `another` drafter's plans in one tree,
     if there is one, which go on alone where nothing is given."""
 
     looks_up = drafts = True
 
-    def __init__(self, seed: int = 0, another: Drafter | None = None) -> None:
+    def __init__(self, seed: int = 0, another: Policy | None = None) -> None:
         self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
-        self._another = another or NoDrafter()
+        self._another = another or Policy()
 
     def choose(
         self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
@@ -121,7 +121,7 @@ def varied_requests(count: int, seed: int) -> list[Request]:
 def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
     """Alone, without any draft, and with nothing given."""
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         responses = [runtime.handle_request(request) for request in requests]
     for request, response in zip(requests, responses, strict=True):
         structure = request.params.structure
@@ -146,7 +146,7 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
 def giving(runtime: SpecDecodeRuntime, gives: str) -> None:
     """Let a runtime give no candidates, or these alone ("given"), or beside its draft model's ("joint")."""
     drafters = runtime._drafters
-    fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else NoDrafter()
+    fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else Policy()
     drafters.drafter = GivenTrees(0, fixed if gives == "joint" else None) if gives else fixed
 
 
@@ -192,7 +192,7 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
     params = SamplingParams(structure=Structure(regex="[a-z]{20}"))
     runtime, _ = captured(None)
     with runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         runner, events = runtime._runner, []
         begin, decode, start = runner.begin, runner.decode, runner.start
 
@@ -281,7 +281,7 @@ def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any]
     for name in ("plain", "chain"):
         runtime, _ = captured(DRAFTINGS[name])
         with runtime:
-            runtime._drafters.drafter = NoDrafter()
+            runtime._drafters.drafter = Policy()
             first, second = runtime.handle_request(requests[:2])
             third = runtime.handle_request(requests[2])
             assert (first.text, first.finish_reason) == ("a", "stop")
@@ -394,7 +394,7 @@ def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
 class KnownAnswers(GivenTrees):
     """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
 
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], another: Drafter | None = None) -> None:
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], another: Policy | None = None) -> None:
         super().__init__(0, another)
         self._expected = expected
 
@@ -444,7 +444,7 @@ def thinking_requests(**others: Any) -> list[Request]:
 def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     requests = thinking_requests()
     with SpecDecodeRuntime(thinking_engines, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         plain = [runtime.handle_request(request) for request in requests]
     assert sum(bool(response.structured_from) for response in plain) > 6
     assert sum(bool(response.structure_complete) for response in plain) > 3
@@ -477,7 +477,7 @@ def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines
     """Though the round that cut it went on, and an empty text would be complete."""
     requests = thinking_requests(structure=Structure(regex="a*"))
     with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         whole = [runtime.handle_request(request) for request in requests]
         cut = 0
         for request, response in zip(requests, whole, strict=True):

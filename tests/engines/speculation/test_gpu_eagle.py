@@ -133,7 +133,7 @@ def test_the_draft_and_the_verified_tree_agree_with_numpy(
             values.append(one.backend.read(one.draft.logits(1, 1)).wait())
             one.round(1, chain(4)).wait()
             trees = one.verification.tree(
-                chain(4), one.prepare_round(1, chain(4)).key[-1], one.base.sequences(slice(0, 1))
+                chain(4), one.prepare_round(1, chain(4)).key.verify_range, one.base.sequences(slice(0, 1))
             )
             values.append(one.backend.read(trees.logits.logits).wait()[:, :1])
         for expected, found in (values[0::2], values[1::2]):

@@ -97,7 +97,7 @@ def conversations(runner: DecodingRunner, context: int, rounds: int) -> Iterator
                 found += take_step(runner, 1, plan, None, trees).wait()[0]
                 number += 1
                 yield number
-            runner.complete_draft(0, 1)
+            runner.draft.complete(0, 1)
             runner.stop(0)
             said.learn(found)
             text, reused = [*text, *found, 9, 17], len(text) + len(found) - 1
