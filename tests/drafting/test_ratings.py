@@ -13,6 +13,7 @@ from edgellm.drafting.proposals import Proposed
 from edgellm.drafting.ratings import Account
 from edgellm.drafting.seconds import CAPTURED, Seconds
 from edgellm.engines.speculation import draft_plan
+from edgellm.engines.speculation.draft_plan import chain
 from edgellm.engines.speculation.round import GivenTree
 
 TREES = st.lists(st.integers(0, 2), min_size=1, max_size=20)
