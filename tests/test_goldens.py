@@ -29,6 +29,7 @@ from safetensors.numpy import load_file
 LIMITS = {
     "agents": 21_500,
     "decoder": 280_000,
+    "dflash": 8_000,
     "draft": 88_000,
     "embedding": 12_000,
     "gguf": 40_000,
