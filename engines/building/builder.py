@@ -43,7 +43,6 @@ from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, c
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
@@ -54,7 +53,6 @@ from edgellm.engines.directories.engine_directory import (
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
-from edgellm.engines.families.drafts import block_of
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
@@ -218,10 +216,8 @@ def _read(
         encoder = read_vision_config(source, vision, config)
     leaves_out = draft is None and asked.get("has_draft") is False
     drafted = None if leaves_out else choose_draft(source, config, draft, known)
-    block = 0
-    if drafted is not None and drafted != MTP:
-        with Checkpoint.open(drafted) as opened:
-            block = block_of(opened)
+    inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
+    block = 0 if inputs.draft is None or inputs.draft.block is None else inputs.draft.block.size
     limits = known or choose_limits(
         config,
         **asked
@@ -245,7 +241,7 @@ def _read(
         raise BuildError(
             f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
         )
-    return read_inputs(source, drafted, config, loras, encoder, vision, vocabulary), limits, dtype
+    return inputs, limits, dtype
 
 
 def _has_vision_part(source: Path) -> bool:

@@ -18,9 +18,8 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.block_drafts import BlockDraftReader
 from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.families.fields import counted
-from edgellm.engines.formats.strict_formats import as_json, is_integer
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
 
 _ADVICE = "Take a draft that was trained for this very base, with the config.json that was published with it."
 #: Where speculators and SpecForge name the method by a word of its own.
@@ -28,7 +27,7 @@ _METHOD_KEYS = (("speculators_model_type",), ("speculators_config", "algorithm")
 
 
 @dataclass(frozen=True)
-class OtherDraft:
+class DraftKind:
     """A kind of draft: its name, what it does, and the signs of it.
 
     `word` is the name in lower case, letters only: part of its architecture's name, and what `_METHOD_KEYS` have.
@@ -61,7 +60,7 @@ class OtherDraft:
 
 #: The more particular ones first: DSpark, Domino and DFlash2 have all signs of DFlash.
 _OTHER_DRAFTS = (
-    OtherDraft(
+    DraftKind(
         "EAGLE-4",
         "looks back on a window and picks its candidates by a head of low rank; its licence is source-available, so "
         "that it is not implemented here",
@@ -69,32 +68,32 @@ _OTHER_DRAFTS = (
         keys=("efficient_lm_head_config",),
         tensors=("efficient_lm_head",),
     ),
-    OtherDraft(
+    DraftKind(
         "DFlash2",
         "drafts a block of tokens in one pass with convolutions, then walks it with a selector of candidates",
         "dflash2",
         tensors=("candidate_selector.",),
     ),
-    OtherDraft(
+    DraftKind(
         "LiLiCorr",
         "drafts a block of tokens in one pass, then ranks its candidates by a small transformer",
         "lilicorr",
         tensors=("lilicorr_",),
     ),
-    OtherDraft(
+    DraftKind(
         "Domino",
         "drafts a block of tokens in one pass, then corrects their logits by a recurrent network",
         "domino",
         tensors=("prefix_gru.",),
     ),
-    OtherDraft(
+    DraftKind(
         "DSpark",
         "drafts a block of tokens in one pass, then corrects each token's logits by the one before it",
         "dspark",
         keys=("dspark_target_layer_ids", "dspark_noise_token_id", "markov_rank"),
         tensors=("markov_head.", "confidence_head."),
     ),
-    OtherDraft(
+    DraftKind(
         "P-EAGLE",
         "drafts all tokens in one pass, from a learned feature where the base has none yet",
         "peagle",
@@ -103,13 +102,7 @@ _OTHER_DRAFTS = (
     ),
 )
 #: What is read by `BlockDraftReader`.
-_DFLASH = OtherDraft(
-    "DFlash",
-    "drafts a block of tokens in one pass, from masked tokens beside the base's features",
-    "dflash",
-    keys=("dflash_config",),
-    tensors=("hidden_norm.",),
-)
+_DFLASH = DraftKind("DFlash", "", "dflash", keys=("dflash_config",), tensors=("hidden_norm.",))
 
 
 def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> DraftConfig:
@@ -125,30 +118,14 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
             "of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, z-lab, SpecForge and speculators publish "
             "them: take one that was trained for this very base, or build without a draft"
         )
-    kind = BlockDraftReader if _is_block_draft(draft) else DraftReader
-    reader = kind(draft, base, base_config)
+    is_block = next(_DFLASH.signs(draft.config, draft.tensors), None) is not None
+    reader = (BlockDraftReader if is_block else DraftReader)(draft, base, base_config)
     config = reader.read()
     problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
     if problems or config is None:
         error = UnsupportedModelError if reader.fields.unsupported else CheckpointError
         raise error(f"{draft.path} cannot be the draft of {base.path}: {counted(problems)}\n{_ADVICE}")
     return config
-
-
-def block_of(draft: Checkpoint) -> int:
-    """The tokens of the block that the draft of a checkpoint fills in one pass; 0 for one that does not. What is wrong
-    with it is for `read_draft` to say."""
-    if not _is_block_draft(draft):
-        return 0
-    part = draft.config.get("dflash_config")
-    sizes = [values.get("block_size") for values in (part, draft.config) if isinstance(values, dict)]
-    return next((size for size in sizes if is_integer(size) and 2 <= size <= LARGEST_DRAFT_BLOCK), 2)
-
-
-def _is_block_draft(draft: Checkpoint) -> bool:
-    """Whether a checkpoint shows a sign of DFlash, and of no draft that is refused."""
-    signs = _DFLASH.signs(draft.config, draft.tensors)
-    return other_draft(draft.config, draft.tensors) is None and next(signs, None) is not None
 
 
 def other_draft(config: dict[str, Any], tensors: Collection[str]) -> str | None:

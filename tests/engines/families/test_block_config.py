@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.drafts import block_of, read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.model.config import DraftBlock, DraftConfig
 
 PART = {"mask_token_id": MASK_TOKEN, "target_layer_ids": [0, 1]}
@@ -46,9 +46,6 @@ def test_both_layouts_and_where_the_block_is_said(tiny_checkpoint: Path, tmp_pat
     assert read(newer, tiny_checkpoint) == config
     speculators(draft)
     assert read(draft, tiny_checkpoint) == config
-    for each in (draft, newer):
-        with Checkpoint.open(each) as opened:
-            assert block_of(opened) == BLOCK
 
 
 @pytest.mark.parametrize(
