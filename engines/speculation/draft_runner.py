@@ -164,7 +164,7 @@ class EagleDraftEngineRunner(ModelDrafter):
     ) -> Callable[[], None]:
         """What feeds the frontier of `level` to the draft, behind the `committed` [B] rows; `logits` are its then."""
         slots, width = slice(0, batch), plan.columns
-        shape = self.propose_shape(batch, plan, key_range)
+        shape = self.propose_shape(batch, width, key_range)
         inputs = self._inputs(shape, self._propose_start[slots])
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
@@ -189,13 +189,14 @@ class EagleDraftEngineRunner(ModelDrafter):
         """See `ModelDrafter`."""
         return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
-    def propose_shape(self, batch: int, plan: DraftPlan, key_range: int) -> EngineShape:
-        """See `ModelDrafter`: of a level."""
-        return EngineShape("propose", batch, plan.columns, key_range, self.limits.kv_rows, plan.columns, "draft")
+    def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
+        """The engine that `propose_step` runs."""
+        return EngineShape("propose", batch, width, key_range, self.limits.kv_rows, width, "draft")
 
-    def rows_proposed(self, plan: DraftPlan) -> int:
+    def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
         """See `ModelDrafter`: levels stand one behind the other; the last one is not fed."""
-        return (plan.steps - 1) * plan.columns
+        widest = self.limits.tree_key_ranges[-1]
+        return self.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns
 
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
         """See `ModelDrafter`: level by level, from the accept step's logits on."""

@@ -153,7 +153,7 @@ class ModelDrafter(Drafter):
     """What drafters with a model have in common: the pending entries, and how far each slot is.
 
     A kind of draft model has a `name`, adds `prefill`, `accept_shape` and `accept_step`, which commit entries, and
-    `propose_shape`, `rows_proposed`, `propose` and `own_proposal`, and allocates `pending` and its states, in `models`.
+    `proposing_engine`, `propose` and `own_proposal`, and allocates `pending` and its states, in `models`.
     Everything is given to the device in order and nothing is waited for. Not thread-safe.
     """
 
@@ -202,12 +202,9 @@ class ModelDrafter(Drafter):
         says. The counts of the pending entries are left as they are."""
         raise NotImplementedError
 
-    def propose_shape(self, batch: int, plan: DraftPlan, key_range: int) -> EngineShape:
-        """The engine that `propose` runs."""
-        raise NotImplementedError
-
-    def rows_proposed(self, plan: DraftPlan) -> int:
-        """The rows behind the committed ones that `propose` writes."""
+    def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
+        """The engine that `propose` runs, of the largest key range, and the rows behind the committed ones that it
+        needs."""
         raise NotImplementedError
 
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
@@ -224,11 +221,8 @@ class ModelDrafter(Drafter):
 
     def engines(self, batch: int, plan: DraftPlan, taken: int) -> list[tuple[EngineShape, int]]:
         """See `Drafter`: the one that takes in, and unless all candidates are given the one that proposes."""
-        widest = self.limits.tree_key_ranges[-1]
-        engines = [(self.accept_shape(batch, taken, widest), taken)]
-        if not plan.is_given:
-            engines.append((self.propose_shape(batch, plan, widest), self.rows_proposed(plan)))
-        return engines
+        takes = self.accept_shape(batch, taken, self.limits.tree_key_ranges[-1]), taken
+        return [takes] if plan.is_given else [takes, self.proposing_engine(batch, plan)]
 
     def stages(self, batch: int, plan: DraftPlan, taken: int, key_ranges: Sequence[int]) -> dict[str, Callable]:
         """See `Drafter`."""
