@@ -9,17 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absent_serving import ServingOnNothing
 from block_checkpoints import BLOCK, write_block_draft
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
+from edgellm.device.forecast import round_shapes
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.speculation.draft_plan import tree
+from edgellm.kernels.made import CAPTURED
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 
@@ -63,6 +67,33 @@ def test_kernels_run_all_of_it_and_nothing_is_planned(built: Path) -> None:
     assert planned_shapes(directory.models, directory.limits, "float16", "sm_87") == []
     needless = planned_shapes(directory.models, directory.limits, "float16", "sm_87", needless=True)
     assert {shape.model for shape in needless} <= {"base"}
+
+
+@pytest.mark.parametrize(
+    "drafting", [DraftingConfig(4, 5, 16), DraftingConfig(kind="chain", draft_steps=4, sampled=True)]
+)
+def test_on_a_gpu_that_is_not_there_nothing_is_made_after_opening(
+    drafting: DraftingConfig, built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every launch of rounds is prepared and captured; modules of kernels are there before the first of them."""
+    made: list[ServingOnNothing] = []
+
+    def open_backend(name: str, directory: EngineDirectory, executor: str) -> ServingOnNothing:
+        made.append(ServingOnNothing(directory))
+        return made[-1]
+
+    monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
+    with LLM(built, drafting=drafting) as llm:
+        before, captured = set(made[0].module.sources), made[0].made.counts[CAPTURED]
+        for temperature in (0.0, 0.7):
+            found = llm.generate([5, 6], SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True))
+            assert found.drafting.rounds == 7
+        assert set(made[0].module.sources) == before and made[0].made.counts[CAPTURED] == captured > 3
+
+
+def test_a_forecast_has_one_pass_of_a_block(built: Path) -> None:
+    shapes = round_shapes(EngineDirectory.open(built).limits, tree(4, BLOCK - 1, 16))
+    assert [(shape.phase, shape.tokens) for shape in shapes] == [("accept", BLOCK), ("propose", BLOCK), ("verify", 16)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
