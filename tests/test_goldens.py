@@ -30,7 +30,7 @@ LIMITS = {
     "agents": 21_500,
     "decoder": 280_000,
     "dflash": 8_000,
-    "draft": 61_000,
+    "draft": 62_500,
     "embedding": 12_000,
     "gguf": 40_000,
     "image_prompts": 157_000,
