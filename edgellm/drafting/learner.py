@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.drafter import Choice, Policy, Runs, first_fitting
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 #: Nodes of the trees of given candidates, the root included, and given candidates of joint ones: where every shape is
@@ -128,7 +129,7 @@ class Learner(Policy):
 
     def choose(
         self,
-        runner: Runs,
+        runner: DecodingRunner,
         sequences: Sequence[Drafted],
         room: int,
         ruled: bool,
@@ -159,7 +160,7 @@ class Learner(Policy):
         self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
         return plan, None
 
-    def _next_own(self, runner: Runs, batch: int, room: int, ruled: bool) -> DraftPlan | None:
+    def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
         """What looks best without given candidates, or a try."""
         possible = self._possible(runner, batch, room, ruled)
         best = self._best_own(possible)
@@ -171,7 +172,7 @@ class Learner(Policy):
         self._undrafted = self._unused[tried.plan] = 0.0  # one at a time, though the next is launched before it is read
         return tried.plan
 
-    def _possible(self, runner: Runs, batch: int, room: int, ruled: bool) -> list[Option]:
+    def _possible(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> list[Option]:
         """The options without given candidates that are ready and for which there is room, a plain step first; one
         alone where they are not adaptive."""
         rated = self._rated.get((batch, ruled))
@@ -239,7 +240,7 @@ class Learner(Policy):
 
     def _asked(
         self,
-        runner: Runs,
+        runner: DecodingRunner,
         sequences: Sequence[Drafted],
         room: int,
         ruled: bool,
@@ -266,7 +267,7 @@ class Learner(Policy):
         return found, best
 
     def _best_given(
-        self, runner: Runs, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
+        self, runner: DecodingRunner, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
     ) -> DraftPlan | None:
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or self._since >= MOST_ROUNDS:
@@ -303,13 +304,13 @@ class Learner(Policy):
                 return plan if margin > 0.0 else None
         return None
 
-    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
         is_due = any(each.said is not None and each.said.is_due for each in sequences)
         if is_due and self._affords and (len(sequences), False) in self._times:
             self._asked(runner, sequences, room, False, True, False, True)
 
-    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
+    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
         if not self.looks_up or not self._affords or (len(sequences), False) not in self._times:
@@ -356,7 +357,7 @@ class Learner(Policy):
         name = PLAIN if plan is None else plan.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
         if self.own and not takes_given:
-            self._chances[ruled].record(plan, emitted)
+            self._chances[ruled].ended(plan, emitted)
             self._undrafted = self._undrafted + seconds if plan is None else 0.0
             self._unused = {each: unused + seconds for each, unused in self._unused.items()} | {plan: 0.0}
         times = self._times.get(self._latest)
@@ -393,9 +394,7 @@ class Learner(Policy):
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
         chosen = self._current if by_rate is None else by_rate.plan
-        return reported(
-            options, chosen, batch, DraftingReport(PLAIN, "", dict(self._rounds), self._explored, acceptance)
-        )
+        return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
 
 
 def _risk(times: Seconds, plan: DraftPlan) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,12 +44,8 @@ class Proposal(NamedTuple):
     chain: Chain | None = None
 
 
-class Decode(Protocol):
-    """Takes a plain step, see `BaseEngineRunner.decode`."""
-
-    def __call__(
-        self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None
-    ) -> Readback | StepReadback: ...
+#: Takes a plain step, see `BaseEngineRunner.decode`.
+Decode = Callable[..., "Readback | StepReadback"]
 
 
 class Drafter(FeatureUser):

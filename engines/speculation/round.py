@@ -121,12 +121,6 @@ class Round:
         if key.constrained:
             self.parts = [*zip(part_keys(key), (before, {ACCEPTANCE: accept}), strict=True)]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[B, T] of the trees, padded to what the engine takes."""
-        batch, nodes = self._tree.nodes.tokens.shape
-        return batch, nodes
-
     def give(self, trees: Sequence[GivenTree]) -> None:
         """Bring the candidates of each slot; for a plan that takes given ones, before its stages run."""
         upload, candidates, joint = self._base.backend.upload, self._proposal.candidates, self._proposal.given
@@ -145,7 +139,8 @@ class Round:
     def nodes(self, trees: Sequence[GivenTree]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and parents [B, T] int32 of the trees of a constrained round with these given ones: where a draft
         model proposes, too, as soon as they are laid out, while the base computes what follows them."""
-        return padded_trees(trees, *self.shape) if self.key.plan.is_given else self._laid_out.wait()
+        shape = self._tree.nodes.tokens.shape
+        return padded_trees(trees, *shape) if self.key.plan.is_given else self._laid_out.wait()
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for, after

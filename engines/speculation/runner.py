@@ -24,7 +24,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import GIVEN_NODES
-from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
@@ -75,8 +75,9 @@ class DecodingRunner:
             self.draft = kind(backend, draft, limits, draft_checkpoint, *beside)
         self.base.feature_user = self.draft
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
-        #: Takes a plain step: one token for each of the `batch` leading slots. What drafting needs later is kept.
-        self.decode = self.draft.decoding(self.base)
+        #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What
+        #: drafting needs later is kept.
+        self.decode, self.begin = self.draft.decoding(self.base), self.base.begin
         #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.
         self.planned: Mapping[Hashable, object] = self._steps.planned
         self._rounds: dict[RoundKey, Round] = {}
@@ -156,10 +157,6 @@ class DecodingRunner:
         self.base.resume(slot, text_ids, generated, sampling, images)
         self.draft.resume(slot, text_ids, draft_rows)
 
-    def begin(self, batch: int) -> StepKey:
-        """Begin a plain step before it is known which tokens it may choose; see `BaseEngineRunner.begin`."""
-        return self.base.begin(batch)
-
     def round(
         self, batch: int, plan: DraftPlan, rules: StepRules | None = None, trees: Sequence[GivenTree] | None = None
     ) -> StepReadback:
@@ -175,8 +172,7 @@ class DecodingRunner:
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        key = self._round_key(batch, plan, rules is not None)
-        current = self._rounds.get(key) or self._make_round(key)
+        current = self.prepare_round(batch, plan, rules is not None)
         if trees is not None:
             current.give(trees)
         first, *second = current.parts
@@ -186,8 +182,8 @@ class DecodingRunner:
             self._steps.run(*each)
         self._latest_round, lengths = current, self.base.lengths
         for slot in range(batch):
-            lengths[slot] += key.plan.longest if lengths[slot] else 0
-        step = StepReadback(self.draft, lengths, batch, key.plan, self.backend.read(current.emitted), True)
+            lengths[slot] += current.key.plan.longest if lengths[slot] else 0
+        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), True)
         self.draft.launched(step)
         return step
 

@@ -299,8 +299,8 @@ def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
         chances = llm._runtime._drafters.drafter._chances[False]
-        record = chances.record
-        chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
+        ended = chances.ended
+        chances.ended = lambda plan, emitted: (heard.append(plan), ended(plan, emitted))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
         counted = llm.drafting_report.rounds
     assert len({tuple(each.token_ids) for each in responses}) == 1
