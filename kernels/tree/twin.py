@@ -65,7 +65,14 @@ class NumpyTree:
         if np.isnan(values.max()):
             values = np.where(np.isnan(values), _MINUS_INFINITY, values)
         ids, found = largest(values, level.width)
-        scores = self._log_probabilities(values, found) if level.dynamic else np.zeros_like(found)
+        scores = np.zeros_like(found)
+        if level.dynamic:
+            maxima, log_sums = self._log_softmax.normalizers(values)
+            maxima = maxima[:, None]
+            with np.errstate(invalid="ignore", over="ignore"):
+                scores = found - maxima
+                scores[found == maxima] = 0  # also where both are infinite
+                scores -= log_sums[:, None]
         scores[found == _MINUS_INFINITY] = _MINUS_INFINITY
         return expansion.draft_to_target[ids], scores
 
@@ -78,16 +85,6 @@ class NumpyTree:
         last = rows[:, -1:] if block.sees_all else rows
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), last[:, None, :, None], out=inputs.attention_mask)
         look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
-
-    def _log_probabilities(self, values: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """Those of the logits `found` [n, k] of the rows `values` [n, U]."""
-        maxima, log_sums = self._log_softmax.normalizers(values)
-        maxima = maxima[:, None]
-        with np.errstate(invalid="ignore", over="ignore"):
-            scores = found - maxima
-            scores[found == maxima] = 0  # also where both are infinite
-            scores -= log_sums[:, None]
-        return scores
 
     def prepare_proposal(
         self,
@@ -153,15 +150,21 @@ def _write_children(level: Level, tokens: np.ndarray, scores: np.ndarray, candid
     """Write the candidates of a level: `tokens` [B n, width] with log-probabilities behind each node of the frontier
     before it."""
     batch, _, top_k = candidates.frontiers.shape
-    parents, parent_scores = _parents(level.number, candidates)
-    with np.errstate(over="ignore"):
-        scores = scores + parent_scores.reshape(-1, 1)
-    parents = np.repeat(parents, level.width).reshape(tokens.shape)
+    start, end = level_start(level.number, top_k), level_start(level.number + 1, top_k)
+    if level.number == 1:
+        parents = np.full(tokens.shape, -1, np.int32)
+    else:
+        frontier, above = candidates.frontiers[:, level.number - 2], level_start(level.number - 1, top_k)
+        own = np.full(frontier.shape, _MINUS_INFINITY)
+        rows, slots = np.nonzero((frontier >= above) & (frontier < start))
+        own[rows, slots] = candidates.scores[rows, frontier[rows, slots]]
+        with np.errstate(over="ignore"):
+            scores = scores + own.reshape(-1, 1)
+        parents = np.repeat(frontier, level.width).reshape(tokens.shape)
     missing = ~(scores > _MINUS_INFINITY)
     if missing.any():
         tokens = np.where(missing, -1, tokens)
         scores[missing], parents[missing] = _MINUS_INFINITY, -1
-    own = slice(level_start(level.number, top_k), level_start(level.number + 1, top_k))
     beyond = ((0, 0), (0, top_k - level.width))
     for target, source, nothing in (
         (candidates.tokens, tokens, -1),
@@ -169,20 +172,7 @@ def _write_children(level: Level, tokens: np.ndarray, scores: np.ndarray, candid
         (candidates.parents, parents, -1),
     ):
         whole = source if level.width == top_k else np.pad(source, beyond, constant_values=nothing)
-        target[:, own] = whole.reshape(batch, -1)
-
-
-def _parents(level: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
-    """Candidate indices and scores [B, n] of the nodes that `level` extends; the root is -1 and has score 0."""
-    batch, _, top_k = candidates.frontiers.shape
-    if level == 1:
-        return np.full((batch, 1), -1, np.int32), np.zeros((batch, 1), np.float32)
-    parents = candidates.frontiers[:, level - 2]
-    start, end = level_start(level - 1, top_k), level_start(level, top_k)
-    scores = np.full(parents.shape, _MINUS_INFINITY)
-    rows, slots = np.nonzero((parents >= start) & (parents < end))
-    scores[rows, slots] = candidates.scores[rows, parents[rows, slots]]
-    return parents, scores
+        target[:, start:end] = whole.reshape(batch, -1)
 
 
 def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
