@@ -46,15 +46,10 @@ class FeatureUser:
     """What goes along with the base model and takes its features, as a draft model does; this one leaves them."""
 
     def take_chunk(
-        self,
-        slot: int,
-        prompt_ids: np.ndarray,
-        position: int,
-        tokens: int,
-        features: Array,
-        images: PromptImages | None,
+        self, slot: int, following: np.ndarray, position: int, features: Array, images: PromptImages | None
     ) -> None:
-        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N], with `images`, from `position` on."""
+        """`features` [1, >= n, F] compute are those of a prompt with `images` from `position` on; `following` [n] int32
+        are its tokens behind each of them, of which there are one less at its end."""
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
         """What takes `tokens` [n] int32, which the slots drew after rows whose features are `features` [n, 1, F]."""
@@ -159,7 +154,8 @@ class BaseEngineRunner(PrefillingRunner):
         one = slice(slot, slot + 1)
         self._set_offset(slot, images)
         for position, tokens, chunk in self._prompt(slot, ids, reused, images, stops or {}):
-            self.feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
+            following = ids[position + 1 : position + tokens + 1]
+            self.feature_user.take_chunk(slot, following, position, self._buffers.features(1, chunk), images)
         self.await_rows()
         self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]

@@ -46,8 +46,6 @@ class EagleDraftEngineRunner(ModelDrafter):
     each slot's difference of position and row, unless rows are its positions.
     """
 
-    name = "eagle"
-
     def __init__(
         self,
         backend: Backend,

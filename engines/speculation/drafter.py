@@ -55,7 +55,6 @@ class Drafter(FeatureUser):
     `models` are the states by the name under which snapshots keep them, `pending` what acceptance leaves of each slot.
     """
 
-    name = "none"
     has_model = False
     models: Mapping[str, ModelStates] = {}
     pending: Pending
@@ -148,7 +147,7 @@ class NoDrafter(Drafter):
 class ModelDrafter(Drafter):
     """What drafters with a model have in common: the pending entries, and how far each slot is.
 
-    A kind of draft model has a `name`, adds `prefill`, `accept_shape` and `accept_step`, which commit entries, and
+    A kind of draft model adds `prefill`, `accept_shape` and `accept_step`, which commit entries, and
     `proposing_engine`, `propose` and `own_proposal`, and allocates `pending` and its states, in `models`.
     Everything is given to the device in order and nothing is waited for. Not thread-safe.
     """
@@ -265,20 +264,13 @@ class ModelDrafter(Drafter):
             self._latest = None
 
     def take_chunk(
-        self,
-        slot: int,
-        prompt_ids: np.ndarray,
-        position: int,
-        tokens: int,
-        features: Array,
-        images: PromptImages | None,
+        self, slot: int, following: np.ndarray, position: int, features: Array, images: PromptImages | None
     ) -> None:
         """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
-        entries = prompt_ids[position + 1 : position + tokens + 1]
         self._base.await_rows()  # the draft's, too
-        if len(entries):
-            chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
-            self.prefill(slot, entries, features, position, chunk, images)
+        if len(following):
+            chunk = features.shape[1] if self.backend.fixed_shapes else len(following)
+            self.prefill(slot, following, features, position, chunk, images)
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""
