@@ -197,7 +197,7 @@ def test_static_round_by_recursion(seed, batch, top_k, steps, kind):
     assert (candidates.selected == static).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
 def test_a_block_is_the_round_whose_nodes_all_have_their_places_logits(seed, batch, top_k, steps, kind):
     """Level by level, with the logits of a level's place behind every node: dynamic and static, wide and narrow; then
