@@ -29,7 +29,8 @@ from safetensors.numpy import load_file
 LIMITS = {
     "agents": 21_500,
     "decoder": 280_000,
-    "draft": 88_000,
+    "dflash": 8_000,
+    "draft": 62_500,
     "embedding": 12_000,
     "gguf": 40_000,
     "image_prompts": 157_000,
@@ -37,7 +38,7 @@ LIMITS = {
     "lora": 130_000,
     "losses": 10_000,
     "mmproj": 8_000,
-    "mtp": 33_000,
+    "mtp": 19_000,
     "published": 18_000,
     "quantized": 1_270_000,
     "torch_files": 40_000,

@@ -105,8 +105,8 @@ class BuildOptions(ModelOption, RevisionOptions):
     force: bool = option("Replace an existing engine directory.")
     beyond_trained_context: bool = _limit("Allow more context than the model was made for.")
     draft: str | None = _draft_option(
-        "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
-        "ships inside CHECKPOINT [default: mtp where there is one].",
+        "EAGLE head or DFlash draft of this very model, to build engines for too, or mtp: the head for multi-token "
+        "prediction that ships inside CHECKPOINT [default: mtp where there is one].",
         metavar="DRAFT_CHECKPOINT|mtp",
     )
     no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.")
@@ -120,10 +120,10 @@ class BuildOptions(ModelOption, RevisionOptions):
         default=DRAFT_WEIGHTS[0],
         choices=DRAFT_WEIGHTS,
     )
-    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].")
-    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].")
+    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp, DFlash: 4].")
+    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3; DFlash: its block].")
     verify_tree_size: int | None = _draft_option(
-        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16]."
+        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp, DFlash: 16]."
     )
     lora: list[str] | None = _adapter_option(
         "LoRA adapter of this very model, as PEFT saves it; may be repeated.", metavar="NAME=DIR"

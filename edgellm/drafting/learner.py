@@ -58,8 +58,8 @@ class Learner(Policy):
     `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
     and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
-    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. Deterministic but for the
-    seconds that it is told.
+    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. `in_one_pass`: the draft model
+    proposes all levels at once. Deterministic but for the seconds that it is told.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Learner(Policy):
         own: Sequence[DraftPlan] = (),
         adaptive: bool = True,
         most_nodes: int = 0,
+        in_one_pass: bool = False,
     ) -> None:
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
@@ -84,6 +85,8 @@ class Learner(Policy):
         self.plans, self.forced_plans = ((*own, *beside), ()) if self.looks_up else (self.own, beside)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
+        guess = CAPTURED if ahead else COMPUTED
+        self._guess = guess.in_one_pass() if in_one_pass else guess
         self._chances = {ruled: Chances(own) for ruled in (False, True)}
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
@@ -377,7 +380,7 @@ class Learner(Policy):
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
-        (batch, ruled), guess = self._latest, CAPTURED if self._ahead else COMPUTED
+        (batch, ruled), guess = self._latest, self._guess
         like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
         plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
         self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)

@@ -172,6 +172,8 @@ def read_build(
         encoder = read_vision_config(source, vision, config)
     leaves_out = draft is None and asked.get("has_draft") is False
     drafted = None if leaves_out else choose_draft(source, config, draft, known)
+    inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
+    block = 0 if inputs.draft is None or inputs.draft.block is None else inputs.draft.block.size
     limits = known or choose_limits(
         config,
         **asked
@@ -181,10 +183,11 @@ def read_build(
             "vision": encoder,
             "is_packed": folder_quantization(source) is not None,
             "is_mtp": drafted == MTP,
+            "draft_block": block,
             "beyond_trained_context": beyond_trained_context,
         },
     )
-    limits = with_window_rows(config, limits)
+    limits = replace(with_window_rows(config, limits), draft_block=block)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
@@ -194,7 +197,7 @@ def read_build(
         raise BuildError(
             f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
         )
-    return read_inputs(source, drafted, config, loras, encoder, vision, vocabulary), limits, dtype
+    return inputs, limits, dtype
 
 
 def _has_vision_part(source: Path) -> bool:

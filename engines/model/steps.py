@@ -302,7 +302,8 @@ class Attention(Step):
     layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on. With
     `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
     the step, and with a window those of them that its own position reaches back to. `sinks` [n] are scores of each
-    head that take part in its softmax beside those of keys, and have no value.
+    head that take part in its softmax beside those of keys, and have no value. Without query heads (n is 0) rows are
+    written, and nothing is put out.
     """
 
     value: str = field(metadata=READS)

@@ -112,7 +112,7 @@ class EagleDraftEngineRunner(ModelDrafter):
 
         def bindings() -> dict[str, Array]:
             own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
-            return own | self._bindings(shape, one, inputs)
+            return self._bindings(shape, one, inputs, own)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self.backend.kernels.prepare_step(self.tables(one), ids, inputs)
@@ -130,7 +130,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         def bindings() -> dict[str, Array]:
             features = leading(pending.features.reshape(-1), (batch, tokens, self.config.feature_size))
             own = {"hidden_states_input": features, "last_token_ids": pending.last}
-            return own | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, own)
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
@@ -167,7 +167,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
         def bindings() -> dict[str, Array]:
-            return {"hidden_states_from_draft": fed} | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, {"hidden_states_from_draft": fed})
 
         engine = self._engines.bound(shape, slots, bindings)
         prepare = partial(
@@ -259,7 +259,7 @@ class EagleDraftEngineRunner(ModelDrafter):
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config, self.limits
         slots, top_k = limits.max_batch, limits.draft_top_k
-        rows = max(slots * max(top_k, limits.accept_tokens), limits.prefill_chunk)
+        rows = max(slots * max(top_k, limits.accept_tokens, limits.draft_block), limits.prefill_chunk)
         self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
         mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
@@ -270,8 +270,8 @@ class EagleDraftEngineRunner(ModelDrafter):
         self._propose_start = backend.zeros((slots,), "int32")
         self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
-        self._logits = backend.zeros((slots * top_k * draft.draft_vocab_size,), "float32")
-        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
+        self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
+        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
         self._workspace = backend.zeros((size,), "uint8")
         self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
@@ -295,12 +295,17 @@ class EagleDraftEngineRunner(ModelDrafter):
                 self._shape_inputs[shape] = inputs
         return inputs
 
-    def _bindings(self, shape: EngineShape, slots: slice, inputs: StepInputs) -> dict[str, Array]:
-        """Everything that all phases bind alike."""
-        bound = self._weights[shape.phase] | bound_inputs(inputs)
-        bound["logits"] = self.logits(shape.batch, shape.selected)
-        bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
+    def _bindings(
+        self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Everything that an engine is bound to: what is the phase's `own`, and what all bind alike."""
+        bound = own | self._weights[shape.phase] | bound_inputs(inputs) | self._outputs(shape)
         return bound | self.states.bound(slots)
+
+    def _outputs(self, shape: EngineShape) -> dict[str, Array]:
+        """Where the latest step puts out what it does."""
+        rows = shape.batch, shape.selected
+        return {"logits": self.logits(*rows), "hidden_states": self.hidden_states(*rows)}
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:

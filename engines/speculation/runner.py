@@ -30,6 +30,7 @@ from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
+from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.drafter import Drafter, NoDrafter, StepReadback
@@ -70,7 +71,8 @@ class DecodingRunner:
             self.draft = NoDrafter(backend, limits, config, given_limits(limits, GIVEN_NODES))
         else:
             beside = self.base, self._engines, self._steps
-            self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, *beside)
+            kind = EagleDraftEngineRunner if draft.block is None else BlockDraftEngineRunner
+            self.draft = kind(backend, draft, limits, draft_checkpoint, *beside)
         self.base.feature_user = self.draft
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What

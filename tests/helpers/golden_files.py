@@ -26,7 +26,7 @@ import numpy as np
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, WHOLE, PACKED = ".drawn.json", ".safetensors", ".xz"
-#: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
+#: What ends the names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
 LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
@@ -67,10 +67,12 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
-        if EVERY_FOURTH in tensors:
-            dtype, shape, data = tensors.pop(EVERY_FOURTH)
+        stored = [name for name in tensors if name.endswith(EVERY_FOURTH)]
+        for name in stored:
+            dtype, shape, data = tensors.pop(name)
             logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            tensors[LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            tensors[name.removesuffix(EVERY_FOURTH) + LOGITS] = dtype, list(logits.shape), logits.tobytes()
+        if stored:
             write_tensors(expected, tensors, read_metadata(expected))
     return target
 

@@ -55,6 +55,21 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
         assert np.abs(expected[0] - expected[-1]).max() > 1e-3
 
 
+def test_a_draft_of_blocks_of_random_weights_drafts(tmp_path: Path) -> None:
+    from random_checkpoint import SHAPES
+    from random_model import random_directory, random_runner
+
+    config = small_config(SHAPES["llama-1b"])
+    limits = EngineLimits(1, 16, 128, draft_top_k=4, draft_steps=7, verify_tree_size=16, draft_block=8)
+    directory = random_directory(tmp_path, config, limits)
+    assert directory.draft.config.decoder.num_layers == 5
+    with random_runner(directory, "numpy") as runner:
+        runner.start(0, PROMPT, 0, SamplingValues()).wait()
+        for plan in (chain(7), tree(4, 7, 16)):
+            assert 1 <= len(runner.round(1, plan).wait()[0]) <= 8
+        assert runner.draft.logits(1, 7).std() > 0
+
+
 def small_hybrid(published: dict[str, Any]) -> DecoderConfig:
     """The same of a model with layers of several kinds, all of which stay."""
     kinds = decoder_config(published).layer_kinds[:8]

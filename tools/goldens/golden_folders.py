@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from golden_files import (
     DRAWN,
     EVERY_FOURTH,
+    LOGITS,
     WHOLE,
     Law,
     copy_with_tensors,
@@ -79,9 +80,9 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def stored_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What is stored of float32 logits [.., T, V]."""
-    return {EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
+def stored_logits(logits: torch.Tensor, name: str = LOGITS) -> dict[str, torch.Tensor]:
+    """What is stored of float32 logits [.., T, V] of that name, which ends with `LOGITS`."""
+    return {name.removesuffix(LOGITS) + EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from edgellm.engines.building.inputs import read_decoder_config, read_vision_con
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
