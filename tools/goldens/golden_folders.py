@@ -30,6 +30,7 @@ from golden_files import (
     write_tensors,
 )
 from golden_files import golden_folder as golden_folder  # for tools that read the goldens of others
+from golden_files import opened as opened
 from golden_files import pack as pack
 
 #: The metadata of every file of expected values.
@@ -105,18 +106,19 @@ def write_folders(
     directory: Path = arguments.directory
     chosen = {name: make for name, make in makers.items() if not arguments.names or name in arguments.names}
     torch.set_num_threads(1)
-    for name, make in chosen.items():
-        shutil.rmtree(directory / name, ignore_errors=True)
-        (directory / name).mkdir(parents=True)
-        make(directory / name)
-    if not arguments.names:
-        beside(directory)
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    for path in files:
-        path.chmod(0o644)
-        if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
-            pack(path)
-        elif path.suffix == ".json":  # what is indented takes a third more
-            path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    with opened(directory):
+        for name, make in chosen.items():
+            shutil.rmtree(directory / name, ignore_errors=True)
+            (directory / name).mkdir(parents=True)
+            make(directory / name)
+        if not arguments.names:
+            beside(directory)
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        for path in files:
+            path.chmod(0o644)
+            if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
+                pack(path)
+            elif path.suffix == ".json":  # what is indented takes a third more
+                path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     print(f"{len(chosen)} folders made, {size / 1e6:.2f} MB")
