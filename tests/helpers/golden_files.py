@@ -115,7 +115,7 @@ def write_archive(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[None]:
-    """For a tool that changes a folder: one that is packed as one file is there meanwhile, and packed again behind it."""
+    """For a tool that changes a folder: one packed as one file is there meanwhile, and packed again behind it."""
     archive = folder.with_name(folder.name + ARCHIVE)
     if not archive.exists():
         yield

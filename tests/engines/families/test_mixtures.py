@@ -398,7 +398,7 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
     tensors["model.layers.0.post_attention_layernorm.weight"][5] = 1
     tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
     save_file(tensors, source / MODEL)
-    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], "float16")
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], "float32")
     greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     good, bad = (Request([7, 9, 11, last], None, greedy) for last in (12, token))
     with LLM(tmp_path / "engines", backend="numpy") as llm:
