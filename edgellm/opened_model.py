@@ -153,7 +153,7 @@ class OpenedModel:
     @property
     def has_draft_model(self) -> bool:
         """Whether a draft model is loaded."""
-        return self._open_runner().draft is not None
+        return self._open_runner().draft.has_model
 
     @property
     def made(self) -> Made:

@@ -21,6 +21,20 @@ LARGEST_BIAS = 100.0
 MOST_BIASES = MOST_BAD_WORDS = 1024
 #: Characters of all bad words together: each is encoded, twice.
 _MOST_BAD_CHARACTERS = 2**16
+#: The range of a number, and whether its lowest is left out; of a whole one, and what a value of it means.
+_REALS: dict[str, Any] = {
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0, True),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2.0, 2.0)),
+}
+_WHOLE: dict[str, Any] = {
+    "top_k": (0, LARGEST_INTEGER, "0 switches it off"),
+    "seed": (0, LARGEST_SEED),
+    "max_tokens": (1, LARGEST_INTEGER),
+    "min_tokens": (0, LARGEST_INTEGER),
+    "logprobs": (0, MOST_LOGPROBS),
+}
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "structure", "allowed_token_ids")
 
 
@@ -121,24 +135,10 @@ def checked_value(name: str, value: Any) -> Any:
         expected = f"0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} to 100"
         require(not 0.0 < number < SMALLEST_TEMPERATURE, name, value, expected)
         return number
-    if name == "top_p":
-        return _real(name, value, 0.0, 1.0, exclusive=True)
-    if name == "min_p":
-        return _real(name, value, 0.0, 1.0)
-    if name == "repetition_penalty":
-        return _real(name, value, 0.0, 100.0, exclusive=True)
-    if name in ("presence_penalty", "frequency_penalty"):
-        return _real(name, value, -2.0, 2.0)
-    if name == "top_k":
-        return _integer(name, value, 0, LARGEST_INTEGER, "0 switches it off")
-    if name == "seed":
-        return _integer(name, value, 0, LARGEST_SEED)
-    if name == "max_tokens":
-        return _integer(name, value, 1, LARGEST_INTEGER)
-    if name == "min_tokens":
-        return _integer(name, value, 0, LARGEST_INTEGER)
-    if name == "logprobs":
-        return _integer(name, value, 0, MOST_LOGPROBS)
+    if name in _REALS:
+        return _real(name, value, *_REALS[name])
+    if name in _WHOLE:
+        return _integer(name, value, *_WHOLE[name])
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":

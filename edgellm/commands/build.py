@@ -32,7 +32,7 @@ from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
 from edgellm.kernels.gpu import find_gpu
-from edgellm.tool_calls.formats import FORMATS, checkpoint_format
+from edgellm.tool_calls.formats import FORMATS, HARMONY, checkpoint_format
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)
@@ -105,8 +105,8 @@ class BuildOptions(ModelOption, RevisionOptions):
     force: bool = option("Replace an existing engine directory.")
     beyond_trained_context: bool = _limit("Allow more context than the model was made for.")
     draft: str | None = _draft_option(
-        "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
-        "ships inside CHECKPOINT [default: mtp where there is one].",
+        "EAGLE head or DFlash draft of this very model, to build engines for too, or mtp: the head for multi-token "
+        "prediction that ships inside CHECKPOINT [default: mtp where there is one].",
         metavar="DRAFT_CHECKPOINT|mtp",
     )
     no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.")
@@ -120,10 +120,10 @@ class BuildOptions(ModelOption, RevisionOptions):
         default=DRAFT_WEIGHTS[0],
         choices=DRAFT_WEIGHTS,
     )
-    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].")
-    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].")
+    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp, DFlash: 4].")
+    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3; DFlash: its block].")
     verify_tree_size: int | None = _draft_option(
-        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16]."
+        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp, DFlash: 16]."
     )
     lora: list[str] | None = _adapter_option(
         "LoRA adapter of this very model, as PEFT saves it; may be repeated.", metavar="NAME=DIR"
@@ -144,7 +144,7 @@ class BuildOptions(ModelOption, RevisionOptions):
         "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
     tool_format: str | None = option(
-        f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
+        f"How the model calls tools: {', '.join(FORMATS)}, {HARMONY.name} [default: as its chat template shows calls].",
         metavar="FORMAT",
     )
     all_plans: bool = _plan_option(

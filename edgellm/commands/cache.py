@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import typer
 from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_building import build_snapshots
 from edgellm.commands.console import mebibytes, write_error, write_note
-from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.snapshot import Snapshot
+
+#: What a size may end with, and the bytes of one.
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 cache = typer.Typer(
     name="cache",
@@ -92,6 +95,15 @@ class VerifyOptions(RemoveOptions):
     model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
+def size_in_bytes(text: str) -> int:
+    """A size such as "5GB" or "4GiB" in bytes; typer.BadParameter for what is none."""
+    match = re.fullmatch(r"([0-9]{1,18}) ?([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"--disk-budget is {text!r}: expected a size such as 500MB, 5GB or 4GiB")
+    return int(match[1]) * unit
+
+
 @cache.command("build", cls=PanelCommand)
 @takes_options
 def build(given: BuildOptions) -> None:
@@ -108,7 +120,7 @@ def build(given: BuildOptions) -> None:
     settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
     from edgellm.snapshots.folder import DISK_BUDGET
 
-    budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
+    budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget)
     folder = cache_prompts.chosen_folder(given.folder)
     build_snapshots(settings, wanted, folder, budget, given.replaces, *given.template_inputs())
 

@@ -70,6 +70,9 @@ def draft_in_words(config: dict[str, Any]) -> str:
         kind, features = "the model's own head for multi-token prediction", "the last hidden state"
     else:
         features = f"the hidden states entering layers {', '.join(map(str, config['feature_layers']))}"
+    if (block := config.get("block")) is not None:
+        mask = " under a causal mask" if block["causal"] else ""
+        kind = f"DFlash of {layer['num_layers']} layers, blocks of {block['size']} tokens{mask}"
     shared = [name for name in ("embedding", "head") if not config[f"has_{name}"]]
     return (
         f"{kind}, {layer['num_heads']} query and {layer['num_kv_heads']} key-value heads of {layer['head_dim']}, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib import resources
 from pathlib import Path
@@ -19,6 +19,8 @@ from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.quantizer import quantizer
 from edgellm.engines.quantizer.arithmetic import ARITHMETICS, open_arithmetic
+from edgellm.engines.quantizer.layers import is_eagle_head
+from edgellm.engines.quantizer.options import GROUP_SIZES, METHODS, QuantizationOptions, largest_group
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
@@ -41,7 +43,7 @@ class QuantizeOptions(Options):
     method: str | None = option(
         "awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn rounds to "
         "nearest [default: awq; an EAGLE head: rtn].",
-        metavar="|".join(quantizer.METHODS),
+        metavar="|".join(METHODS),
     )
     calibration: Path | None = option(
         "Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
@@ -64,14 +66,14 @@ def quantize(given: QuantizeOptions) -> None:
     checkpoint, group_size, calibration = given.checkpoint, given.group_size, given.calibration
     quantizer.refuse_quantized(checkpoint)
     if group_size is None and given.bits == 4:
-        largest = quantizer.GROUP_SIZES[0]  # which is refused where nothing divides the columns, with what it does not
-        group_size = quantizer.largest_group(checkpoint) or largest
+        largest = GROUP_SIZES[0]  # which is refused where nothing divides the columns, with what it does not
+        group_size = largest_group(checkpoint) or largest
         if group_size < largest:
             write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
-        is_head = quantizer.is_eagle_head(opened)
-    options = quantizer.QuantizationOptions(
-        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else quantizer.METHODS[0])
+        is_head = is_eagle_head(opened)
+    options = QuantizationOptions(
+        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
     )
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
@@ -161,6 +163,22 @@ def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
     yield f"{report.path}: int{options.bits}, {scales}, {'symmetric' if options.symmetric else 'zero points'}"
     yield f"  {'method':<10}{options.method}{read}"
     yield f"  {'layers':<10}{report.layers}{resumed}"
+    if report.chosen:
+        yield f"  {'experts':<10}{_chosen_experts(report.chosen)}"
     yield f"  {'weights':<10}{mebibytes(report.bytes_before)} before, {mebibytes(report.bytes_after)} now"
     yield f"  {'copied':<10}{', '.join(report.copied) or 'no other files'}"
     yield f"  {'time':<10}{report.seconds:.1f} s"
+
+
+def _chosen_experts(chosen: Mapping[int, Sequence[int]]) -> str:
+    """How often the tokens of the texts chose experts, and which they did not."""
+    counts = sorted(count for layer in chosen.values() for count in layer)
+    missed = {index: [expert for expert, count in enumerate(layer) if not count] for index, layer in chosen.items()}
+    number = sum(map(len, missed.values()))
+    said = (
+        f"each chosen by {counts[0]:,} to {counts[-1]:,} tokens, half of them by {counts[len(counts) // 2]:,} or more"
+    )
+    if not number:
+        return said
+    named = [f"layer {index}: {', '.join(map(str, found))}" for index, found in missed.items() if found]
+    return f"{said}; {number:,} of {len(counts):,} by none, rounded to nearest ({'; '.join(named)})"

@@ -20,7 +20,7 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.errors import SnapshotError
+from edgellm.errors import EngineError, SnapshotError
 from edgellm.requests import TokenLogprobs
 
 logger = logging.getLogger("edgellm.serving")
@@ -242,8 +242,12 @@ class DecodingLoop:
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
-        step = self._runner.step(batch, plan, rules, trees, begun)
-        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
+        wait: Callable[[], np.ndarray | list[list[int]]]
+        if plan is None:
+            wait = self._runner.decode(batch, rules, begun).wait
+        else:
+            wait = self._runner.round(batch, plan, rules, trees).wait
+        self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
@@ -274,14 +278,20 @@ class DecodingLoop:
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
-            if sequence.logprobs is not None or sequence.is_unproven:
-                logits = self._runner.logits(slot, len(emitted))
+            # Rows without a number give the id 0; their logits are there as long as no step follows.
+            is_suspicious = 0 in emitted and not self._launches
+            if sequence.logprobs is not None or sequence.is_unproven or is_suspicious:
+                of_round, base = self._runner.logits, self._runner.base
+                logits = base.logits(slot)[np.newaxis] if plan is None else of_round(slot, len(emitted))
                 if sequence.is_unproven:
                     try:
                         self.slots.prove(slot, logits)
                     except SnapshotError as error:
                         sequence.failure = error
                         continue
+                if not np.isfinite(logits.max()):
+                    sequence.failure = _not_finite()
+                    continue
                 if sequence.logprobs is not None:
                     logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
             for place, token in enumerate(emitted, 1):
@@ -299,6 +309,13 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
+
+
+def _not_finite() -> EngineError:
+    return EngineError(
+        "the model's logits behind this text are infinite or NaN. Build the model for bfloat16 (--dtype bfloat16), "
+        "which has the range of float32; where it is so then, take another release of the model"
+    )
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

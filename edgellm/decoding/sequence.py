@@ -22,6 +22,7 @@ from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
 from edgellm.tool_calls.calls import ToolCallDelta
+from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.reader import ToolReader
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class DecodingSequence:
     rules: AnswerRules | None = None
     said: Said | None = None
     #: Reads the calls of tools out of the answer's text.
-    calls: ToolReader | None = None
+    calls: ToolReader | HarmonyReader | None = None
     #: All tokens that were drawn for it, those behind the answer's end, too.
     drawn: list[int] = field(default_factory=list)
     #: So many of its first tokens are those of system messages and tools, as far as that is known.

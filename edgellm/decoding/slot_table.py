@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
-from edgellm.drafting.drafter import Drafter, NoDrafter
+from edgellm.drafting.drafter import Policy
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
@@ -37,12 +37,12 @@ class SlotTable:
         contents: list[KVContents],
         snapshots: SlotSnapshots | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
-        drafter: Drafter | None = None,
+        drafter: Policy | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
         self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
-        self.drafter, self._keeper, self._states = drafter or NoDrafter(), keeper, states
+        self.drafter, self._keeper, self._states = drafter or Policy(), keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
 
@@ -115,14 +115,14 @@ class SlotTable:
             sequence.tally.pause()
         if self._keeper is not None:
             rows = len(sequence.prompt_ids) + sequence.known - 1
-            sequence.kept = self._keeper.keep(slot, rows, self.runner.draft_rows(slot))
+            sequence.kept = self._keeper.keep(slot, rows, self.runner.draft.rows(slot))
         self._leave(slot)
 
     def release(self, slot: int, keep_rows: bool = True) -> None:
         """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
         sequence, last = self.running[slot], len(self.running) - 1
-        if keep_rows and self._states is not None and self.runner.draft is not None:
-            self.runner.complete_draft(slot, last + 1)  # a next turn goes on where the states are, or not at all
+        if keep_rows and self._states is not None:
+            self.runner.draft.complete(slot, last + 1)  # a next turn goes on where the states are, or not at all
         self._leave(slot)
         if not keep_rows or sequence.is_unproven:
             self.forget_rows(last)
@@ -136,7 +136,7 @@ class SlotTable:
 
     def forget_rows(self, slot: int) -> None:
         """Reuse nothing of a slot's rows."""
-        self._contents[slot].replace((), None if self.runner.draft_rows(slot) is None else 0)
+        self._contents[slot].replace((), None if self.runner.draft.rows(slot) is None else 0)
 
     def _start(self, slot: int, sequence: DecodingSequence) -> Readback:
         """Compute a text, as far as its rows are nowhere."""
@@ -150,7 +150,7 @@ class SlotTable:
             reused = contents.reusable(tokens)
             stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
-            draft_rows = None if runner.draft_rows(slot) is None else reused
+            draft_rows = None if runner.draft.rows(slot) is None else reused
             contents.replace(tokens[:reused], draft_rows, held=len(tokens))
             rules = None if sequence.constraint is None else StepMasks([sequence])
             first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known, stops)
@@ -187,8 +187,8 @@ class SlotTable:
         if self._states is not None and sequence.drawn:  # states have taken all but the last drawn, wanted or not
             rows = [*sequence.identities[: len(sequence.prompt_ids)], *sequence.drawn]
             place = len(rows) - 1
-            rows = rows if runner.draft is not None else rows[:-1]  # a draft's row has the token after it, too
-        self._contents[slot].replace(rows, runner.draft_rows(slot), place)
+            rows = rows if runner.draft.has_model else rows[:-1]  # a draft's row has the token after it, too
+        self._contents[slot].replace(rows, runner.draft.rows(slot), place)
         self._contents[slot].conversation = sequence.conversation
         last = len(self.running) - 1
         if slot < last:

@@ -28,15 +28,6 @@ class Board:
         """Clocks of all multiprocessors together, 1e9 a second."""
         return self.multiprocessors * self.ghz
 
-    def bandwidth_of_part(self, multiprocessors: int, ghz: float) -> float:
-        """GB/s that so many multiprocessors at a clock read where they have as little bandwidth for each of their
-        clocks as the board."""
-        return self.gb_per_s * multiprocessors * ghz / self.multiprocessor_ghz
-
-    def scale_of_part(self, multiprocessors: int, ghz: float) -> float:
-        """By how many times the board is slower than such a part, in reading and in arithmetic alike."""
-        return multiprocessors * ghz / self.multiprocessor_ghz
-
 
 #: A multiprocessor has 128 cores: NVIDIA's pages count those.
 BOARDS = {

@@ -103,12 +103,12 @@ def plain_shapes(limits: EngineLimits) -> list[EngineShape]:
 
 def round_shapes(limits: EngineLimits, plan: DraftPlan) -> list[EngineShape]:
     """The engines of a round of a plan, in their order: what the draft takes of the last one, its levels behind the
-    first, and what the base verifies."""
+    first or its block, and what the base verifies."""
     shapes = [each for each in limits.engine_shapes() if each.key_range == limits.tree_key_ranges[-1]]
     by_phase = {each.phase: [other for other in shapes if other.phase == each.phase] for each in shapes}
-    propose = next(each for each in by_phase["propose"] if each.tokens >= plan.top_k)
+    propose = next(each for each in by_phase["propose"] if each.tokens >= plan.top_k or limits.draft_block)
     verify = next(each for each in by_phase["verify"] if each.tokens >= plan.tree_size)
-    return [by_phase["accept"][0], *[propose] * (plan.steps - 1), verify]
+    return [by_phase["accept"][0], *[propose] * (1 if limits.draft_block else plan.steps - 1), verify]
 
 
 def engine_costs(

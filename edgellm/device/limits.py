@@ -124,10 +124,6 @@ class DeviceLimits(NamedTuple):
     multiprocessors: int
     clock_ghz: float = 0.0
 
-    def mma_share(self, operations: float, milliseconds: float) -> float:
-        """What so many multiplications and additions in this time are of the arithmetic."""
-        return operations / (milliseconds * 1e9) / self.mma_tflop_per_s
-
 
 class Reader:
     """The kernels, in the context that is current, with the memory that they read until it is closed."""

@@ -21,7 +21,8 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER
-from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.options import QuantizationOptions
+from edgellm.engines.quantizer.quantizer import quantize_checkpoint
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import MissingDependencyError
 from edgellm.kernels.gpu import GPU, find_gpu

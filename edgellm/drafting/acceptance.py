@@ -209,12 +209,3 @@ class AcceptanceModel:
         """The tries of all groups at a depth (from 0), and the sum of their `chain_miss`."""
         tallies = [(self._tallies[group][depth], gain) for group, gain in self._gains.items()]
         return sum(tally.tried for tally, _ in tallies), sum(tally.chain_miss(gain) for tally, gain in tallies)
-
-
-def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Tokens that a round emits whose depths are accepted with these probabilities: 1 + a_1 + a_1 a_2 + ..."""
-    total = reached = 1.0
-    for probability in acceptance:
-        reached *= probability
-        total += reached
-    return total

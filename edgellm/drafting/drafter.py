@@ -1,31 +1,21 @@
-"""What drafts: the interface that decoding knows, nothing at all, and always the same plan (`learner` chooses)."""
+"""Who picks the plan of a step: the interface that decoding knows, and always the same plan (`learner` weighs)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from edgellm.drafting.proposals import Drafted
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.runner import DecodingRunner
 
 #: The plan of a step (None: a plain one), and the candidates of each slot for a plan that takes some.
 Choice = tuple[DraftPlan | None, list[GivenTree] | None]
 
 
-class Runs(Protocol):
-    """The runner, as far as it matters here."""
-
-    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
-        """Whether a round of the plan can run now, under rules or not."""
-
-    def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
-        """Whether a round of the plan waits for no capture."""
-
-
-class Drafter:
+class Policy:
     """Chooses the plan of each step. It sees finished rounds only, so that it cannot bias what they emit. This one
-    drafts nothing: every method says what another one may do, and how to leave it."""
+    takes the first of its plans that fits, without any a plain step; every method says what another one may do."""
 
     #: Whether steps without rules may be drafted, and whether what was said before is looked up.
     drafts = looks_up = False
@@ -44,7 +34,7 @@ class Drafter:
 
     def choose(
         self,
-        runner: Runs,
+        runner: DecodingRunner,
         sequences: Sequence[Drafted],
         room: int,
         ruled: bool,
@@ -55,7 +45,7 @@ class Drafter:
         """The next step of sequences in the leading slots, under rules or not, none of which takes more than `room`
         tokens. Candidates are given only where all their tokens are `known`. A step that has `begun` is a plain one.
         `waited` says whether the device has nothing to do meanwhile."""
-        return None, None
+        return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def record(
         self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
@@ -63,10 +53,10 @@ class Drafter:
         """A step of `seconds` has ended that gave each running sequence so many tokens, under rules or not. `waited`
         says whether the device did until the host had chosen it."""
 
-    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """The device has what to do: time to ask what was said behind the tokens that are known."""
 
-    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
+    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round should follow the step under way, so that its tokens are worth waiting for."""
         return False
 
@@ -80,30 +70,13 @@ class Drafter:
         return False
 
 
-class NoDrafter(Drafter):
-    """Nothing is drafted."""
-
-
-class FixedDrafter(Drafter):
+class FixedDrafter(Policy):
     """Always the same plan, shorter where there is less room."""
 
     drafts = True
 
     def __init__(self, plan: DraftPlan) -> None:
         self.plans = fitting_plans(plan)
-
-    def choose(
-        self,
-        runner: Runs,
-        sequences: Sequence[Drafted],
-        room: int,
-        ruled: bool,
-        known: bool = True,
-        begun: bool = False,
-        waited: bool = False,
-    ) -> Choice:
-        """See `Drafter`."""
-        return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """Always."""
@@ -115,6 +88,8 @@ def fitting_plans(plan: DraftPlan) -> Sequence[DraftPlan]:
     return plan, *(plan.shortened(steps) for steps in range(plan.steps - 1, 0, -1))
 
 
-def first_fitting(plans: Sequence[DraftPlan], runner: Runs, batch: int, room: int, ruled: bool) -> DraftPlan | None:
+def first_fitting(
+    plans: Sequence[DraftPlan], runner: DecodingRunner, batch: int, room: int, ruled: bool
+) -> DraftPlan | None:
     """The first of `plans` that is ready and cannot emit more than `room` tokens; None decodes plainly."""
     return next((plan for plan in plans if plan.longest <= room and runner.is_ready(batch, plan, ruled)), None)

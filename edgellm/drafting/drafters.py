@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Drafter, FixedDrafter, NoDrafter, fitting_plans
+from edgellm.drafting.drafter import FixedDrafter, Policy, fitting_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -59,9 +59,9 @@ class Drafters:
         self._directory = directory
         self._runner: DecodingRunner | None = runner
         self.index: SuffixIndex | None = None
-        self._made: dict[DraftingConfig | None, Drafter] = {}
+        self._made: dict[DraftingConfig | None, Policy] = {}
         self.setting: DraftingConfig | None = None
-        self.drafter: Drafter = NoDrafter()
+        self.drafter: Policy = Policy()
         self.use(None)
 
     def use(self, setting: DraftingConfig | None) -> None:
@@ -80,7 +80,7 @@ class Drafters:
     @property
     def can_draft(self) -> bool:
         """Whether answers may be drafted, so that their responses say what drafting did."""
-        return (self._runner is not None and self._runner.draft is not None) or self.drafter.looks_up
+        return (self._runner is not None and self._runner.draft.has_model) or self.drafter.looks_up
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""
@@ -88,14 +88,14 @@ class Drafters:
         learns = setting is not None and (setting.adaptive or not setting.needs_draft_model)
         return drafter.report() if learns and isinstance(drafter, Learner) else None
 
-    def _make(self, setting: DraftingConfig | None) -> Drafter:
+    def _make(self, setting: DraftingConfig | None) -> Policy:
         """Where the tokens would show which of the drafts was faster, nothing is proposed beside the draft model."""
         assert self._runner is not None
         runner, verification, limits = self._runner, self._runner.verification, self._directory.limits
         own: Sequence[DraftPlan] = ()
         adaptive = True
         if setting is not None and setting.needs_draft_model:
-            if runner.draft is None:
+            if not runner.draft.has_model:
                 raise RequestError(
                     "no draft model is loaded: open the model with drafting, on a directory that has one"
                 )
@@ -107,7 +107,8 @@ class Drafters:
         if asked and self.index is None:
             self.index = SuffixIndex()
         index, most = self.index if asked else None, verification.most_given if gives else 0
-        learner = Learner(most, runner.backend.fixed_shapes, index, own, adaptive, verification.most_nodes)
+        ahead, at_once = runner.backend.fixed_shapes, limits.draft_block > 0
+        learner = Learner(most, ahead, index, own, adaptive, verification.most_nodes, at_once)
         if asked and not any(runner.takes_given(1, plan) for plan in learner.given_plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "

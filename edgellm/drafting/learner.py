@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.drafter import Choice, Drafter, Runs, first_fitting
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 #: Nodes of the trees of given candidates, the root included, and given candidates of joint ones: where every shape is
@@ -51,14 +52,14 @@ ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
 _REFRESHED = 8
 
 
-class Learner(Drafter):
+class Learner(Policy):
     """Chooses the plan of each step, and the host's candidates for it.
 
     `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
     and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
-    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. Deterministic but for the
-    seconds that it is told.
+    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. `in_one_pass`: the draft model
+    proposes all levels at once. Deterministic but for the seconds that it is told.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Learner(Drafter):
         own: Sequence[DraftPlan] = (),
         adaptive: bool = True,
         most_nodes: int = 0,
+        in_one_pass: bool = False,
     ) -> None:
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
@@ -83,6 +85,8 @@ class Learner(Drafter):
         self.plans, self.forced_plans = ((*own, *beside), ()) if self.looks_up else (self.own, beside)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
+        guess = CAPTURED if ahead else COMPUTED
+        self._guess = guess.in_one_pass() if in_one_pass else guess
         self._chances = {ruled: Chances(own) for ruled in (False, True)}
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
@@ -107,7 +111,7 @@ class Learner(Drafter):
         self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.open(sequence, prompt_ids)
         self.account.forget()
         self._under_way = self._ended = False
@@ -115,17 +119,17 @@ class Learner(Drafter):
             self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.take(sequence, tokens)
         self._ended, self._under_way = self._ended or self._under_way, False
 
     def close(self, sequence: Drafted) -> None:
-        """See `Drafter`."""
+        """See `Policy`."""
         self.host.close(sequence)
 
     def choose(
         self,
-        runner: Runs,
+        runner: DecodingRunner,
         sequences: Sequence[Drafted],
         room: int,
         ruled: bool,
@@ -133,7 +137,7 @@ class Learner(Drafter):
         begun: bool = False,
         waited: bool = False,
     ) -> Choice:
-        """See `Drafter`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
+        """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         batch = len(sequences)
         times = self._times.get((batch, ruled))
@@ -156,7 +160,7 @@ class Learner(Drafter):
         self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
         return plan, None
 
-    def _next_own(self, runner: Runs, batch: int, room: int, ruled: bool) -> DraftPlan | None:
+    def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
         """What looks best without given candidates, or a try."""
         possible = self._possible(runner, batch, room, ruled)
         best = self._best_own(possible)
@@ -168,7 +172,7 @@ class Learner(Drafter):
         self._undrafted = self._unused[tried.plan] = 0.0  # one at a time, though the next is launched before it is read
         return tried.plan
 
-    def _possible(self, runner: Runs, batch: int, room: int, ruled: bool) -> list[Option]:
+    def _possible(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> list[Option]:
         """The options without given candidates that are ready and for which there is room, a plain step first; one
         alone where they are not adaptive."""
         rated = self._rated.get((batch, ruled))
@@ -236,7 +240,7 @@ class Learner(Drafter):
 
     def _asked(
         self,
-        runner: Runs,
+        runner: DecodingRunner,
         sequences: Sequence[Drafted],
         room: int,
         ruled: bool,
@@ -263,7 +267,7 @@ class Learner(Drafter):
         return found, best
 
     def _best_given(
-        self, runner: Runs, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
+        self, runner: DecodingRunner, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
     ) -> DraftPlan | None:
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or self._since >= MOST_ROUNDS:
@@ -300,14 +304,14 @@ class Learner(Drafter):
                 return plan if margin > 0.0 else None
         return None
 
-    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
         is_due = any(each.said is not None and each.said.is_due for each in sequences)
         if is_due and self._affords and (len(sequences), False) in self._times:
             self._asked(runner, sequences, room, False, True, False, True)
 
-    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
-        """See `Drafter`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
+    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
+        """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
         if not self.looks_up or not self._affords or (len(sequences), False) not in self._times:
             return False
@@ -316,14 +320,14 @@ class Learner(Drafter):
         return self._asked(runner, sequences, room, False, self._ended, False, True)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
-        """See `Drafter`: whether another round is likely to follow the one under way, and worth it."""
+        """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
         if times is None or not self._affords or self._since >= MOST_ROUNDS:
             return False
         return self.waits_for(times, self._again, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
-        """See `Drafter`. A plain step that begins in a round's place draws the first token of what would have been
+        """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
         times = self._times.get((batch, True))
         if times is None or self._missed or self._current is not None:
@@ -342,7 +346,7 @@ class Learner(Drafter):
     def record(
         self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
     ) -> None:
-        """See `Drafter`. Without rules there is nothing to weigh an always equal plan against."""
+        """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
         batch, takes_given = len(emitted), plan is not None and plan.takes_given
@@ -353,7 +357,7 @@ class Learner(Drafter):
         name = PLAIN if plan is None else plan.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
         if self.own and not takes_given:
-            self._chances[ruled].record(plan, emitted)
+            self._chances[ruled].ended(plan, emitted)
             self._undrafted = self._undrafted + seconds if plan is None else 0.0
             self._unused = {each: unused + seconds for each, unused in self._unused.items()} | {plan: 0.0}
         times = self._times.get(self._latest)
@@ -376,7 +380,7 @@ class Learner(Drafter):
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
-        (batch, ruled), guess = self._latest, CAPTURED if self._ahead else COMPUTED
+        (batch, ruled), guess = self._latest, self._guess
         like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
         plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
         self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
@@ -390,9 +394,7 @@ class Learner(Drafter):
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
         chosen = self._current if by_rate is None else by_rate.plan
-        return reported(
-            options, chosen, batch, DraftingReport(PLAIN, "", dict(self._rounds), self._explored, acceptance)
-        )
+        return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
 
 
 def _risk(times: Seconds, plan: DraftPlan) -> float:

@@ -235,11 +235,9 @@ class HostProposals:
         said = sequence.said
         if said is None or not tokens:
             return
-        if said.proposed is not None and said.proposed.kinds:
+        if said.proposed is not None:
             self._lessons.append((said.proposed, tokens))
             said.proposed = said.proposed.behind(tokens)
-        else:
-            said.proposed = None
         said.news += tokens
         said.quiet -= len(tokens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from edgellm.drafting.acceptance import AcceptanceModel, tree_gain
@@ -66,17 +66,21 @@ class Option(NamedTuple):
 
 
 def reported(
-    options: Sequence[Option], chosen: DraftPlan | None, batch: int, counted: DraftingReport
+    options: Sequence[Option],
+    chosen: DraftPlan | None,
+    batch: int,
+    counted: tuple[dict[str, int], int, dict[str, list[float]]],
 ) -> DraftingReport:
-    """What was counted, with what was chosen of the options, a plain step first, and why."""
+    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, a plain step first, and
+    why."""
     if not options:
-        return replace(counted, reason="nothing was timed yet")
+        return DraftingReport(PLAIN, "nothing was timed yet", *counted)
     ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
     plain = options[0].forecast(batch)
     taken = next((option for option in options if option.plan is chosen), options[0]).forecast(batch)
     best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
     reason = f"{plain}; the best draft, {best}" if taken.name == PLAIN else f"{taken}; {plain}"
-    return replace(counted, chosen=taken.name, reason=reason, forecasts=ranked)
+    return DraftingReport(taken.name, reason, *counted, ranked)
 
 
 class JointTokens:
@@ -106,25 +110,25 @@ class JointTokens:
             self._came = fading * self._came + tokens
 
 
-class Chances:
+class Chances(AcceptanceModel):
     """How far the plans of a draft model should come, by what came of them. Chains, and trees of one shape, have the
     same chances at each depth."""
 
     def __init__(self, plans: Sequence[DraftPlan]) -> None:
         self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
         gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
-        self._model = AcceptanceModel(gains, max((plan.steps for plan in plans), default=0))
+        super().__init__(gains, max((plan.steps for plan in plans), default=0))
 
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int]) -> None:
+    def ended(self, plan: DraftPlan | None, emitted: Sequence[int]) -> None:
         """A step has given tokens: a round of the draft model's own, or (None) another one."""
         if plan is None:
-            self._model.age()
+            self.age()
         else:
-            self._model.record(self._groups[plan], plan.steps, emitted)
+            self.record(self._groups[plan], plan.steps, emitted)
 
     def reaches(self) -> dict[DraftPlan, list[float]]:
         """Of each plan the probabilities that depth 1, 2, ... is accepted."""
-        found, estimates = {}, self._model.estimates()
+        found, estimates = {}, self.estimates()
         for plan, group in self._groups.items():
             reached, reach = 1.0, []
             for probability in estimates[group][: plan.steps]:
@@ -132,10 +136,6 @@ class Chances:
                 reach.append(reached)
             found[plan] = reach
         return found
-
-    def estimates(self) -> dict[str, list[float]]:
-        """See `DraftingReport.acceptance`."""
-        return self._model.estimates()
 
 
 class Account:

@@ -34,6 +34,10 @@ class Guess(NamedTuple):
     level: float
     node: float
 
+    def in_one_pass(self) -> Guess:
+        """For a draft model that proposes all levels in one pass. It has several layers: not measured, two levels'."""
+        return self._replace(once=self.once + 2 * self.level, level=0.0)
+
     def ratio(self, plan: DraftPlan, batch: int) -> float:
         """For a plan in so many sequences."""
         levels = 0 if plan.is_given else plan.steps

@@ -21,6 +21,7 @@ from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, reasonin
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
+from edgellm.tool_calls.harmony import HarmonyReader
 
 #: What finish reasons are called in OpenAI's API; "deadline" and "context" are told beside it, as `stop_reason`.
 FINISH_REASONS = {"stop_string": "stop", "context": "length", "deadline": "length"}
@@ -74,6 +75,8 @@ class AnswerReader:
     @classmethod
     def of(cls, tokenizer: Tokenizer, sequence: DecodingSequence, request: Request) -> AnswerReader:
         """The reader of the answer to a request; a prompt without messages is continued with whatever comes."""
+        if isinstance(sequence.calls, HarmonyReader):
+            return _ChannelReader(tokenizer, sequence.answer, sequence.calls)
         marks = None if request.messages is None else reasoning_marks(tokenizer)
         state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
         shown_ids = () if sequence.calls is None else sequence.calls.shown_ids
@@ -120,6 +123,23 @@ class AnswerReader:
         if shown or self._held is not None:
             self._held = text[len(shown) :]
         return shown
+
+
+class _ChannelReader(AnswerReader):
+    """Of a model that writes in channels: what it thinks is no part of the text."""
+
+    def __init__(self, tokenizer: Tokenizer, answer: OutputText, channels: HarmonyReader) -> None:
+        super().__init__(tokenizer, answer, None, "closed")
+        self._channels, self._thoughts = channels, 0
+
+    def read(self, chunk: Chunk) -> Piece:
+        said = self._channels.said[self._tokens : self._tokens + len(chunk.token_ids)]
+        self._tokens += len(chunk.token_ids)
+        thoughts = self._channels.thoughts[self._thoughts :]
+        self._thoughts += len(thoughts)
+        self.reasoning_tokens = self._channels.thinking_tokens
+        logprobs = tuple(each for each, is_said in zip(chunk.logprobs, said, strict=False) if is_said)
+        return Piece("".join(thoughts), chunk.text, logprobs, chunk.tool_calls)
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:

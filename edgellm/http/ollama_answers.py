@@ -16,6 +16,7 @@ from edgellm.http.ollama import OPTIONS
 from edgellm.requests import Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.structure.reasoning import reasoning_marks
+from edgellm.text.channels import harmony_ids
 from edgellm.tool_calls.calls import ToolCallDelta, joined_deltas
 from edgellm.tool_calls.values import is_object
 
@@ -134,7 +135,7 @@ def model_facts(model: ServedModel, name: str, runtime: SpecDecodeRuntime, conte
         "completion": not config.is_embedding,
         "vision": runtime.directory.vision is not None or config.image_token_id is not None,
         "tools": "tools" in model.template_variables,
-        "thinking": reasoning_marks(tokenizer) is not None,
+        "thinking": reasoning_marks(tokenizer) is not None or harmony_ids(tokenizer) is not None,
     }
     sizes = {
         "context_length": context,

@@ -74,8 +74,8 @@ class ObservedRunner:
 
     def __init__(self, runner: DecodingRunner, observer: Observer) -> None:
         self.base, self.draft, self.backend, self.limits = runner.base, runner.draft, runner.backend, runner.limits
-        self.draft_rows, self.takes_given, self.logits = runner.draft_rows, runner.takes_given, runner.logits
-        self.is_ready, self.planned = runner.is_ready, runner.planned
+        self.takes_given, self.is_ready, self.planned = runner.takes_given, runner.is_ready, runner.planned
+        self.logits = runner.logits
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
@@ -86,10 +86,12 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, lambda: self._runner.start(slot, prompt_ids, reused, *others, **more))
 
-    def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> Any:
-        details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
-        name = DECODE if plan is None else ROUND
-        return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
+    def decode(self, batch: int, *others: Any, **more: Any) -> Any:
+        return self._launch(DECODE, {"sequences": batch}, lambda: self._runner.decode(batch, *others, **more))
+
+    def round(self, batch: int, plan: DraftPlan, *others: Any, **more: Any) -> Any:
+        details = {"sequences": batch, "plan": plan.name}
+        return self._launch(ROUND, details, lambda: self._runner.round(batch, plan, *others, **more))
 
     def begin(self, batch: int) -> StepKey:
         self._end_handling()
@@ -106,7 +108,7 @@ class ObservedRunner:
         self._end_handling()
         with self._observer.host_span(WAIT, step=step):
             found = result.wait()
-        counts = [len(each) for each in found] if isinstance(found, list) else [len(found)]
+        counts = [len(each) for each in found] if isinstance(found, list) else (found >= 0).astype(int).tolist()
         self._handling = self._observer.host_span(TOKENS, step=step, tokens=counts)
         self._handling.__enter__()
         return found

@@ -46,11 +46,10 @@ class SlotSnapshots:
         vision_directory: EngineDirectory | None = None,
     ) -> None:
         """`vision_directory` has the vision encoder, if it is another than the model's own."""
-        draft = runner.draft
         self.store = store
         self._runner, self._backend = runner, runner.backend
-        self._states = {"base": runner.base.states} | ({} if draft is None else {"draft": draft.states})
-        self._has_draft = draft is not None
+        self._states = {"base": runner.base.states, **runner.draft.models}
+        self._has_draft = runner.draft.has_model
         self._checked: WeakSet[Snapshot] = WeakSet()
         self._taken: dict[int, StoredSnapshot] = {}
         self._uploader = Uploader(runner.backend)

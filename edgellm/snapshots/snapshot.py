@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.formats.digests import is_known_finite_content
-from edgellm.engines.formats.safetensors_file import DTYPES, TensorInfo
+from edgellm.engines.formats.safetensors_file import TensorInfo, file_header
 from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.limits import LARGEST_CONTEXT
@@ -47,7 +45,6 @@ NUMPY_DTYPES: dict[str, np.dtype] = STORAGE | {name: np.dtype(name) for name in 
 
 #: How every snapshot's header begins, behind the 8 bytes of its length; damaged files are known by it.
 BEGINNING = json.dumps({"__metadata__": {METADATA_KEY: "{"}}, separators=(",", ":")).encode()[: -len('"}}')]
-_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: The tensors begin at a multiple of it, in bytes.
 _ALIGNMENT = 64
 #: A section is hashed by one thread, and copied in one piece.
@@ -96,8 +93,7 @@ class Snapshot:
 
     `is_verified` says that the content is known to be what was made: it was made here, or agrees with its digest.
     `is_mapped` says that it is a file's memory map rather than `Backend.host_memory`. `prompt` is what the tokens were
-    rendered from, None where that is not known: in format 2, or where they are no system prompt's. `claimed_digest` is
-    what the file says of its content, None of a snapshot that was made here.
+    rendered from, None where that is not known: in format 2, or where they are no system prompt's.
     """
 
     def __init__(
@@ -112,7 +108,6 @@ class Snapshot:
         self.is_mapped = is_mapped
         self.is_verified = not is_mapped
         self._views: dict[str, np.ndarray] = {}
-        self.claimed_digest = self.tensor(DIGEST).tobytes() if is_mapped else None
 
     @classmethod
     def allocate(
@@ -123,29 +118,19 @@ class Snapshot:
         prompt: PromptRecord | None = None,
     ) -> Snapshot:
         """An image with room for `tensors` (dtype, shape), which the caller fills; `allocate(n)` gives [n] uint8."""
-        places, position = {}, 0
         metadata = {METADATA_KEY: canonical_json(plain_values(facts)).decode()}
         if prompt is not None:
             metadata[PROMPT_KEY] = prompt.to_json()
-        header: dict[str, Any] = {"__metadata__": metadata}
         ends = {TOKEN_IDS: ("int32", (facts.tokens,)), DIGEST: ("uint8", (DIGEST_BYTES,))}
-        for name, (dtype, shape) in {**tensors, **ends}.items():
-            nbytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
-            places[name], end = TensorInfo(name, dtype, tuple(shape), Path(), position, nbytes), position + nbytes
-            header[name] = {"dtype": _SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": [position, end]}
-            position = end
-        encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-(len(encoded) + 8) % _ALIGNMENT)
-        encoded = len(encoded).to_bytes(8, "little") + encoded
-        content = allocate(len(encoded) + position)
-        content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        moved = {name: replace(place, offset=place.offset + len(encoded)) for name, place in places.items()}
-        return cls(facts, content, moved, is_mapped=False, prompt=prompt)
+        header, places = file_header(Path(), {**tensors, **ends}, metadata, _ALIGNMENT)
+        content = allocate(places[DIGEST].offset + DIGEST_BYTES)
+        content[: len(header)] = np.frombuffer(header, np.uint8)
+        return cls(facts, content, places, is_mapped=False, prompt=prompt)
 
     def unread(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:
         """Room for the same in memory of its own, to be filled and verified; `allocate(n)` gives [n] uint8."""
         snapshot = Snapshot(self.facts, allocate(self.nbytes), self.places, False, self.prompt)
-        snapshot.is_verified, snapshot.claimed_digest = False, self.claimed_digest
+        snapshot.is_verified = False
         return snapshot
 
     @property
@@ -156,13 +141,12 @@ class Snapshot:
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         """The body, in order: what is before the tensors, and each tensor in pieces of up to 2 MiB (but at least one)
-        of what its first axis counts. Values are not looked at again where a content of the claimed digest was."""
-        is_known = self.claimed_digest is not None and is_known_finite_content(self.claimed_digest.hex())
+        of what its first axis counts."""
         places = sorted((place.offset, name, place) for name, place in self.places.items() if name != DIGEST)
         found = [Section(0, places[0][0])]
         for offset, name, place in places:
             groups = place.shape[0] if place.shape and place.nbytes else 1
-            dtype = place.dtype if place.dtype in STORAGE and not is_known else ""
+            dtype = place.dtype if place.dtype in STORAGE else ""
             each, first = place.nbytes // groups, 0
             while first < groups and place.nbytes:
                 count = min(groups - first, max(1, _SECTION_BYTES // each))

@@ -54,7 +54,7 @@ class StateKeeper:
 
     def __init__(self, runner: DecodingRunner, budget: int = STATE_BUDGET) -> None:
         self._states, self._backend = runner.base.states, runner.backend
-        self._has_draft = runner.draft is not None
+        self._has_draft = runner.draft.has_model
         #: What one state takes, and how many there may be.
         self.size = sum(map(padded_bytes, self._states.recurrent_of_slot(0)))
         self.most = budget // self.size

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, LateEnd, TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
+from edgellm.text.channels import CHANNEL, FINAL, MESSAGE, begins_message, harmony_ids
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ class RuleMaker:
         if structured is not None:
             marks = reasoning_marks(self._tokenizer)
             state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-            if marks is None or state == "closed":
+            channels = harmony_ids(self._tokenizer)
+            if channels is not None and continued is None and begins_message(self._tokenizer, channels, prompt_ids):
+                end = [channels[CHANNEL], *self._tokenizer.encode(FINAL), channels[MESSAGE]]
+                constraints.append(
+                    structured if calls is not None else AfterReasoning(structured, end, self._vocab_size)
+                )
+            elif marks is None or state == "closed":
                 constraints.append(structured)
             else:
                 begin = None if state == "open" else marks.begin

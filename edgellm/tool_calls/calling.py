@@ -13,8 +13,10 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
+from edgellm.text.channels import begins_message, harmony_ids
 from edgellm.tool_calls.calls import ToolChoice
-from edgellm.tool_calls.formats import ToolFormat, taught_format, tool_format
+from edgellm.tool_calls.formats import HARMONY, ToolFormat, taught_format, tool_format
+from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.reader import ToolReader
 from edgellm.tool_calls.values import is_object
 
@@ -67,16 +69,24 @@ class ToolCalling:
         prompt_ids: Sequence[int],
         continued: str | None = None,
         structure: Structure | None = None,
-    ) -> tuple[ToolReader, RulesOfCalls] | tuple[None, None]:
-        """The reader of the answer to a prompt, and what makes its rules; None where no call is to be read of it.
+    ) -> tuple[ToolReader | HarmonyReader, RulesOfCalls | None] | tuple[None, None]:
+        """The reader of the answer to a prompt, and what makes its rules; None where no call is to be read of it, and
+        the model does not write in channels.
 
         `continued` is the text of the message that the model goes on with; an answer that calls nothing has the
         `structure`. Raises RequestError where a call is required of a model whose template teaches none.
         """
-        if choice is None or choice.mode == "none":
+        calls = choice is not None and choice.mode != "none"
+        ids = harmony_ids(self._tokenizer)
+        if ids is not None and (continued is not None or begins_message(self._tokenizer, ids, prompt_ids)):
+            if calls and structure is not None:
+                raise RequestError("this model writes calls and text in channels: ask for a structure, or for tools")
+            reader = HarmonyReader(choice.schemas if choice and calls else {}, ids, in_text=continued is not None)
+            return reader, partial(_harmony, choice, ids) if choice and calls else None
+        if choice is None or not calls:
             return None, None
         found = self.format()
-        if found is None:
+        if found is None or found is HARMONY:  # whose tokens are not there, or whose prompt ends elsewhere
             if choice.mode == "required":
                 raise RequestError(
                     f"tool_choice requires a call, but the chat template of {self._tokenizer.template_origin} shows "
@@ -84,12 +94,12 @@ class ToolCalling:
                 )
             return None, None
         known = ((mark, self._tokenizer.token_to_id(mark)) for mark in found.marks)
-        ids = {mark: token_id for mark, token_id in known if token_id is not None}
-        hidden = self._tokenizer.special_token_ids.intersection(ids.values())
+        own_ids = {mark: token_id for mark, token_id in known if token_id is not None}
+        hidden = self._tokenizer.special_token_ids.intersection(own_ids.values())
         marks = reasoning_marks(self._tokenizer)
         state = reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-        reader = ToolReader(found, choice.schemas, marks, state, hidden, structure is not None)
-        return reader, partial(_constraint, found, choice, ids, structure)
+        own = ToolReader(found, choice.schemas, marks, state, hidden, structure is not None)
+        return own, partial(_constraint, found, choice, own_ids, structure)
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +119,25 @@ def _constraint(
     """The rules; None where a model may call or not, and grammars cannot read its tokenizer."""
     from edgellm.tool_calls.rules import call_constraint  # llguidance is loaded for requests that need it
 
+    tokens = _tokens(choice.mode == "required" or structure is not None, vocabulary)
+    return None if tokens is None else call_constraint(found, choice, tokens, mark_ids, structure)
+
+
+def _harmony(
+    choice: ToolChoice, ids: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
+) -> TokenConstraint | None:
+    """The same of a model that writes in channels."""
+    from edgellm.tool_calls.harmony_rules import harmony_constraint
+
+    tokens = _tokens(choice.mode == "required", vocabulary)
+    return None if tokens is None else harmony_constraint(choice, tokens, ids)
+
+
+def _tokens(are_needed: bool, vocabulary: Callable[[], GrammarVocabulary]) -> GrammarVocabulary | None:
     try:
-        tokens = vocabulary()
+        return vocabulary()
     except RequestError as error:
-        if choice.mode == "required" or structure is not None:
+        if are_needed:
             raise
         logger.warning("calls of tools are not enforced: %s", error)
         return None
-    return call_constraint(found, choice, tokens, mark_ids, structure)

@@ -15,8 +15,8 @@ from edgellm.text.tokenizer import Tokenizer, read_json_object
 from edgellm.tool_calls.values import json_text
 
 #: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
-#: as Python writes it, or tags.
-Body = Literal["object", "list", "named", "python", "tags"]
+#: as Python writes it, tags, or a message of gpt-oss (`edgellm.tool_calls.harmony`).
+Body = Literal["object", "list", "named", "python", "tags", "harmony"]
 #: What calls as tags are made of.
 FUNCTION_TAG, ARGUMENT_TAG, ARGUMENT_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 
@@ -61,6 +61,8 @@ class ToolFormat:
             return f"{name}(", ")"
         if self.body == "tags":
             return f"{FUNCTION_TAG}{name}>\n", FUNCTION_END
+        if self.body == "harmony":
+            return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"
         return (f"{name}[ARGS]", "") if self.body == "named" else (f'{{"name": {json_text(name)}, "{self.key}": ', "}")
 
     def around_argument(self, name: str) -> tuple[str, str]:
@@ -103,6 +105,7 @@ _PYTHON = r"\[look\(at=([\"']cup[\"']|cupr?)\)\]"
 _LLAMA_4 = rf"<\|python_start\|>\s*{_PYTHON}"
 #: Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
 _LFM2 = rf"<\|tool_call_start\|>\s*{_PYTHON}|<\|tool_list_start\|>"
+_HARMONY = r'to=functions\.look<\|channel\|>commentary json<\|message\|>\{\s*"at":\s*"cup"'
 _LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _IN_ORDER = (
     ToolFormat("mistral", "list", "[TOOL_CALLS]", separator=", ", seen=rf"\[TOOL_CALLS\]\s*\[{_ARGUMENTS}"),
@@ -116,12 +119,18 @@ _IN_ORDER = (
 )
 #: By name; the first whose call a template shows is its format.
 FORMATS = {each.name: each for each in _IN_ORDER}
+#: Read and enforced by tokens: see `edgellm.tool_calls.harmony`.
+HARMONY = ToolFormat("harmony", "harmony", "", separator="", seen=_HARMONY)
 
 
 def tool_format(name: str) -> ToolFormat:
     """The format of a name; RequestError for one that is not known."""
+    if name == HARMONY.name:
+        return HARMONY
     if name not in FORMATS:
-        raise RequestError(f"the tool format {shown(name)} is unknown: expected one of {', '.join(FORMATS)}")
+        raise RequestError(
+            f"the tool format {shown(name)} is unknown: expected one of {', '.join([*FORMATS, HARMONY.name])}"
+        )
     return FORMATS[name]
 
 
@@ -143,7 +152,7 @@ def taught_format(template: ChatTemplate, has_token: Callable[[str], bool] = lam
     vocabulary decides: `has_token` says whether a token is there."""
     trials = template.trials(with_tools=True)
     texts = [text for text in trials.calls if text is not None]
-    for each in FORMATS.values():
+    for each in (*FORMATS.values(), HARMONY):
         if any(re.search(each.seen, text) for text in texts):
             return each
     if not any(TOOL["function"]["description"] in text for text in texts) or trials.writes_calls(with_tools=True):

@@ -25,7 +25,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclass
-class _OpenCall:
+class OpenCall:
     """A call whose name is known: it is shown from then on, its arguments as they come, as pieces of JSON text."""
 
     name: str
@@ -61,8 +61,8 @@ class ToolReader(CharacterReader):
         self._reasoning = reasoning
         self._deltas: list[ToolCallDelta] = []
         self._text: list[str] = []
-        self._calls: list[_OpenCall] = []
-        self._open: _OpenCall | None = None
+        self._calls: list[OpenCall] = []
+        self._open: OpenCall | None = None
         #: Why what began like a call stayed text, or is not complete.
         self.error: str | None = None
         self._held: list[str] = []  # whitespace: in front of a call and behind one it is not text
@@ -340,7 +340,7 @@ class ToolReader(CharacterReader):
             raise Broken(f"the answer calls the tool {name[:80]!r}, which the request has not")
         if self._open is not None:
             raise Broken("a call has its name twice")
-        self._open = call = _OpenCall(name)
+        self._open = call = OpenCall(name)
         self._deltas.append(ToolCallDelta(len(self._calls), call.id, name, ""))
         self._calls.append(call)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
 
 #: Of the JSON schemas in the grammar of a request's tools.
-_MOST_BYTES = 2**20
+MOST_GRAMMAR_BYTES = 2**20
 #: A call without a mark begins within so many bytes of an answer, or not at all.
 _OPENING_BYTES = 256
 
@@ -46,7 +46,7 @@ def call_constraint(
         return compiled
     if structure is not None:
         text = vocabulary.constraint_for(structure.grammar_text, structure.name)
-        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.schemas))
+        openings = " | ".join(literal(opening, special_ids) for opening in tool_format.openings(choice.schemas))
         begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
         return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
     names = "|".join(map(re.escape, choice.schemas))
@@ -68,17 +68,17 @@ def call_grammar(
     tool_format: ToolFormat, choice: ToolChoice, special_ids: Mapping[str, int], may_lack_mark: bool = False
 ) -> str:
     """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
-    rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
+    rules, alternatives, size = [], [], Steps("the grammar of the tools", MOST_GRAMMAR_BYTES)
     for number, (name, schema) in enumerate(choice.schemas.items()):
-        head, tail = (_literal(text, special_ids) for text in tool_format.around(name))
+        head, tail = (literal(text, special_ids) for text in tool_format.around(name))
         alternatives.append(f"call_{number}")
         rules.append(f"call_{number}: {head} args_{number} {tail}")
         if tool_format.body in ("tags", "python"):
             rules += _argument_rules(tool_format, number, name, schema, size)
         else:
-            rules.append(f"args_{number}: {_json_rule(schema, {}, size)}")
+            rules.append(f"args_{number}: {json_rule(schema, {}, size)}")
     rules.append(f"call: {' | '.join(alternatives)}")
-    before, begin, separator, end, behind = (_literal(text, special_ids) for text in tool_format.frame)
+    before, begin, separator, end, behind = (literal(text, special_ids) for text in tool_format.frame)
     if may_lack_mark and tool_format.body == "tags":
         begin = f"({begin})?"
     one = f"{begin} call {end}"
@@ -90,13 +90,13 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+def literal(text: str, special_ids: Mapping[str, int]) -> str:
     """A text as grammars have it, in which special tokens stand by their ids; "" for none."""
     pieces = re.split(f"({'|'.join(map(re.escape, special_ids))})", text) if special_ids else [text]
     return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
 
 
-def _json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
+def json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
     """JSON of a schema, with the definitions of the `root` where it refers to some; `size` counts the bytes."""
     text = json.dumps({"x-guidance": json_options(), **schema})
     if "$defs" in root and '"$ref"' in text:
@@ -145,7 +145,7 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
     is_python = tool_format.body == "python"
     if _is_open(schema) and is_python:
         some = f'any_{number}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value_{number}'
-        value = f"value_{number}: {_json_rule({}, {}, size)}"
+        value = f"value_{number}: {json_rule({}, {}, size)}"
         return [f'args_{number}: (any_{number} (", " any_{number})*)?', some, value]
     if _is_open(schema):
         some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
@@ -160,7 +160,7 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
         elif re.fullmatch(r"[^\W\d]\w*", key):
             plain = each if isinstance(each, dict) else {}
             own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
-            rules.append(f"{value}: {own or _json_rule(plain, schema, size)}")
+            rules.append(f"{value}: {own or json_rule(plain, schema, size)}")
         else:
             expected = "expected a name of letters, digits and _"
             raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
@@ -195,7 +195,7 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size
                 "alternatives with bounds out, or use an enum"
             )
         else:
-            rules.append(f"json_{value}_{place}: {_json_rule(each, root, size)}")
+            rules.append(f"json_{value}_{place}: {json_rule(each, root, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
     if not written:
         raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")

@@ -11,7 +11,7 @@ from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.split_engine import between_engines
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.segments import BETWEEN, segment_shapes
@@ -59,6 +59,8 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return "attention between TensorRT's engines is that of tokens which see all before them"
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
+    if isinstance(config, DraftConfig) and config.block is not None:
+        return "the rows of a draft of blocks are written by kernels alone"
     program = model_program(config, shape)
     for step in program.steps:
         if isinstance(step, Experts):
@@ -108,6 +110,8 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
         return "attention within a window"
     if isinstance(config, DecoderConfig) and config.rotates_neighbours:
         return "rotary embeddings of neighbours"
+    if isinstance(config, DraftConfig) and config.block is not None:
+        return "drafts of blocks"
     is_ahead = isinstance(config, DecoderConfig) and looks_ahead(config, shape)
     return "attention of an image's tokens to those behind them" if is_ahead else ""
 

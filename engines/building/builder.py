@@ -43,22 +43,13 @@ from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, c
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
-from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
-from edgellm.engines.directories.engine_directory import (
-    EngineDirectory,
-    ModelSource,
-    adapter_names,
-    described_file_names,
-    write_description,
-)
-from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
+from edgellm.engines.directories.engine_directory import ModelSource, write_description
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
-from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
+from edgellm.engines.formats.digests import FileDigest, copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import is_multimodal
-from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -119,7 +110,7 @@ def build_engine_directory(
     cuda = check_compiler(kernels, cuda) if kernels else None
     vision = None if vision is None else Path(vision)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
-    inputs, known_limits, dtype = _read(
+    inputs, known_limits, dtype = read_build(
         source, draft, adapters or {}, vision, limits, dtype, beyond_trained_context, vocabulary
     )
     try:
@@ -155,42 +146,7 @@ def build_engine_directory(
     return finished(report, started)
 
 
-def describe_in_place(
-    directory: str | Path,
-    limits: EngineLimits | None = None,
-    dtype: str | None = None,
-    attention: str = "auto",
-    beyond_trained_context: bool = False,
-    tool_format: str | None = None,
-) -> EngineDirectory:
-    """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
-
-    A folder `draft` in it is the checkpoint of an EAGLE head, else a head drafts that ships with the model, where
-    `limits` have a draft; a folder `vision` is a vision encoder that was published apart, folders in `lora` are LoRA
-    adapters. `tool_format` names the format of the model's calls. Raises AdapterError, CheckpointError,
-    UnsupportedModelError, and BuildError for limits out of range or a failure to write.
-    """
-    directory = Path(directory)
-    check_settings(dtype, attention)
-    folder, vision = directory / DRAFT_FOLDER, directory / VISION_FOLDER
-    has_folder = folder.exists() and {each.name for each in folder.iterdir()} != {VOCABULARY_FILE}
-    adapters = {name: directory / LORA_FOLDER / name for name in adapter_names(directory)}
-    draft, vision_source = folder if has_folder else None, vision if vision.exists() else None
-    inputs, limits, dtype = _read(directory, draft, adapters, vision_source, limits, dtype, beyond_trained_context)
-    names = described_file_names(directory)
-    for part in filter(None, (vision_source, draft)):
-        names += [f"{part.name}/{name}" for name in described_file_names(part)]
-    names += [f"{LORA_FOLDER}/{name}/{file}" for name in adapters for file in ADAPTER_FILES]
-    files = {name: current_digest(directory / name, trust_memory=False) for name in names}
-    try:
-        files |= write_made_files(inputs, directory, lambda done, total: None)
-        write_description(directory, inputs.description(dtype, attention, limits, files, tool_format))
-    except OSError as error:
-        raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
-    return EngineDirectory.open(directory)
-
-
-def _read(
+def read_build(
     source: Path,
     draft: str | Path | None,
     adapters: Mapping[str, str | Path],
@@ -216,6 +172,8 @@ def _read(
         encoder = read_vision_config(source, vision, config)
     leaves_out = draft is None and asked.get("has_draft") is False
     drafted = None if leaves_out else choose_draft(source, config, draft, known)
+    inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
+    block = 0 if inputs.draft is None or inputs.draft.block is None else inputs.draft.block.size
     limits = known or choose_limits(
         config,
         **asked
@@ -225,10 +183,11 @@ def _read(
             "vision": encoder,
             "is_packed": folder_quantization(source) is not None,
             "is_mtp": drafted == MTP,
+            "draft_block": block,
             "beyond_trained_context": beyond_trained_context,
         },
     )
-    limits = with_window_rows(config, limits)
+    limits = replace(with_window_rows(config, limits), draft_block=block)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
@@ -238,7 +197,7 @@ def _read(
         raise BuildError(
             f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
         )
-    return read_inputs(source, drafted, config, loras, encoder, vision, vocabulary), limits, dtype
+    return inputs, limits, dtype
 
 
 def _has_vision_part(source: Path) -> bool:

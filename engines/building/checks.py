@@ -52,6 +52,8 @@ DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
 #: Published recipes for Qwen3.5 draft chains of 3: the head was made to look one token further, and each guess behind
 #: that rests on its own state. Trees of that depth are there for where they pay.
 MTP_DEFAULTS = {"draft_top_k": 4, "draft_steps": 3, "verify_tree_size": 16}
+#: Of a draft of blocks, all places of which cost one pass: as deep as the block, and a chain that is verified whole.
+BLOCK_TOP_K, BLOCK_LEAST_TREE = 4, 16
 
 #: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with
 #: fused attention 2 MB beside.
@@ -78,12 +80,14 @@ def choose_limits(
     kv_cache: str = KV_CACHES[0],
     is_packed: bool = False,
     is_mtp: bool = False,
+    draft_block: int = 0,
 ) -> EngineLimits:
     """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
     each sequence. `vision` is the model's vision encoder, `kv_cache` one of `KV_CACHES`; `is_packed`: the model has
-    packed weights, as devices have that are short of memory; `is_mtp`: its draft is the head that ships with it.
+    packed weights, as devices have that are short of memory; `is_mtp`: its draft is the head that ships with it;
+    `draft_block` are the tokens of the block that its draft fills in one pass, if it does.
     """
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
@@ -93,13 +97,16 @@ def choose_limits(
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
     asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
     usual = (MTP_DEFAULTS if is_mtp else DRAFT_DEFAULTS) if has_draft else dict.fromkeys(asked, 0)
+    if draft_block:
+        tree = max(BLOCK_LEAST_TREE, draft_block)
+        usual = {"draft_top_k": BLOCK_TOP_K, "draft_steps": draft_block - 1, "verify_tree_size": tree}
     chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in asked.items()}
     batch = 1 if max_batch is None else max_batch
     if max_lora_rank is None:
         max_lora_rank = max(adapter_ranks, default=0)
     if lora_slots is None:
         lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
-    chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
+    chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots, "draft_block": draft_block}
     rows = choose_image_rows(vision, max_image_patches)
     limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
     limits = with_window_rows(config, limits)
@@ -205,6 +212,11 @@ def check_limits(
             raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
         if not has_draft and value != 0:
             raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
+    if limits.draft_block and limits.draft_steps >= limits.draft_block:
+        raise BuildError(
+            f"--draft-steps is {limits.draft_steps}: expected at most {limits.draft_block - 1}, since the draft fills "
+            f"blocks of {limits.draft_block}, the last token of a text included"
+        )
     _check_lora_limits(limits, adapter_ranks)
 
 

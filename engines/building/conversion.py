@@ -40,7 +40,6 @@ Progress = Callable[[str, int, int], None]
 #: Tensors by name: the open file in which each is.
 Tensors = dict[str, TorchFile]
 
-LARGEST_SHARD = 5_000_000_000
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 #: Files that belong to a model beside those that an engine directory takes along.
@@ -75,22 +74,16 @@ class ConversionReport:
 
 
 def convert_checkpoint(
-    source: str | Path,
-    target: str | Path,
-    max_shard_size: int = LARGEST_SHARD,
-    force: bool = False,
-    progress: Progress | None = None,
+    source: str | Path, target: str | Path, force: bool = False, progress: Progress | None = None
 ) -> ConversionReport:
     """Convert a directory or one file of pickled weights into the directory `target`, with the model's other files.
 
     Every tensor is read back and compared by SHA-256 with what was read. With `force` an existing checkpoint is
-    replaced, once the new one is complete; whatever goes wrong, Ctrl-C included, nothing is left behind.
-    `max_shard_size` in bytes. Raises CheckpointError.
+    replaced, once the new one is complete; whatever goes wrong, Ctrl-C included, nothing is left behind. Weights of
+    several files stay in as many. Raises CheckpointError.
     """
     started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     source, target = Path(source), Path(target)
-    if max_shard_size < 1:
-        raise CheckpointError(f"The largest size of a shard is {max_shard_size} bytes: expected at least 1")
     check_checkpoint_places(source, target, force, "converted checkpoint")
     with ExitStack() as stack:
         files, weight_map = _weight_files(source)
@@ -101,14 +94,14 @@ def convert_checkpoint(
         needed = total + sum((source / name).stat().st_size for name in copied)
         check_space(target.parent, needed, CheckpointError, FOR_SPACE)
         try:
-            written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
+            _write(source, target, copied, [dict.fromkeys(file.tensors, file) for file in opened], force, progress)
         except OSError as error:
             raise CheckpointError(
                 f"{target} was not written, and nothing was left behind: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
         dtypes = Counter(file.tensors[name].storage.dtype for name, file in tensors.items())
-        report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
+        report = ConversionReport(target, len(tensors), total, len(opened), dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
     return report
@@ -116,7 +109,7 @@ def convert_checkpoint(
 
 def _write(
     source: Path, target: Path, copied: Sequence[str], shards: list[Tensors], force: bool, progress: Progress
-) -> int:
+) -> None:
     total = sum(file.tensors[tensor].nbytes for shard in shards for tensor, file in shard.items())
     never = threading.Event()
     with StagedDirectory(target) as staged:
@@ -139,7 +132,6 @@ def _write(
         for name, shard in zip(names, shards, strict=True):
             _verify(staged.path / name, shard, digests, advance)
         staged.commit(force)
-    return len(names)
 
 
 def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
@@ -207,19 +199,6 @@ def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) ->
                 f"{listed}. Copy the checkpoint anew from its source"
             )
     return places
-
-
-def _sharded(tensors: Tensors, largest: int) -> list[Tensors]:
-    """The shards in the order of the source; a tensor that is larger than a shard gets one of its own."""
-    shards: list[Tensors] = [{}]
-    size = 0
-    for name, file in tensors.items():
-        if shards[-1] and size + file.tensors[name].nbytes > largest:
-            shards.append({})
-            size = 0
-        shards[-1][name] = file
-        size += file.tensors[name].nbytes
-    return shards
 
 
 def _files_to_copy(source: Path) -> list[str]:

@@ -18,9 +18,10 @@ from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryE
 from edgellm.engines.families.embedding import LAST_TOKEN, MODULES, MODULES_FILE, POOLING_FILE
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
-from edgellm.engines.gguf.architectures import check_draft, model_config
+from edgellm.engines.gguf.architectures import check_draft
 from edgellm.engines.gguf.encoders import image_config, is_encoder_of, takes_images
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json, used_tokens
 
 #: What begins the names of published files that go with a tokenizer.

@@ -32,7 +32,7 @@ from edgellm.engines.directories.engine_parts import (
     is_weight_file,
 )
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig

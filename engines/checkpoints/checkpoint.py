@@ -56,6 +56,8 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bo
 #: Weights of two dimensions that are no linear layer's.
 _TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
 _WEIGHT = ".weight"
+#: What chooses experts.
+_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight")
 
 
 class Checkpoint:
@@ -207,8 +209,9 @@ class Checkpoint:
             return None
         if name in self._layouts:
             return self._layouts[name]
-        if name.startswith("mtp.") and name in self.tensors and self.tensors[name].dtype in STORAGE:
-            return None  # a draft head's that ships with the model: not all who pack a model say that it is dense
+        is_dense = name in self.tensors and self.tensors[name].dtype in STORAGE
+        if is_dense and (name.startswith("mtp.") or name.endswith(_ROUTERS)):
+            return None  # a draft head's that ships with the model, or a router: not all who pack one say that it is
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
@@ -249,8 +252,10 @@ class Checkpoint:
         found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        views = {each: self._typed(each) for each in wanted}
-        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), views.get)
+        # Those of GGUF files may be copies: they are read whenever `read` is called.
+        views = {} if name in self._layouts else {each: self._typed(each) for each in wanted}
+        lookup = self._typed if name in self._layouts else views.get
+        tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
 
         def read() -> StoredWeight:
             try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.formats.tensors import language_model_name
+from edgellm.engines.model.config import LARGEST_EXPERTS
 
 _MLP, _GATE_UP, _DOWN = ".mlp.experts.", ("gate_proj.weight", "up_proj.weight"), ("down_proj.weight",)
 #: How the name of a stack [E, rows, columns] ends; what its experts' names have in that place, and what stands one
@@ -38,21 +39,19 @@ def experts_apart(tensors: Mapping[str, TensorInfo], is_gpt_oss: bool = False) -
     for name, info in tensors.items():
         ending = next((each for each in stacks if name.endswith(each)), "")
         prefix, parts = stacks.get(ending, ("", ("",)))
-        if not prefix or len(info.shape) < 3 or info.shape[1] % len(parts):
+        if not prefix or len(info.shape) < 3 or info.shape[1] % len(parts) or info.shape[0] > LARGEST_EXPERTS:
             found[name] = info  # a stack that does not fit is found to be unknown
             continue
         count, rows, *columns = info.shape
-        shape, nbytes = (rows // len(parts), *columns), info.nbytes // (count * len(parts))
+        shape = (rows // len(parts), *columns)
         turned = is_gpt_oss and name.endswith("_proj")
         if name.endswith("_blocks"):  # of two codes a byte, as one row
             shape = (shape[0], math.prod(columns))
         for place in range(count * len(parts)):
             expert, part = divmod(place, len(parts))
-            own = f"{info.name}[{expert}, {part * shape[0]}:{(part + 1) * shape[0]}]"
-            offset = info.offset + place * nbytes
-            found[f"{name.removesuffix(ending)}{prefix}{expert}.{parts[part]}"] = replace(
-                info, name=own, shape=shape[::-1] if turned else shape, offset=offset, nbytes=nbytes, turned=turned
-            )
+            own = info.part(place, shape, f"{expert}, {part * shape[0]}:{(part + 1) * shape[0]}")
+            own = replace(own, shape=shape[::-1], turned=True) if turned else own
+            found[f"{name.removesuffix(ending)}{prefix}{expert}.{parts[part]}"] = own
     return found
 
 

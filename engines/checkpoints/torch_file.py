@@ -1,9 +1,8 @@
 """Files of `torch.save`, memory-mapped and read without PyTorch and without trust.
 
 Since PyTorch 1.6 such a file is a zip archive: NAME/data.pkl describes the tensors, NAME/data/KEY holds a storage's
-bytes, stored without compression, NAME/byteorder says "little" or "big". Before, it was five pickles (a magic number, a
-protocol version, facts on the machine, the tensors, the keys of the storages), then each storage: its count of elements
-in 8 bytes, and its bytes.
+bytes, stored without compression, NAME/byteorder says "little" or "big". Files of earlier releases, and archives that
+were packed anew with compression, are refused.
 """
 
 from __future__ import annotations
@@ -11,39 +10,23 @@ from __future__ import annotations
 import re
 import struct
 import zipfile
-import zlib
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.torch_pickle import LARGEST_PICKLE, Storage, TensorView, read_pickle
+from edgellm.engines.checkpoints.torch_pickle import LARGEST_PICKLE, TensorView, read_pickle
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, mapped_file
 
-#: The largest entry that is inflated, in bytes: PyTorch compresses none, so that only repacked files have them.
-LARGEST_INFLATED = 256 << 20
 #: What all tensors may take together, as a multiple of what their storages take in the file: tensors that share a
-#: storage are written as copies, and a repacked archive is compressed, zeros to nearly nothing.
+#: storage are written as copies.
 LARGEST_EXPANSION = 16
 
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-_PROTOCOL_VERSION = 1001
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY_NAME = re.compile(r"[^/\\:\x00-\x1f]+(/[^/\\:\x00-\x1f]+)*/?")
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A storage's bytes in the file; `size` is what they take there, `nbytes` what they are inflated."""
-
-    offset: int
-    size: int
-    nbytes: int
-    is_deflated: bool = False
 
 
 class TorchFile:
@@ -53,11 +36,10 @@ class TorchFile:
         """Map the file and check all of it but the values; raises CheckpointError that names file and cause."""
         self.path = path
         self._map, _ = mapped_file(path, "file of PyTorch weights")
-        self._places: dict[str, _Place] = {}
-        self._inflated: tuple[str, np.ndarray] | None = None
+        #: Where a storage's bytes begin in the file, and how many they are, by its key.
+        self._places: dict[str, tuple[int, int]] = {}
         try:
-            value = self._read_archive() if self._map[:4] == _ZIP_START else self._read_legacy()
-            self.tensors, self.left_out = find_state_dictionary(path, value)
+            self.tensors, self.left_out = find_state_dictionary(path, self._read_archive())
             self._check_storages()
         except BaseException:
             self.close()
@@ -86,7 +68,8 @@ class TorchFile:
         storage, item_size = view.storage, view.storage.item_size
         if 0 in view.shape:
             return np.empty(view.shape, f"<u{item_size}")
-        flat = self._bytes_of(storage).view(f"<u{item_size}")[view.offset :]
+        begin, _ = self._places[storage.key]
+        flat = np.frombuffer(self._map, f"<u{item_size}", storage.count, begin)[view.offset :]
         strides = tuple(stride * item_size for stride in view.strides)
         # Strides of dimensions with one element mean nothing and may be of any size.
         strides = tuple(0 if extent == 1 else stride for extent, stride in zip(view.shape, strides, strict=True))
@@ -95,34 +78,18 @@ class TorchFile:
 
     def close(self) -> None:
         """Unmap the file, or leave that to the last view of it that is still in use."""
-        self._inflated = None
         with suppress(BufferError):
             self._map.close()
 
     def _damaged(self, cause: str, advice: str = COPY_AGAIN) -> CheckpointError:
         return CheckpointError(f"{self.path} is not a valid file of PyTorch weights: {cause}. {advice}".rstrip())
 
-    def _bytes_of(self, storage: Storage) -> np.ndarray:
-        place = self._places[storage.key]
-        if not place.is_deflated:
-            return np.frombuffer(self._map, np.uint8, storage.nbytes, place.offset)
-        if self._inflated is None or self._inflated[0] != storage.key:
-            data = self._inflate(place, storage.nbytes, f"storage {storage.key!r}")
-            self._inflated = storage.key, np.frombuffer(data, np.uint8)
-        return self._inflated[1]
-
-    def _inflate(self, place: _Place, size: int, what: str) -> bytes:
-        decompressor = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            data = decompressor.decompress(self._map[place.offset : place.offset + place.size], size + 1)
-        except zlib.error as error:
-            raise self._damaged(f"{what} cannot be decompressed ({error})") from None
-        if len(data) != size:
-            more = "more than" if len(data) > size else f"{len(data):,} of"
-            raise self._damaged(f"{what} inflates to {more} {size:,} bytes")
-        return data
-
     def _read_archive(self) -> Any:
+        if self._map[:4] != _ZIP_START:
+            raise self._damaged(
+                "it is no zip archive, as torch.save writes it since PyTorch 1.6",
+                "Load an older one with PyTorch and save it anew, as safetensors where that can be",
+            )
         entries = self._entries()
         roots = [name[: -len("data.pkl")] for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
         if len(roots) != 1:
@@ -138,7 +105,7 @@ class TorchFile:
                 f"{self.path} has the byte order {order!r}, expected little: save it on such a machine"
             )
         data = self._content(entries, f"{root}data.pkl", LARGEST_PICKLE)
-        value, end = read_pickle(data, 0, len(data), str(self.path))
+        value, end = read_pickle(data, str(self.path))
         if end != len(data):
             raise self._damaged(f"{len(data) - end:,} bytes follow its pickle")
         prefix = f"{root}data/"
@@ -162,7 +129,7 @@ class TorchFile:
             raise self._damaged("its entries overlap", "")
         return entries
 
-    def _place(self, info: zipfile.ZipInfo) -> _Place:
+    def _place(self, info: zipfile.ZipInfo) -> tuple[int, int]:
         name = info.filename
         start = info.header_offset
         if not 0 <= start <= len(self._map) - _LOCAL_HEADER.size - 4:
@@ -173,59 +140,19 @@ class TorchFile:
             raise self._damaged(f"entry {name!r:.80} lies outside the file")
         if info.flag_bits & 1:
             raise self._damaged(f"entry {name!r:.80} is encrypted", "Take the file unencrypted")
-        if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
-            return _Place(offset, info.file_size, info.file_size)
-        if info.compress_type != zipfile.ZIP_DEFLATED:
-            raise self._damaged(f"entry {name!r:.80} is compressed by method {info.compress_type}", "Repack it")
-        if info.file_size > LARGEST_INFLATED:
-            raise CheckpointError(
-                f"{self.path}: entry {name!r:.80} is compressed and said to inflate to {info.file_size:,} bytes, more "
-                f"than {LARGEST_INFLATED:,}. PyTorch compresses nothing: repack the archive without (zip -0)"
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise self._damaged(
+                f"entry {name!r:.80} is compressed, and PyTorch compresses nothing",
+                "Repack the archive without (zip -0)",
             )
-        return _Place(offset, info.compress_size, info.file_size, is_deflated=True)
+        return offset, info.file_size
 
     def _content(self, entries: dict[str, zipfile.ZipInfo], name: str, limit: int) -> bytes:
         info = entries[name]
         if info.file_size > limit:
             raise self._damaged(f"{name} has {info.file_size:,} bytes, at most {limit:,} are read", "")
-        place = self._place(info)
-        if place.is_deflated:
-            return self._inflate(place, info.file_size, name)
-        return self._map[place.offset : place.offset + place.size]
-
-    def _read_legacy(self) -> Any:
-        size, described = len(self._map), str(self.path)
-        if self._map[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-            raise self._damaged("it begins neither as a zip archive nor as a pickle")
-        magic, position = read_pickle(self._map, 0, size, described)
-        if magic != _MAGIC_NUMBER:
-            raise CheckpointError(f"{self.path} is a pickle, but not one that torch.save wrote. Take another file")
-        version, position = read_pickle(self._map, position, size, described)
-        system, position = read_pickle(self._map, position, size, described)
-        little = system.get("little_endian") if type(system) is dict else None
-        if type(version) is not int or version != _PROTOCOL_VERSION or little is not True:
-            raise CheckpointError(
-                f"{self.path} was written by another format or on a big-endian machine: expected protocol "
-                f"{_PROTOCOL_VERSION}, little-endian. Save it anew with PyTorch 1.6 or later"
-            )
-        value, position = read_pickle(self._map, position, size, described)
-        keys, position = read_pickle(self._map, position, size, described)
-        if type(keys) is not list or not all(type(key) is str for key in keys) or len(set(keys)) < len(keys):
-            raise self._damaged("the list of its storages is not a list of different names")
-        storages = {view.storage.key: view.storage for view in _walk(value)}
-        for key in keys:
-            if key not in storages:
-                raise self._damaged(f"storage {key!r:.40} belongs to no tensor, so that its size is unknown", "")
-            if position + 8 > size or (count := struct.unpack_from("<q", self._map, position)[0]) < 0:
-                raise self._damaged(f"it is truncated before storage {key!r:.40}")
-            nbytes, position = count * storages[key].item_size, position + 8
-            if nbytes > size - position:
-                raise self._damaged(f"it is truncated: storage {key!r:.40} takes {nbytes:,} bytes")
-            self._places[key] = _Place(position, nbytes, nbytes)
-            position += nbytes
-        if position != size:
-            raise self._damaged(f"{size - position:,} bytes follow its last storage")
-        return value
+        offset, size = self._place(info)
+        return self._map[offset : offset + size]
 
     def _check_storages(self) -> None:
         total = 0
@@ -233,16 +160,15 @@ class TorchFile:
             storage, place = view.storage, self._places.get(view.storage.key)
             if place is None:
                 raise self._damaged(f"storage {storage.key!r:.40} of tensor {name!r:.80} is missing")
-            if place.nbytes != storage.nbytes:
+            if place[1] != storage.nbytes:
                 elements = f"{storage.count:,} elements of {storage.dtype} take {storage.nbytes:,}"
-                raise self._damaged(f"storage {storage.key!r:.40} has {place.nbytes:,} bytes, {elements}")
+                raise self._damaged(f"storage {storage.key!r:.40} has {place[1]:,} bytes, {elements}")
             total += view.nbytes
-        stored = sum(self._places[key].size for key in {view.storage.key for view in self.tensors.values()})
+        stored = sum(storage.nbytes for storage in {view.storage for view in self.tensors.values()})
         if total > LARGEST_EXPANSION * (stored + 4096):
             raise CheckpointError(
-                f"{self.path}: its tensors would take {total:,} bytes, but only {stored:,} are stored, compressed or "
-                f"not: less than a {LARGEST_EXPANSION}th. Save it anew, uncompressed, and tensors that repeat the same "
-                "values stored once"
+                f"{self.path}: its tensors would take {total:,} bytes, but only {stored:,} are stored: less than a "
+                f"{LARGEST_EXPANSION}th. Save it anew, with tensors that repeat the same values stored once"
             )
 
 

@@ -38,19 +38,19 @@ class _Global(NamedTuple):
     name: str
 
 
-def read_pickle(data: Any, start: int, size: int, described: str) -> tuple[Any, int]:
-    """Run the pickle that begins at `start` of a buffer of `size` bytes; its value and where it ends.
+def read_pickle(data: bytes, described: str) -> tuple[Any, int]:
+    """Run the pickle that `data` begins with; its value and where it ends.
 
     The value consists of dict (keys str and int), list, tuple, str, int, float, bool, None and `TensorView`; it may
     contain itself. Raises CheckpointError, which begins with `described`.
     """
-    machine = _Machine(data, start, min(size, start + LARGEST_PICKLE), described)
+    machine = _Machine(data, described)
     return machine.run(), machine.position
 
 
 class _Machine:
-    def __init__(self, data: Any, start: int, end: int, described: str) -> None:
-        self._data, self.position, self._end = data, start, end
+    def __init__(self, data: bytes, described: str) -> None:
+        self._data, self.position = data, 0
         self._described = described
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
@@ -80,10 +80,10 @@ class _Machine:
 
     def _take(self, count: int) -> bytes:
         begin = self.position
-        if count > self._end - begin:
-            raise self._error(f"its pickle is truncated at byte {begin:,}, or longer than {LARGEST_PICKLE:,} bytes")
+        if count > len(self._data) - begin:
+            raise self._error(f"its pickle is truncated at byte {begin:,}")
         self.position = begin + count
-        return bytes(self._data[begin : self.position])
+        return self._data[begin : self.position]
 
     def _number(self, layout: str) -> Any:
         return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
@@ -91,8 +91,7 @@ class _Machine:
     def _line(self) -> str:
         for length in range(256):  # names of modules and classes
             if self._take(1) == b"\n":
-                line = bytes(self._data[self.position - 1 - length : self.position - 1])
-                return self._decoded(line)
+                return self._decoded(self._data[self.position - 1 - length : self.position - 1])
         raise self._error("its pickle names a global of more than 255 characters")
 
     def _decoded(self, data: bytes) -> str:

@@ -413,8 +413,11 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
+    block = None if draft is None else draft.config.block
     if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
+    if limits.draft_block != (0 if block is None else block.size) or (block and limits.draft_steps >= block.size):
+        raise values.error("'draft' and 'limits' disagree on the block that the draft fills")
     vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
         raise values.error(

@@ -17,6 +17,7 @@ from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_dig
 from edgellm.engines.model.config import (
     CONV_WIDTHS,
     DELTA_PROJECTIONS,
+    DFLASH,
     DRAFT_HEAD,
     EXPERT_SCORES,
     FEATURE_NORMS,
@@ -28,11 +29,13 @@ from edgellm.engines.model.config import (
     NAMINGS,
     POOLINGS,
     DecoderConfig,
+    DraftBlock,
     DraftConfig,
     Mixture,
 )
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
+from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
@@ -129,7 +132,7 @@ class EngineAdapter:
 def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     """The section "draft"."""
     values.refuse_other_keys("config", "files")
-    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture)
+    config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig, mixture=Mixture, block=DraftBlock)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
     files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
@@ -204,6 +207,11 @@ def check_agreement(
         require = partial(_require, own, draft.config)
         for key, name in (("base_embedding", embedding_name(config)), ("base_head", head_weight_name(config))):
             require(getattr(draft.config, key) == name, key, f"expected {name!r}")
+        block = draft.config.block
+        require((block is None) == (draft.config.generation != DFLASH), "generation", f"with {block} as its block")
+        if block is not None:
+            inside = 2 <= block.size <= LARGEST_DRAFT_BLOCK and 0 <= block.mask_token_id < config.vocab_size
+            require(inside, "block", f"expected 2 to {LARGEST_DRAFT_BLOCK} tokens, and a token of the model")
         within = draft.config.draft_vocab_size <= config.vocab_size
         require(within, "draft_vocab_size", f"the model has {config.vocab_size} tokens")
     if vision is not None:

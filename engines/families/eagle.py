@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import filled, read_decoder
-from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
-from edgellm.engines.families.other_drafts import other_draft
+from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.gguf.architectures import ENTERED_UNLESS_USUAL
@@ -43,33 +41,13 @@ _LAYERS: dict[str | None, dict[str, Any]] = {
 CONVENTION_KEY = "eagle_aux_hidden_state_convention"
 _IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 _CONVENTIONS = ("entered", "output")
-_ADVICE = "Take a head that was trained for this very base, with the config.json that was published with it."
-
-
-def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> DraftConfig:
-    """The draft head of a checkpoint, checked whole and against its base.
-
-    Tables that equal the base's are left out, so that the two are shared. Raises UnsupportedModelError where the draft
-    is no EAGLE head or has a feature that is not implemented, else CheckpointError; either lists all problems.
-    """
-    other = other_draft(draft.config, draft.tensors)
-    if other is not None:
-        raise UnsupportedModelError(
-            f"{draft.path} cannot be the draft of {base.path}: {other}. Such drafts cannot be served; heads of "
-            "EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, SpecForge and speculators publish them: take "
-            "one that was trained for this very base, or build without a draft"
-        )
-    reader = DraftReader(draft, base, base_config)
-    config = reader.read()
-    problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
-    if problems or config is None:
-        error = UnsupportedModelError if reader.fields.unsupported else CheckpointError
-        raise error(f"{draft.path} cannot be the draft of {base.path}: {counted(problems)}\n{_ADVICE}")
-    return config
 
 
 class DraftReader:
     """Reads one head; what is wrong with the file lands in `fields`, what does not fit the base in `problems`."""
+
+    #: The layers of its decoder.
+    most_layers = 1
 
     def __init__(self, draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> None:
         self.draft, self.base, self.base_config = draft, base, base_config
@@ -137,7 +115,7 @@ class DraftReader:
             model_type = None
         fields.values = filled(fields.values, _LAYERS[model_type])
         layers = fields.size("num_hidden_layers")
-        if layers > 1:
+        if layers > self.most_layers:
             fields.refuse("num_hidden_layers", layers, "supported are heads of one layer")
         declared = self._declared("qkv_bias")
         if declared is None:
@@ -155,7 +133,7 @@ class DraftReader:
         )
         windows = () if decoder.sliding_window is None else ("sliding_window",)
         far = (FAR_SCALING,) if decoder.scales_far_queries else ()
-        for name in (*windows, *far, *context_bounds(decoder)):
+        for name in dict.fromkeys((*windows, *far, *context_bounds(decoder))):
             fields.unsupported.append(f"{name} is there, supported are heads without it")
         return decoder
 
@@ -208,7 +186,7 @@ class DraftReader:
         found = self.draft.problems(specs, integers)
         if is_first_with_head and shares_head:
             found = [problem for problem in found if not problem.startswith(f"unknown: {DRAFT_HEAD} ")]
-        self.problems += found
+        self.problems += dict.fromkeys(found)  # a tensor may fill several weights
         if not found and config.has_mapping:
             self.problems += self._mapping_problems(config)
         shares_embedding = config.has_embedding and self._equals_base(f"{self.prefix}{DRAFT_EMBEDDING}", EMBEDDING)

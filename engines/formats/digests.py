@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
 from edgellm.kernels.atomic_write import write_atomically
@@ -35,8 +34,6 @@ SMALL_FILE_BYTES = 1 << 20
 #: Files of more bytes are hashed in sections of so many.
 SECTION_BYTES = 64 << 20
 _MOST_THREADS = 16
-#: Reading the list of these takes a tenth of a millisecond.
-_MOST_CONTENTS = 256
 _RECORD_BYTES = 1 << 16
 #: What a record calls digests, by their sections.
 _KINDS = {0: "sha256", SECTION_BYTES: "sections_sha256"}
@@ -126,8 +123,11 @@ class _Record:
 
     @classmethod
     def read(cls, real: Path) -> _Record | None:
-        stored = _stored(_record_path(real))
-        values = stored if isinstance(stored, dict) else {}
+        values = {}
+        with suppress(OSError, ValueError, RecursionError):
+            values = json.loads(ordinary_bytes(_record_path(real), _RECORD_BYTES))
+        if not isinstance(values, dict):
+            return None
         identity, finite = values.get("file"), values.get("finite", [])
         digests = {section: values.get(key) for section, key in _KINDS.items()}
         found = {section: digest for section, digest in digests.items() if isinstance(digest, str)}
@@ -138,19 +138,9 @@ class _Record:
     def write(self, real: Path) -> None:
         """Raises OSError."""
         digests = {_KINDS[section]: digest for section, digest in self.digests.items()}
-        _store(_record_path(real), {"file": self.identity, **digests, "finite": self.finite})
-
-
-def _store(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(value, indent=1).encode())
-
-
-def _stored(path: Path) -> Any:
-    """The value, or None."""
-    with suppress(OSError, ValueError, RecursionError):
-        return json.loads(ordinary_bytes(path, _RECORD_BYTES))
-    return None
+        path = _record_path(real)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps({"file": self.identity, **digests, "finite": self.finite}, indent=1).encode())
 
 
 def recall_digest(path: Path, section: int | None = None) -> FileDigest | None:
@@ -210,20 +200,6 @@ def remember_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) 
         logger.debug("it is not remembered that the values of %s are finite: %s", path, error)
 
 
-def is_known_finite_content(sha256: str) -> bool:
-    """Whether a content with this digest, of whatever kind its values are, was found to have finite ones alone."""
-    return sha256 in _finite_contents()
-
-
-def remember_finite_content(sha256: str) -> None:
-    """Note that a content with this digest has finite values alone; the latest few hundred of them are known."""
-    others = [each for each in _finite_contents() if each != sha256]
-    try:
-        _store(_contents_path(), [*others, sha256][-_MOST_CONTENTS:])
-    except OSError as error:
-        logger.debug("it is not remembered that the values of a content are finite: %s", error)
-
-
 def current_digest(path: Path, trust_memory: bool = True, section: int | None = None) -> FileDigest:
     """The file's digest: remembered where the file is large and unchanged since, else computed and remembered.
 
@@ -246,15 +222,6 @@ def current_digest(path: Path, trust_memory: bool = True, section: int | None = 
 
 def _identity(path: Path, status: os.stat_result) -> dict[str, int | str]:
     return {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
-
-
-def _contents_path() -> Path:
-    return user_cache_directory() / "digests" / "finite_contents.json"
-
-
-def _finite_contents() -> list[str]:
-    stored = _stored(_contents_path())
-    return [each for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
 
 
 def _names_digest(tensors: Iterable[str]) -> str:

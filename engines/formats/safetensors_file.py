@@ -11,9 +11,9 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -67,6 +67,43 @@ class TensorInfo:
     offset: int
     nbytes: int
     turned: bool = False
+
+    def part(self, number: int, shape: tuple[int, ...], rows: str) -> TensorInfo:
+        """The tensor of a `shape` that lies in this one behind `number` others like it; `rows` says where, in words."""
+        size = self.nbytes * math.prod(shape) // max(1, math.prod(self.shape))
+        return replace(self, name=f"{self.name}[{rows}]", shape=shape, offset=self.offset + number * size, nbytes=size)
+
+
+#: Safetensors' name of a dtype by the project's.
+_NAMES = {name: key for key, (name, _) in DTYPES.items()}
+
+
+def element_bytes(dtype: str) -> int:
+    """The bytes of one element of a dtype, by the project's name of it."""
+    return DTYPES[_NAMES[dtype]][1]
+
+
+def file_header(
+    path: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    metadata: Mapping[str, str],
+    alignment: int = _LENGTH_BYTES,
+) -> tuple[bytes, dict[str, TensorInfo]]:
+    """What a file begins with that has these tensors, each of a dtype and a shape, one behind the other, and their
+    places in it; the first begins at a multiple of `alignment` bytes. Raises CheckpointError for more names than a file
+    may have."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    infos, end = list[TensorInfo](), 0
+    for name, (dtype, shape) in tensors.items():
+        infos.append(TensorInfo(name, dtype, tuple(shape), path, end, math.prod(shape) * element_bytes(dtype)))
+        begin, end = end, end + infos[-1].nbytes
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
+    if (size := len(encoded)) > LARGEST_HEADER:
+        raise CheckpointError(f"The names and shapes take {size:,} bytes, safetensors allows {LARGEST_HEADER:,}")
+    places = {info.name: replace(info, offset=_LENGTH_BYTES + size + info.offset) for info in infos}
+    return size.to_bytes(_LENGTH_BYTES, "little") + encoded, places
 
 
 class SafetensorsFile:

@@ -6,19 +6,14 @@ llama.cpp's converter writes down less than was published: what follows from the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import numpy as np
-
 from edgellm.engines.errors import UnsupportedModelError
-from edgellm.engines.formats.gguf_file import GgufFile
-from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.metadata import Metadata
-from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, Gguf
 
 _Config = dict[str, Any]
 
@@ -27,7 +22,8 @@ _Config = dict[str, Any]
 class Architecture:
     """`own` adds to the fields of `config.json` that all have, `model_type` among them. `permuted`: rows of q and k are
     in the order of rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of
-    `unshifted`. `names` are modules that are called otherwise than Llama's.
+    `unshifted`. `names` are modules that are called otherwise than Llama's. With `alternating` rows
+    of gate and up of an expert were published in turn, as one.
     """
 
     own: Callable[[Metadata, _Config], _Config]
@@ -35,39 +31,7 @@ class Architecture:
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-
-
-def model_config(files: Sequence[GgufFile]) -> _Config:
-    """What `config.json` of the model would say; raises UnsupportedModelError for an architecture that the house does
-    not have, and CheckpointError for metadata that is missing or wrong."""
-    metadata = Metadata(files)
-    own = architecture(metadata).own
-    config: _Config = {
-        "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
-        "hidden_size": metadata.whole("embedding_length"),
-        "intermediate_size": metadata.same_in_all("feed_forward_length"),
-        "num_hidden_layers": metadata.count("block_count") - metadata.count("nextn_predict_layers", 0),
-        "num_attention_heads": metadata.same_in_all("attention.head_count"),
-        "num_key_value_heads": metadata.key_value_heads(),
-        "head_dim": metadata.whole("attention.key_length"),
-        "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": not metadata.has("output.weight"),
-        "bos_token_id": metadata.whole("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": end_tokens(metadata) or None,
-        "dtype": _dtype(metadata),
-        "num_experts": metadata.whole("expert_count") or None,
-        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
-        "rope_parameters": _rope(metadata, files),
-        "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
-    }
-    if metadata.flag("attention.causal") is False:
-        raise UnsupportedModelError(f"{metadata.path}: its tokens see later ones, supported is text that is generated")
-    values = metadata.whole("attention.value_length")
-    if values not in (None, config["head_dim"]):
-        raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
-    found = config | own(metadata, config)
-    return {key: value for key, value in found.items() if value is not None or key == "sliding_window"}
+    alternating: bool = False
 
 
 def architecture(metadata: Metadata) -> Architecture:
@@ -94,89 +58,6 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
 #: The convention of a draft's layers: llama.cpp takes them for layers entered, as vLLM does, but its converter writes
 #: down what others name by outputs, too; these are told by being the usual ones.
 ENTERED_UNLESS_USUAL = "entered, unless the usual ones are output"
-
-#: What ends a turn or a text, where files name but one of several such tokens.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-_CONTROL = 3
-
-
-def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer: those that the file names, first, and control tokens that always do."""
-    named = (metadata.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    tokens = metadata.entries("tokenizer.ggml.tokens", str, "texts")
-    kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers")
-    usual = (
-        index
-        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _ENDS
-    )
-    return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
-
-
-def _is_packed(metadata: Metadata) -> bool:
-    return any(info.dtype in PACKED_TYPES for info in metadata.tensors.values())
-
-
-def _dtype(metadata: Metadata, packed: str = "float16") -> str:
-    """The dtype that the model computes in: that of most of its matrices, or what it is where these are `packed`."""
-    sizes: Counter[str] = Counter()
-    for info in metadata.tensors.values():
-        sizes[info.dtype] += info.nbytes if len(info.shape) > 1 else 0
-    most = sizes.most_common(1)[0][0] if sizes else ""
-    return most if most in STORAGE else packed
-
-
-def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
-    """The base and the scaling of the rotary embedding, and the part of a head that is rotated."""
-    base = {"rope_theta": metadata.number("rope.freq_base") or 10000.0}
-    rotated, whole = metadata.whole("rope.dimension_count"), metadata.whole("attention.key_length")
-    if whole is None:
-        whole = (metadata.whole("embedding_length") or 0) // max(1, metadata.same_in_all("attention.head_count") or 0)
-    if rotated and whole:
-        base["partial_rotary_factor"] = rotated / whole
-    long, short = (metadata.values(f"rope_factors_{name}.weight", files) for name in ("long", "short"))
-    if long is not None and short is not None:
-        given: _Config = {
-            "rope_type": "longrope",
-            "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
-            "attention_factor": metadata.number("rope.scaling.attn_factor"),
-            "long_factor": long.reshape(-1).tolist(),
-            "short_factor": short.reshape(-1).tolist(),
-        }
-        return base | {key: value for key, value in given.items() if value is not None}
-    factors = metadata.values("rope_freqs.weight", files)
-    if factors is not None:
-        return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
-    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
-    if kind in (None, "none"):
-        return base
-    scaling = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        scaling |= {
-            "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
-            "attention_factor": metadata.number("rope.scaling.yarn_attn_factor"),
-            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
-            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
-        }
-    return base | {key: value for key, value in scaling.items() if value is not None}
-
-
-#: Where the blend ends in all of Llama's, in rotations within the 8,192 tokens that llama.cpp takes for trained.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-def _by_factors(metadata: Metadata, factors: np.ndarray, theta: float) -> _Config:
-    """The scaling whose frequencies are divided by `factors` [rotary_dim / 2]: Llama 3's, where it is that."""
-    factor, trained = float(factors.max(initial=1)), 8192
-    with np.errstate(all="ignore"):  # what is wrong with them is found where they are used
-        turns = trained * np.float64(theta) ** -(np.arange(len(factors)) / max(1, len(factors))) / (2 * np.pi)
-        kept = np.clip((turns - 1.0) / 3.0, 0, 1)
-        is_llama3 = np.allclose(1 / (kept + (1 - kept) / factor), factors, rtol=1e-5)
-    if is_llama3:
-        return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": trained} | _LLAMA3
-    same = [float(each) for each in factors]
-    given = {"short_factor": same, "long_factor": same, "attention_factor": 1.0}
-    return {"rope_type": "longrope", "original_max_position_embeddings": metadata.whole("context_length")} | given
 
 
 def _has_biases(metadata: Metadata, config: _Config) -> _Config:
@@ -287,7 +168,7 @@ def _smollm3(metadata: Metadata, config: _Config) -> _Config:
 
 def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     """With a window it is OLMo 3, whose scaling of the rotary embedding is that of the layers without one."""
-    found = {"model_type": "olmo2", "dtype": _dtype(metadata, "bfloat16")} | _has_biases(metadata, config)
+    found = {"model_type": "olmo2", "dtype": metadata.dtype("bfloat16")} | _has_biases(metadata, config)
     window, rope = metadata.whole("attention.sliding_window"), config["rope_parameters"]
     if not window:
         return found
@@ -382,6 +263,79 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
     } | _has_biases(metadata, config)
 
 
+#: How scores of experts are made, by llama.cpp's numbers.
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
+
+
+def _mixture(metadata: Metadata, scores: int = _SOFTMAX, scale: float = 1.0) -> _Config:
+    """How many experts each token goes through and how large they are. UnsupportedModelError where the file says of
+    their scores what the architecture's are not."""
+    for key, own in (("expert_gating_func", scores), ("expert_weights_scale", scale), ("expert_group_count", 1)):
+        found = metadata.number(key)
+        if found and found != own:
+            raise UnsupportedModelError(f"{metadata.path}: {key!r} of its experts is {found}, supported is {own}")
+    return {
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+    }
+
+
+def _qwen3moe(metadata: Metadata, config: _Config) -> _Config:
+    dense = (re.fullmatch(r"blk\.(\d{1,4})\.ffn_gate\.weight", name, re.ASCII) for name in metadata.tensors)
+    own = {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": sorted(int(layer[1]) for layer in dense if layer),
+    }
+    return own | _mixture(metadata) | _has_biases(metadata, config)
+
+
+def _qwen35moe(metadata: Metadata, config: _Config) -> _Config:
+    shared = metadata.whole("expert_shared_feed_forward_length")
+    own = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": shared}
+    return _qwen35(metadata, config) | _mixture(metadata) | own
+
+
+def _olmoe(metadata: Metadata, config: _Config) -> _Config:
+    return {"model_type": "olmoe", "norm_topk_prob": False} | _mixture(metadata) | _has_biases(metadata, config)
+
+
+def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
+    """Without an expert that every token goes through, which the family does not have."""
+    if metadata.whole("expert_shared_feed_forward_length"):
+        raise UnsupportedModelError(
+            f"{metadata.path}: it has a shared expert, which models of this architecture do not have here"
+        )
+    return _granite(metadata, config) | _mixture(metadata) | {"model_type": "granitemoe"}
+
+
+def _lfm2moe(metadata: Metadata, config: _Config) -> _Config:
+    scale, dense = metadata.number("expert_weights_scale") or 1.0, metadata.count("leading_dense_block_count", 0)
+    return _lfm2(metadata, config) | {
+        "model_type": "lfm2_moe",
+        "num_dense_layers": dense,
+        "norm_topk_prob": True,
+        "use_expert_bias": metadata.has(f"blk.{dense}.exp_probs_b.bias"),
+        "routed_scaling_factor": scale,
+        **_mixture(metadata, _SIGMOID, scale),
+    }
+
+
+def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
+    """Values go beyond float16. Of its rotary embedding the published files say that bounds are not rounded; the limit
+    of the activation is that of all published models: files do not say it."""
+    rope = config["rope_parameters"]
+    return {
+        "model_type": "gpt_oss",
+        "dtype": metadata.dtype("bfloat16"),
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "rope_parameters": rope | {"truncate": False} if rope.get("rope_type") == "yarn" else rope,
+        **_mixture(metadata, _SOFTMAX_OF_CHOSEN),
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+    } | _has_biases(metadata, config)
+
+
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
@@ -398,6 +352,14 @@ _LFM2_NAMES = {
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate_inp": "feed_forward.gate",
+    "ffn_gate_exps": "feed_forward.experts.*.w1",
+    "ffn_up_exps": "feed_forward.experts.*.w3",
+    "ffn_down_exps": "feed_forward.experts.*.w2",
+}
+_GRANITE_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
 }
 _QWEN35_NAMES = _POST_NORM | {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -417,6 +379,12 @@ _ARCHITECTURES = {
     "qwen3": Architecture(_qwen3),
     "qwen3vl": Architecture(_qwen3),
     "qwen35": Architecture(_qwen35, shifted=True, unshifted=("ssm_norm",), names=_QWEN35_NAMES),
+    "qwen3moe": Architecture(_qwen3moe),
+    "qwen35moe": Architecture(_qwen35moe, shifted=True, unshifted=("ssm_norm",), names=_QWEN35_NAMES),
+    "olmoe": Architecture(_olmoe),
+    "granitemoe": Architecture(_granitemoe, permuted=True, names=_GRANITE_NAMES),
+    "lfm2moe": Architecture(_lfm2moe, names=_LFM2_NAMES),
+    "gpt-oss": Architecture(_gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
     "gemma": Architecture(_gemma, shifted=True),
     "gemma3": Architecture(_gemma3, shifted=True, names=_GEMMA3_NORMS),
     "phi3": Architecture(_phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,7 +24,7 @@ class Change:
 
     The rows of several follow each other; kernels [N, C, H, W] that are `frames` become one [N, C, frames, H, W].
     Several that are not of one type, and with `dense` those of a packed one, become float32. The result has a `shape`
-    of its own, or the one that follows.
+    of its own, or the one that follows. With `mapped` the bytes of the `infos` are views of the file.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -32,6 +34,7 @@ class Change:
     frames: bool = False
     dense: bool = False
     shape: tuple[int, ...] | None = None
+    mapped: bool = False
 
     @property
     def dtype(self) -> str:
@@ -59,14 +62,14 @@ class Change:
             size = math.prod(shape) * STORAGE[self.dtype].itemsize
         return replace(first, name=name, dtype=self.dtype, shape=shape, nbytes=size)
 
-    def read(self, file: GgufFile) -> np.ndarray:
+    def read(self, files: Mapping[Path, GgufFile]) -> np.ndarray:
         """The bytes of the result, uint8; of a packed one without its columns' order. Raises CheckpointError as
         `GgufFile.bytes_of`."""
         if self.frames:
             shape = self.infos[0].shape
-            parts = [self._part(file, info).reshape(*shape[:2], 1, -1) for info in self.infos]
+            parts = [self._part(files[info.file], info).reshape(*shape[:2], 1, -1) for info in self.infos]
             return np.ascontiguousarray(np.concatenate(parts, axis=2)).reshape(-1)
-        own = [self._part(file, info) for info in self.infos]
+        own = [self._part(files[info.file], info) for info in self.infos]
         data = own[0] if len(own) == 1 else np.concatenate(own)
         if self.rows is not None:
             data = data.reshape(self._stored_rows, -1)[self.rows].reshape(-1)
@@ -85,7 +88,7 @@ class Change:
 
     def _part(self, file: GgufFile, info: TensorInfo) -> np.ndarray:
         """The bytes of one tensor, in the dtype of the result."""
-        data = file.bytes_of(info)
+        data = file.view_of(info) if self.mapped else file.bytes_of(info)
         if info.dtype == self.dtype:
             return data
         if info.dtype in PACKED_TYPES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.engines.formats.safetensors_file import TensorInfo, brief
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
+from edgellm.engines.formats.tensors import STORAGE
 
 _SMALL_BYTES = 1 << 16
 _ADVICE = "Take another release of this model, made by llama.cpp's own tools"
@@ -112,6 +114,15 @@ class Metadata:
         if self.get("attention.head_count_kv") is None:
             return self.same_in_all("attention.head_count")
         return max(self.of_layers("attention.head_count_kv"), default=0)
+
+    def dtype(self, packed: str = "float16") -> str:
+        """The dtype that the model computes in: that of most of its matrices, or what it is where these are
+        `packed`."""
+        sizes: Counter[str] = Counter()
+        for info in self.tensors.values():
+            sizes[info.dtype] += info.nbytes if len(info.shape) > 1 else 0
+        most = sizes.most_common(1)[0][0] if sizes else ""
+        return most if most in STORAGE else packed
 
     def has(self, *tensors: str) -> bool:
         """Whether there is a tensor of one of these names."""

@@ -22,6 +22,7 @@ from edgellm.engines.gguf.architectures import Architecture, architecture
 from edgellm.engines.gguf.changes import Change
 from edgellm.engines.gguf.encoders import ENCODERS, encoder_tensors
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.model.config import LARGEST_EXPERTS
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import Layout
 
@@ -43,6 +44,19 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{each}_shexp": f"mlp.shared_expert.{each}_proj" for each in ("gate", "up", "down")},
+}
+#: Stacks of experts [E, rows, columns]; * stands for an expert's number.
+_STACKS = {f"ffn_{each}_exps": f"mlp.experts.*.{each}_proj" for each in ("gate", "up", "down", "gate_up")}
+#: Tensors of a layer that are no module's, or are published without an ending.
+_WHOLE = {
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 #: Of a head for multi-token prediction, which stands behind the last layer.
 _MTP_MODULES = {
@@ -61,7 +75,8 @@ _LAYER = re.compile(r"blk\.(\d{1,4})\.(.+)", re.ASCII)
 class GgufWeights:
     """One GGUF file as part of a checkpoint; see `SafetensorsFile`. `layouts` are those of its packed tensors."""
 
-    def __init__(self, file: GgufFile, changes: Mapping[str, Change]) -> None:
+    def __init__(self, file: GgufFile, files: Sequence[GgufFile], changes: Mapping[str, Change]) -> None:
+        """`files` are all of the model, of which `changes` may read."""
         self.path: Path = file.path
         self.status = file.status
         self.tensors = {name: change.result(name) for name, change in changes.items()}
@@ -71,11 +86,12 @@ class GgufWeights:
             if change.is_packed
         }
         self._file, self._changes = file, changes
+        self._files = {each.path: each for each in files}
 
     def bytes_of(self, info: TensorInfo) -> np.ndarray:
         """The bytes of one of `tensors`, uint8; of a packed one without its columns' order. Raises CheckpointError as
         `GgufFile.bytes_of`."""
-        return self._changes[info.name].read(self._file)
+        return self._changes[info.name].read(self._files)
 
     def close(self) -> None:
         """Close the file."""
@@ -89,15 +105,13 @@ def open_gguf_weights(path: Path) -> list[GgufWeights]:
     try:
         metadata = Metadata(files)
         if metadata.architecture == ENCODERS:
-            return [GgufWeights(file, encoder_tensors(metadata)) for file in files]
+            return [GgufWeights(file, files, encoder_tensors(metadata)) for file in files]
         naming = _Naming(metadata)
-        found = [
-            {name: change for info in file.tensors.values() for name, change in naming.named(info)} for file in files
-        ]
-        names = [name for changes in found for name in changes]
-        if len(set(names)) < sum(len(file.tensors.keys() - set(_UNREAD)) for file in files):
+        found = [[pair for info in file.tensors.values() for pair in naming.named(info)] for file in files]
+        names = [name for pairs in found for name, _ in pairs]
+        if len(set(names)) < len(names):
             raise CheckpointError(f"{path}: two of its tensors are one and the same of the model. {COPY_AGAIN}")
-        return [GgufWeights(file, changes) for file, changes in zip(files, found, strict=True)]
+        return [GgufWeights(file, files, dict(pairs)) for file, pairs in zip(files, found, strict=True)]
     except BaseException:
         for file in files:
             file.close()
@@ -110,7 +124,7 @@ class _Naming:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._architecture: Architecture = architecture(metadata)
-        self._names = {**_MODULES, **self._architecture.names}
+        self._names = {**_MODULES, **_STACKS, **self._architecture.names}
         self._outside = {**_OUTSIDE, **self._architecture.names}
         self._layers = metadata.count("block_count") - metadata.count("nextn_predict_layers", 0)
 
@@ -126,29 +140,76 @@ class _Naming:
             own = module
         else:
             name, own = self._in_layer(int(match[1]), match[2])
+            if own in _STACKS and match[2] not in _WHOLE:
+                return self._of_experts(name, own, kind, info)
         change = self._change(own, kind, info)
-        allowed = ("int64",) if change.values == "offsets" else tuple(STORAGE)
-        if (change.values or len(info.shape) < 2) and info.dtype not in allowed:
+        if change.values or len(info.shape) < 2:
+            self._check_type(info, ("int64",) if change.values == "offsets" else tuple(STORAGE))
+        if own == "attn_qkv" and own not in self._names:
+            return self._parts_of_qkv(name, info)
+        is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(info.shape) == 2
+        # Kernels of convolutions have one input channel; a matrix of one row may have lost that.
+        shape: tuple[int, ...] | None = (info.shape[0], 1, info.shape[1]) if is_kernel else None
+        if own == "ffn_gate_inp_shexp" and len(info.shape) == 1:
+            shape = (1, *info.shape)
+        return ((name, replace(change, shape=shape)),)
+
+    @staticmethod
+    def _check_type(info: TensorInfo, allowed: tuple[str, ...]) -> None:
+        if info.dtype not in allowed:
             raise CheckpointError(
                 f"{info.file}: tensor {info.name!r} has the type {info.dtype}, expected one of {', '.join(allowed)}. "
                 "Take another release of the model"
             )
-        if own == "attn_qkv" and own not in self._names:
-            return self._parts_of_qkv(name, info)
-        is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(info.shape) == 2
-        # Kernels of convolutions have one input channel.
-        return ((name, replace(change, shape=(info.shape[0], 1, info.shape[1]) if is_kernel else None)),)
+
+    def _of_experts(self, name: str, own: str, kind: str, info: TensorInfo) -> Sequence[tuple[str, Change]]:
+        """The matrices of a stack's experts, each a slice of it; where gate and up were published as one in turn, they
+        come with gate, biases too. A stack that does not fit keeps its name, so that it is found to be unknown."""
+        unknown = ((info.name, Change((info,))),)
+        dimensions = {"weight": 3, "bias": 2}.get(kind)
+        if len(info.shape) != dimensions or info.shape[0] > LARGEST_EXPERTS:
+            return unknown
+        count, rows = info.shape[:2]
+        stacks: tuple[TensorInfo, ...] = (info,)
+        parts: tuple[str, ...] = ("",)
+        order: np.ndarray | None = None
+        if self._architecture.alternating and own in ("ffn_gate_exps", "ffn_up_exps"):
+            pair = [self._metadata.tensors.get(info.name.replace(own, f"ffn_{each}_exps")) for each in ("gate", "up")]
+            stacks = tuple(each for each in pair if each is not None and each.shape == info.shape)
+            if len(stacks) < 2:
+                return unknown
+            if own == "ffn_up_exps":
+                return ()
+            order = np.arange(2 * rows).reshape(2, rows).T.reshape(-1)
+            name = name.replace(".gate_proj.", ".gate_up_proj.")
+        elif own == "ffn_gate_up_exps" and rows % 2 == 0:
+            parts, rows = (".gate_proj.", ".up_proj."), rows // 2
+        if kind == "bias":
+            if order is None:
+                return unknown
+            for each in stacks:
+                self._check_type(each, tuple(STORAGE))
+            flat = tuple(replace(each, shape=(count * rows,)) for each in stacks)
+            order = np.arange(2 * count * rows).reshape(2, count * rows).T.reshape(-1)
+            name = f"{name.replace('.*.', '.').removesuffix('.bias')}_bias"
+            return ((name, Change(flat, rows=order, shape=(count, 2 * rows))),)
+        found, shape = [], (rows, info.shape[2])
+        for place in range(count * len(parts)):
+            expert, part = divmod(place, len(parts))
+            words = f"{expert}, {part * rows}:{(part + 1) * rows}"
+            own_infos = tuple(each.part(place, shape, words) for each in stacks)
+            named = name.replace(".*.", f".{expert}.").replace(".gate_up_proj.", parts[part] or ".gate_up_proj.")
+            found.append((named, Change(own_infos, rows=order, mapped=True)))
+        return found
 
     def _in_layer(self, layer: int, inner: str) -> tuple[str, str]:
         """The published name of a layer's tensor, and the module's own in the file."""
-        if inner == "ssm_a":
-            return f"model.layers.{layer}.linear_attn.A_log", inner
-        if inner == "ssm_dt.bias":
-            return f"model.layers.{layer}.linear_attn.dt_bias", "ssm_dt"
         module, _, kind = inner.rpartition(".")
         if layer >= self._layers and module in _MTP_MODULES:
             return f"{_MTP_MODULES[module]}.{kind}", module
         prefix = f"mtp.layers.{layer - self._layers}" if layer >= self._layers else f"model.layers.{layer}"
+        if inner in _WHOLE:
+            return f"{prefix}.{_WHOLE[inner]}", module or inner
         return f"{prefix}.{self._names.get(module, module)}.{kind}", module
 
     def _parts_of_qkv(self, name: str, info: TensorInfo) -> Sequence[tuple[str, Change]]:

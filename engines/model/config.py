@@ -242,12 +242,27 @@ class WeightSpec:
 
 #: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.
 MTP = "mtp"
+#: Drafts of a block of tokens in one pass, as `DraftConfig.generation` has it.
+DFLASH = "dflash"
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.
-GENERATIONS = ("1", "3", "3.1", MTP)
+GENERATIONS = ("1", "3", "3.1", MTP, DFLASH)
 #: How the features are normed before `fc`: not at all, each by its own norm, or all of them by one.
 FEATURE_NORMS = ("none", "each", "whole")
 #: Names of the head's own tables, as the engines take them.
 DRAFT_EMBEDDING, DRAFT_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """The block that a `DFLASH` draft fills in one pass: `size` tokens, the sequence's last one and behind it the
+    token `mask_token_id` in each place that is to be guessed.
+
+    Each token of a block sees the whole block or, where it is `causal` (JetSpec), those before it and itself.
+    """
+
+    size: int
+    mask_token_id: int
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -265,6 +280,9 @@ class DraftConfig:
     `norm_before_residual`: the residual stream is the normed feature. `feed_back_normed`: a propose step takes the
     hidden state after the final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the
     base's image rows as embeddings, else the embedding of the image token.
+
+    A `DFLASH` draft has a `block`, and a `decoder` of several layers, the first of which `layer_prefix` names. Its rows
+    are keys and values of the base's features, each at its own position, so that a text needs no pass of the draft.
     """
 
     generation: str
@@ -282,6 +300,7 @@ class DraftConfig:
     norm_before_residual: bool
     feed_back_normed: bool
     image_embeddings: bool = field(default=True, metadata=ADDED_LATER)
+    block: DraftBlock | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def hidden_size(self) -> int:

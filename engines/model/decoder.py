@@ -103,6 +103,15 @@ class LayerWeights(NamedWeights):
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
+    def key_value_rows(self, index: int, taken: Input, keep: Keep | None) -> list[Step]:
+        """The steps that write keys and values of what is `taken` into the layer's rows; nothing attends."""
+        config, heads, size = self._config, self._config.num_kv_heads, self._config.head_dim
+        parts = {"k_proj": config.kv_size, "v_proj": config.kv_size}
+        linear = self.linear("self_attn.kv_proj", parts, config.hidden_size, config.attention_bias)
+        k_norm = self.norm("self_attn.k_norm", size) if config.qk_norm else None
+        rows = Attention("written", "kv", index, (0, heads, size), 1.0, config.rotary_dim, None, k_norm)
+        return [NormLinear("kv", (taken,), linear, keep=keep), rows]
+
     def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
         hidden, width, bias = self._config.hidden_size, self._config.conv_width, self._config.conv_bias

@@ -1,5 +1,5 @@
-"""The programs of draft heads: EAGLE-1 and 2 (Li et al. 2024), EAGLE-3 (Li et al. 2025) and 3.1, and the heads for
-multi-token prediction that ship inside Qwen3.5's checkpoints (after DeepSeek-AI 2024)."""
+"""The programs of drafts: EAGLE-1 and 2 (Li et al. 2024), EAGLE-3 (Li et al. 2025) and 3.1, the heads for multi-token
+prediction that ship inside Qwen3.5's checkpoints (after DeepSeek-AI 2024), and DFlash (Chen et al. 2026)."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None) -> DraftConfig
 
 
 def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
-    """One step of a head; phases `prefill` and `accept` take the base's features, `propose` what it put out before.
+    """One step of a draft; phases `prefill` and `accept` take the base's features, `propose` what it put out before.
 
     Its outputs are `logits` [B, selected, Vd] float32 and `hidden_states` [B, selected, H], which a propose step takes.
+    Of a draft of blocks see `_context_program` and `_block_program`.
     """
+    if config.block is not None:
+        return (_block_program if shape.phase == "propose" else _context_program)(config, shape)
     hidden, decoder = config.hidden_size, config.decoder
     feature, width = "hidden_states_input", config.feature_size
     if shape.phase == "propose":
@@ -88,23 +91,74 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     steps += layer.attention(0, attended, masks_all=True, keep=keep)
     steps += layer.residual(residual, shape.selected < shape.tokens, mixture=decoder.mixture)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
-    name, rows = config.head_name, config.draft_vocab_size
-    weight = single_weight(name, rows, hidden) if config.has_head else WeightSpec(name, (rows, hidden), ())
     kept = Keep("hidden_states", raw=not config.feed_back_normed)
-    steps.append(NormLinear("logits", (normed,), Linear(name.removesuffix(".weight"), weight), keep=kept))
+    steps.append(NormLinear("logits", (normed,), _head(config), keep=kept))
     outputs: Edge = {
-        "logits": ((shape.batch, shape.selected, rows), "float32"),
+        "logits": ((shape.batch, shape.selected, config.draft_vocab_size), "float32"),
         "hidden_states": ((shape.batch, shape.selected, hidden), "compute"),
     }
     return Program(shape, inputs, tuple(steps), outputs)
 
 
+def _context_program(config: DraftConfig, shape: EngineShape) -> Program:
+    """What takes the base's features into the rows of a draft of blocks: every layer's keys and values of them, all of
+    the same normed fc(features). Nothing attends, and nothing is put out.
+
+    Its key and value weights are those of `_block_program`, which multiplies them with the queries'; there they lie a
+    second time (4 % of a layer of Qwen3-8B's shapes), so that neither step reads rows that it does not need.
+    """
+    hidden, decoder = config.hidden_size, config.decoder
+    own = LayerWeights(decoder, "", config.checkpoint_prefix)
+    fused = own.linear("fc", hidden, config.feature_size, config.fc_bias)
+    steps: list[Step] = [NormLinear("fused", (Input("hidden_states_input"),), fused)]
+    taken, keep = Input("fused", (own.norm("hidden_norm"),)), Keep("context_feature")
+    for index, layer in enumerate(_block_layers(config)):
+        steps += layer.key_value_rows(index, taken, keep if index == 0 and decoder.num_layers > 1 else None)
+        taken = Input("context_feature")
+    inputs: Edge = {
+        "hidden_states_input": ((shape.batch, shape.tokens, config.feature_size), "compute"),
+        "rope_rotary_cos_sin": ((shape.batch, shape.tokens, decoder.rotary_dim), "compute"),
+        "kvcache_start_index": ((shape.batch,), "int32"),
+    }
+    return Program(shape, inputs, tuple(steps), {})
+
+
+def _block_program(config: DraftConfig, shape: EngineShape) -> Program:
+    """One pass of a draft over a block behind the rows of the base's features; `attention_mask` says which of the block
+    each of its tokens sees. Its output are the `logits` [B, selected, Vd] float32 of the places that are guessed."""
+    decoder, value = config.decoder, "inputs_embeds"
+    steps: list[Step] = []
+    for index, layer in enumerate(_block_layers(config)):
+        selects = shape.selected < shape.tokens and index == decoder.num_layers - 1
+        steps += layer.attention(index, (Input(value, (layer.norm("input_layernorm"),)),))
+        steps += layer.residual(value, selects)
+        value = steps[-1].output
+    final = LayerWeights(decoder, "", config.checkpoint_prefix).norm("norm")
+    steps.append(NormLinear("logits", (Input(value, (final,)),), _head(config)))
+    inputs = token_inputs(shape, config.hidden_size, decoder.rotary_dim)
+    outputs: Edge = {"logits": ((shape.batch, shape.selected, config.draft_vocab_size), "float32")}
+    return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
+
+
+def _block_layers(config: DraftConfig) -> list[LayerWeights]:
+    names = [f"layers.{index}." for index in range(config.decoder.num_layers)]
+    return [LayerWeights(config.decoder, name, f"{config.checkpoint_prefix}{name}") for name in names]
+
+
+def _head(config: DraftConfig) -> Linear:
+    """What gives logits: of the draft's own weights, or the base's."""
+    name, shape = config.head_name, (config.draft_vocab_size, config.hidden_size)
+    weight = single_weight(name, *shape) if config.has_head else WeightSpec(name, shape, ())
+    return Linear(name.removesuffix(".weight"), weight)
+
+
 def draft_weights(config: DraftConfig) -> list[WeightSpec]:
-    """Every weight of the head's own, in order of use, named as EAGLE's `layers.0` layout names them."""
+    """Every weight of the draft's own, in order of use, named as EAGLE's `layers.0` layout names them."""
     names = NamedWeights("", config.checkpoint_prefix)
     table = names.weight(DRAFT_EMBEDDING, config.decoder.vocab_size, config.hidden_size)
-    program = draft_program(config, EngineShape("accept", 1, 1, 1, 1, model="draft"))
-    own = [spec for spec in program.weights.values() if spec.parts]
+    shapes = [EngineShape(phase, 1, 1, 1, 1, model="draft") for phase in ("accept", "propose")]
+    weights = {name: spec for shape in shapes for name, spec in draft_program(config, shape).weights.items()}
+    own = [spec for spec in weights.values() if spec.parts]
     return [table, *own] if config.has_embedding else own
 
 

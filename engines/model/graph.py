@@ -189,6 +189,9 @@ class ProgramGraph(Generic[Tensor]):
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values
         heads, kv_heads, size = step.heads
+        if not heads:
+            self._write_rows(step)
+            return
         projected, gate = given[step.value], None
         if step.gated:
             pairs, rest = operations.split(projected, (2 * heads * size, 2 * kv_heads * size), axis=2)
@@ -212,13 +215,8 @@ class ProgramGraph(Generic[Tensor]):
                 rotated = operations.pairs_apart(rotated, step.rotary) if step.neighbours else rotated
                 rotated = operations.rotary_embedding(rotated, self._rotary_rows(step))
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
-        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names[id(step)]
-        keys, values, *scales = (given[name] for name in names)
-        key_scales, value_scales = scales or (None, None)
-        keys = operations.kv_cache_update(keys, key, start, key_scales, step.window is not None)
-        values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
-        for name, tensor in zip(names, (keys, values, *scales), strict=True):
-            operations.output(PRESENT + name, tensor)
+        mask, start = given["attention_mask"], given["kvcache_start_index"]
+        keys, values, *scales = self._update_rows(step, key, value)
         sinks = None if step.sinks is None else self._weights[step.sinks.name]
         if step.looks_ahead:
             seen = given[LAST_SEEN]
@@ -238,6 +236,29 @@ class ProgramGraph(Generic[Tensor]):
         if step.q_norm is None or step.k_norm is None:
             return query, key
         return self._norm(query, step.q_norm), self._norm(key, step.k_norm)
+
+    def _write_rows(self, step: Attention) -> None:
+        """Keys and values of a step without query heads."""
+        operations, kv_heads = self._operations, step.heads[1]
+        both = operations.split_heads(self._values[step.value], 2 * kv_heads)
+        key, value = operations.split(both, (kv_heads, kv_heads), axis=1)
+        if step.k_norm is not None:
+            key = self._norm(key, step.k_norm)
+        self._update_rows(
+            step, operations.rotary_embedding(key, self._rotary_rows(step)) if step.rotary else key, value
+        )
+
+    def _update_rows(self, step: Attention, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """The layer's rows, and their scales if they have such, with new keys and values."""
+        operations, given, names = self._operations, self._values, self._state_names[id(step)]
+        start, wraps = given["kvcache_start_index"], step.window is not None
+        keys, values, *scales = (given[name] for name in names)
+        key_scales, value_scales = scales or (None, None)
+        keys = operations.kv_cache_update(keys, key, start, key_scales, wraps)
+        values = operations.kv_cache_update(values, value, start, value_scales, wraps)
+        for name, tensor in zip(names, (keys, values, *scales), strict=True):
+            operations.output(PRESENT + name, tensor)
+        return keys, values, *scales
 
     def _rotary_rows(self, step: Attention, further: int = 0) -> Tensor:
         """The columns of the rotary rows that the layer takes, or those so many `further` on; cut once for all layers

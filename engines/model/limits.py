@@ -23,6 +23,8 @@ LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
 DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 #: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
 KV_CACHES = ("compute", "int8")
+#: Tokens of the largest block that a draft fills in one pass: the last token of a text, and `draft_steps` guesses.
+LARGEST_DRAFT_BLOCK = DRAFT_RANGES["draft_steps"][1] + 1
 #: Tokens of the largest tree of a base model without a draft: its candidates are given.
 GIVEN_NODES = 32
 #: Tokens of trees of given candidates, where steps are captured.
@@ -91,7 +93,8 @@ class EngineLimits:
     `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
     of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
-    without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
+    without one. `draft_block` are the tokens of the block that a draft fills in one pass (0: it goes on by tokens).
+    With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
     `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
     the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a
@@ -111,6 +114,7 @@ class EngineLimits:
     kv_cache: str = field(default="compute", metadata=ADDED_LATER)
     packed: bool = field(default=False, metadata=ADDED_LATER)
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
+    draft_block: int = field(default=0, metadata=bounded(LARGEST_DRAFT_BLOCK, True))
 
     @property
     def has_lora(self) -> bool:
@@ -131,12 +135,13 @@ class EngineLimits:
     def tree_rows(self) -> int:
         """KV rows beyond the committed ones that a round may write, base or draft, rounded up to 16; 0 without a draft.
 
-        The base writes the verified nodes, `propose` K rows in each step but the first, `accept` the tokens of a round.
+        The base writes the verified nodes, `propose` K rows in each step but the first, or a block, `accept` the tokens
+        of a round.
         """
         if not self.has_draft:
             return 0
-        rows = max(self.verify_sizes[-1], (self.draft_steps - 1) * self.draft_top_k, self.accept_tokens)
-        return _rounded_up(rows, 16)
+        proposed = self.draft_block or (self.draft_steps - 1) * self.draft_top_k
+        return _rounded_up(max(self.verify_sizes[-1], proposed, self.accept_tokens), 16)
 
     @cached_property
     def kv_rows(self) -> int:
@@ -242,8 +247,16 @@ class EngineLimits:
 
     @cached_property
     def propose_widths(self) -> tuple[int, ...]:
-        """Tokens of the propose engines, ascending: a chain's and a tree's. Empty where one step is all."""
+        """The widths of trees that are proposed for as they are, ascending: a chain's and the widest. Empty where one
+        step is all."""
         return tuple(sorted({1, self.draft_top_k})) if self.draft_steps > 1 else ()
+
+    def propose_shapes(self, batch: int, key_range: int) -> list[EngineShape]:
+        """The propose engines, in the order of their tokens: one for each width, or for a block."""
+        if self.draft_block:
+            guesses = self.draft_block - 1
+            return [self.draft_shape("propose", batch, self.draft_block, key_range, guesses)]
+        return [self.draft_shape("propose", batch, width, key_range, width) for width in self.propose_widths]
 
     @cached_property
     def accept_tokens(self) -> int:
@@ -281,7 +294,7 @@ class EngineLimits:
         for batch, rows in product(self.batches, self.tree_key_ranges):
             shapes += [self.base_shape("verify", batch, size, rows, size) for size in self.verify_sizes]
             shapes.append(self.draft_shape("accept", batch, self.accept_tokens, rows))
-            shapes += [self.draft_shape("propose", batch, width, rows, width) for width in self.propose_widths]
+            shapes += self.propose_shapes(batch, rows)
         return shapes + [self.draft_shape("prefill", 1, *chunk) for chunk in chunks]
 
 

@@ -141,10 +141,10 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     """What a draft adds; a tree's tokens, features, masks and logits exist for every slot at once."""
     item, wide, slots = ITEM_SIZES[dtype], ITEM_SIZES["float32"], limits.max_batch
     hidden, feature, nodes = draft.hidden_size, draft.feature_size, limits.verify_sizes[-1]
-    inputs = feature + hidden + draft.decoder.rotary_dim
-    rows = limits.prefill_chunk + slots * (nodes + limits.draft_top_k + 2 * limits.accept_tokens)
-    masks = slots * (nodes + limits.draft_top_k + limits.accept_tokens) * limits.tree_key_ranges[-1]
-    logits = 2 * nodes * draft.decoder.vocab_size + (limits.draft_top_k + 1) * draft.draft_vocab_size
+    inputs, proposed = feature + hidden + draft.decoder.rotary_dim, max(limits.draft_top_k, limits.draft_block)
+    rows = limits.prefill_chunk + slots * (nodes + proposed + 2 * limits.accept_tokens)
+    masks = slots * (nodes + proposed + limits.accept_tokens) * limits.tree_key_ranges[-1]
+    logits = 2 * nodes * draft.decoder.vocab_size + (proposed + 1) * draft.draft_vocab_size
     rotary = limits.kv_rows * draft.decoder.rotary_dim
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)

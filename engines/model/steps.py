@@ -305,7 +305,8 @@ class Attention(Step):
     head that take part in its softmax beside those of keys, and have no value. Queries take columns of the rotary rows
     that are `query_columns` further on than those of keys. Element j of the rotated part is paired with that half of
     the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
-    were halves. With `norms_behind` the norms stand behind the rotation.
+    were halves. With `norms_behind` the norms stand behind the rotation. Without query heads (n is 0) rows are written,
+    and nothing is put out.
     """
 
     value: str = field(metadata=READS)

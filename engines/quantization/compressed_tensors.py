@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor): packed integers, 8-bit floats and NVFP4, by groups of targets.
+"""compressed-tensors (llm-compressor): packed integers, 8-bit floats, NVFP4 and MXFP4, by groups of targets.
 
 https://github.com/vllm-project/compressed-tensors
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.quantization.floats import Fp8Layout, Nvfp4Layout
+from edgellm.engines.quantization.floats import Fp8Layout, Mxfp4Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import (
     FLOATS,
     WORDS,
@@ -28,14 +28,15 @@ from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 _CLASS = "Linear"
 _UNREAD = {
     "int-quantized": "8-bit integers with 8-bit activations (W8A8)",
-    "mxfp4-pack-quantized": "MXFP4",
     "mxfp6-pack-quantized": "MXFP6",
     "mxfp8-quantized": "MXFP8",
     "marlin-24": "sparse weights",
     "sparse-24-bitmask": "sparse weights",
     "sparse-bitmask": "sparse weights",
 }
-_ADVICE = "Take a release with weights in pack-quantized, float-quantized or nvfp4-pack-quantized, or the dense one"
+_ADVICE = (
+    "Take a release with weights in pack-quantized, float-quantized, nvfp4- or mxfp4-pack-quantized, or the dense one"
+)
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,11 @@ def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
             raise weights.refused("group_size", "16", _ADVICE)
         # The package multiplies in float32 and rounds to bfloat16, whatever the model's dtype is.
         return Nvfp4Layout("NVFP4", "weight_packed", "weight_global_scale", divides=True, dtype="bfloat16")
+    if bits == 4 and strategy == "group" and kind == "mxfp4-pack-quantized":
+        if group_size != 32:
+            raise weights.refused("group_size", "32", _ADVICE)
+        return Mxfp4Layout("weight_packed", "weight_scale")
     if bits == 8 and strategy in ("tensor", "channel", "block") and kind in ("float-quantized", "naive-quantized"):
         block = weights.block("block_structure") if strategy == "block" else (1, 1)
         return Fp8Layout("float-quantized", strategy, block)
-    raise weights.refused("num_bits", f"8-bit or NVFP4 floats; found {strategy!r} in {kind!r}", _ADVICE)
+    raise weights.refused("num_bits", f"8-bit, NVFP4 or MXFP4 floats; found {strategy!r} in {kind!r}", _ADVICE)

@@ -107,26 +107,27 @@ class Nvfp4Layout(Layout):
 
 @dataclass(frozen=True)
 class Mxfp4Layout(Layout):
-    """`weight_blocks` uint8 [N, K / 2], of each byte the low half first; `weight_scales` [N, K / 32], exponents of two
+    """`codes` uint8 [N, K / 2], of each byte the low half first; `scale_tensor` uint8 [N, K / 32], exponents of two
     that count from 127."""
 
+    codes: str
+    scale_tensor: str
     name: str = "MXFP4"
     group: int = 32
-    scale_tensor = "weight_scales"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
         return {
-            "weight_blocks": Stored.of((rows, columns // 2), "uint8"),
-            "weight_scales": Stored.of((rows, columns // self.group), "uint8"),
+            self.codes: Stored.of((rows, columns // 2), "uint8"),
+            self.scale_tensor: Stored.of((rows, columns // self.group), "uint8"),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
         return WeightFormat("fp4", self.group, False, "float32", scaling="powers")
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        exponents = tensors.integers("weight_scales")
-        tensors.check("weight_scales", exponents < 255, exponents, "exponents below 255, which is NaN")
-        codes = StoredCodes(tensors.integers("weight_blocks"), "rows", 4, tensors.shape)
+        exponents = tensors.integers(self.scale_tensor)
+        tensors.check(self.scale_tensor, exponents < 255, exponents, "exponents below 255, which is NaN")
+        codes = StoredCodes(tensors.integers(self.codes), "rows", 4, tensors.shape)
         scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
         return StoredWeight(self.format(""), (codes,), scales.astype(np.float32))
 
@@ -138,7 +139,7 @@ class Mxfp4(Quantization):
 
     def __init__(self, settings: Settings, dtype: str) -> None:
         settings.choice("dequantize", (False,), False)
-        self._layout = Mxfp4Layout()
+        self._layout = Mxfp4Layout("weight_blocks", "weight_scales")
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """See `Quantization`."""

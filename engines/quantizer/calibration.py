@@ -24,6 +24,8 @@ from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 
 #: Of the rows that a linear layer takes, so many are kept to compute errors of outputs with.
 _SAMPLED = 512
+#: The same of the linear layers of each expert, of which there are many.
+_SAMPLED_OF_EXPERT = 128
 
 
 class CalibrationRows:
@@ -58,16 +60,23 @@ class CalibrationRows:
         return sum(map(len, self.texts))
 
     def observe_layer(self, index: int, weights: Mapping[str, np.ndarray]) -> dict[str, InputStatistics]:
-        """Pass layer `index`, and say what each of its linear layers took, by the linear layer's name."""
+        """Pass layer `index`, and say what each of its linear layers took, by the linear layer's name; of a mixture
+        those of the experts that any row chose."""
         observed: dict[str, Observation] = {}
         names = {id(array): name.removesuffix(".weight") for name, array in weights.items()}
-        chosen = np.linspace(0, self.count - 1, min(_SAMPLED, self.count)).astype(np.int64)
+        mixture = self._config.mixture_of(index)
+        # An expert's rows are a share of all: of those that most get, as many are kept as below.
+        share = 1 if mixture is None else mixture.chosen / mixture.experts
+        kept, kept_of_expert = (
+            np.linspace(0, self.count - 1, min(int(most / part), self.count)).astype(np.int64)
+            for most, part in ((_SAMPLED, 1), (_SAMPLED_OF_EXPERT, share))
+        )
 
         def observe(weight: np.ndarray, inputs: np.ndarray) -> None:
             name = names[id(weight)]
             if name not in observed:
                 observed[name] = self._arithmetic.observation(weight.shape[1], *self._observed)
-            own = chosen - observed[name].count
+            own = (kept_of_expert if ".experts." in name else kept) - observed[name].count
             observed[name].add(inputs, own[(own >= 0) & (own < len(inputs))])
 
         self.pass_layer(index, weights, observe)

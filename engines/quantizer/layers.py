@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
+from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.formats.tensors import STORAGE
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import DecoderConfig, WeightSpec
 from edgellm.engines.model.program import Program, single_weight
-from edgellm.engines.model.steps import Linear
+from edgellm.engines.model.steps import Experts, Linear
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
-from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
+from edgellm.engines.quantizer.calibration import layer_program
+from edgellm.engines.quantizer.scaling import expert_linears, experts_apart, foldings, scale_norm, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -26,9 +29,70 @@ DENSE_PARTS = (".linear_attn.in_proj_b.weight", ".linear_attn.in_proj_a.weight")
 DENSE_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"
 
 
-def linears(program: Program) -> list[Linear]:
-    """The linear layers of a program, in order of use."""
-    return [step.multiplies for step in program.steps if step.multiplies is not None]
+def linears(program: Program, experts: int | None = None) -> list[Linear]:
+    """The linear layers of a program that are quantized, in order of use; of a mixture those of the first so many
+    `experts`, by default of all."""
+    found: list[Linear] = []
+    for step in program.steps:
+        if isinstance(step, Experts):
+            found += [linear for pair in expert_linears(step)[:experts] for linear in pair] + list(step.shared[:2])
+        elif step.multiplies is not None:
+            found.append(step.multiplies)
+    return found
+
+
+def experts_of(program: Program) -> list[tuple[Linear, Linear]]:
+    """`expert_linears` of the mixture in a layer; none where it has none."""
+    return [pair for step in program.steps if isinstance(step, Experts) for pair in expert_linears(step)]
+
+
+def router_patterns(config: DecoderConfig) -> list[str]:
+    """Patterns, as compressed-tensors matches them, of what chooses experts and stays dense."""
+    steps = [step for index in range(config.num_layers) for step in layer_program(config, index, 1).steps]
+    layers = [each for step in steps if isinstance(step, Experts) for each in (step.router, *step.shared[2:])]
+    modules = (linear.weight.parts[0][0].removesuffix(".weight") for linear in layers)
+    return [f"re:.*{each}$" for each in dict.fromkeys(name.split(".", 3)[3].replace(".", "[.]") for name in modules)]
+
+
+def layer_specs(program: Program) -> list[WeightSpec]:
+    """The weights of a layer, each expert's by itself."""
+    return [each for spec in program.weights.values() for each in (experts_apart(spec) if spec.experts else [spec])]
+
+
+class _ExpertArrays:
+    """What a step reads experts from: the arrays of `weights` by the names that `experts_apart` gives them."""
+
+    def __init__(self, weights: Mapping[str, Any], spec: WeightSpec) -> None:
+        self._weights, self._names, self.shape = weights, [each.name for each in experts_apart(spec)], spec.shape
+
+    def of(self, expert: int) -> np.ndarray:
+        """The matrix [N, K] of one expert, float32."""
+        return self._weights[self._names[expert]]
+
+
+def layer_weights(checkpoint: Checkpoint, program: Program) -> dict[str, Any]:
+    """The weights of a layer, float32 by the names of `layer_specs`, and what its program takes."""
+    weights = load_numpy_weights(checkpoint, list(program.weights.values()))
+    for spec in [each for each in program.weights.values() if each.experts]:
+        matrices = weights[spec.name]
+        for expert, own in enumerate(experts_apart(spec)):
+            weights[own.name] = np.require(matrices.of(expert), requirements="W")
+        weights[spec.name] = _ExpertArrays(weights, spec)
+    return weights
+
+
+def published_name(name: str, info: TensorInfo) -> str:
+    """What a tensor is called where it is written: as published, or where that is a slice of a stack of experts, as if
+    these had a tensor each."""
+    stack, bracket, _ = info.name.partition("[")
+    if not bracket:
+        return info.name
+    return stack[: stack.index("layers.")] + name[name.index("layers.") :]
+
+
+def is_eagle_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head's, not a language model's."""
+    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
 
 
 def scale_layer(
@@ -48,7 +112,7 @@ def scale_layer(
     chosen = {
         linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format, arithmetic)
         for linear in linears(program)
-        if linear.name in places
+        if linear.name in places and linear.name in seen
     }
     for name, scales in chosen.items():
         place = places[name]
@@ -76,18 +140,18 @@ def layer_tensors(
     `quantize` makes it of the linear layer's name and weight, `DENSE_PARTS`, norms and biases in their own dtype."""
     packed = {linear.weight.name: linear for linear in linears(program)}
     tensors: dict[str, StoredTensor] = {}
-    for spec in program.weights.values():
+    for spec in layer_specs(program):
         whole = quantize(packed[spec.name].name, weights[spec.name]) if spec.name in packed else None
         for name, part in _parts(spec):
             info = checkpoint.info(name)
             if whole is None or name.endswith(DENSE_PARTS):
                 values = converted(info, weights[spec.name][part], info.dtype, source="float32")
                 elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
-                tensors[info.name] = StoredTensor(info.dtype, elements)
+                tensors[published_name(name, info)] = StoredTensor(info.dtype, elements)
             else:
                 zeros = None if whole.zeros is None else whole.zeros[part]
                 own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
-                tensors |= packed_tensors(info.name.removesuffix(".weight"), own)
+                tensors |= packed_tensors(published_name(name, info).removesuffix(".weight"), own)
     return tensors
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
+import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
-from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.embedding import checkpoint_decoder_config
@@ -38,12 +37,18 @@ from edgellm.engines.quantizer.feedback import quantize_in_turn
 from edgellm.engines.quantizer.layers import (
     DENSE_PARTS,
     DENSE_PATTERN,
+    experts_of,
     head_shapes,
+    is_eagle_head,
+    layer_specs,
     layer_tensors,
-    linears,
+    layer_weights,
     packed_linears,
+    published_name,
+    router_patterns,
     scale_layer,
 )
+from edgellm.engines.quantizer.options import QuantizationOptions, check_groups, check_options, columns_of
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
 from edgellm.engines.quantizer.written_layout import (
@@ -55,35 +60,19 @@ from edgellm.engines.quantizer.written_layout import (
     write_json,
     write_tensors,
 )
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
 
-METHODS = ("awq", "gptq", "rtn")
-GROUP_SIZES = (128, 64, 32)
+#: Under which a file of a layer says how many tokens chose each expert.
+EXPERTS_CHOSEN = "experts_chosen"
 #: How many tokens of a calibration text are taken.
 LONGEST_TEXT = 512
 #: What is copied beside weights and config.json: endings and beginnings of names.
 _COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
 _COPIED_BEGINNINGS = ("LICENSE", "NOTICE", "USE_POLICY")
 _COPY_AGAIN = "Copy it from the checkpoint's source"
-
-
-@dataclass(frozen=True)
-class QuantizationOptions:
-    """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
-    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not; "gptq" does
-    and rounds columns in turn."""
-
-    bits: int = 4
-    group_size: int | None = 128
-    symmetric: bool = True
-    method: str = "awq"
-
-    def format(self, dtype: str) -> WeightFormat:
-        """The weights' format where the checkpoint has the dtype."""
-        return WeightFormat("int4" if self.bits == 4 else "int8", self.group_size, not self.symmetric, dtype)
 
 
 @dataclass
@@ -100,6 +89,8 @@ class QuantizationReport:
     tokens: int
     copied: Sequence[str] = field(default=())
     seconds: float = 0.0
+    #: How many tokens of the texts chose each expert, by the layer's number.
+    chosen: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 def quantize_checkpoint(
@@ -142,11 +133,6 @@ def quantize_checkpoint(
     return report
 
 
-def is_eagle_head(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an EAGLE head's, not a language model's."""
-    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
-
-
 def refuse_quantized(source: Path) -> None:
     """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
     path = source / "config.json"
@@ -177,10 +163,10 @@ def _quantize_head(
             f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
             "has no texts for it. Take --method rtn"
         )
-    _check_options(options, ())
+    check_options(options, ())
     format = options.format(checkpoint.dtype or "float16")
     shapes = head_shapes(checkpoint)
-    _check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
+    check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
     done, count = itertools.count(1), len(shapes)
     progress("layers", 0, count)
     tensors = packed_linears(checkpoint, shapes, format, lambda rows: progress("layers", next(done), count), arithmetic)
@@ -198,15 +184,15 @@ def _quantize_model(
     arithmetic: Arithmetic,
 ) -> QuantizationReport:
     """A language model, layer by layer."""
-    _check_options(options, texts)
+    check_options(options, texts)
     config = checkpoint_decoder_config(checkpoint)
-    if config.mixture is not None:
+    if config.mixture is not None and config.mixture.limit:
         raise CheckpointError(
-            f"{checkpoint.path} is a mixture of experts, which is not quantized here so far. Take a release of the "
-            "model with packed weights"
+            f"{checkpoint.path}: gate and up of its experts are one tensor in turn, for which no packed layout of "
+            "integers is known that others read. Take the published release, whose experts are in MXFP4"
         )
     checkpoint.check(decoder_weights(config), unread_tensors(config))
-    _check_groups(_columns(config), options)
+    check_groups(columns_of(config), options)
     longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
     texts = [text[:longest] for text in texts if len(text) > 0]
     check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
@@ -238,12 +224,14 @@ def _quantize_layers(
         rows = CalibrationRows(config, checkpoint, texts, options.group_size, arithmetic, options.method == "gptq")
     for index in due if rows is None else range(due[-1] + 1):
         program = layer_program(config, index, 1)
-        weights = load_numpy_weights(checkpoint, list(program.weights.values()))
+        weights = layer_weights(checkpoint, program)
         if rows is not None and index not in due:
             rows.pass_layer(index, weights)
             continue
         seen = {} if rows is None else rows.observe_layer(index, weights)
-        work.write(index, _quantized(checkpoint, program, weights, seen, options, arithmetic))
+        counts = [seen[linear.name].rows if linear.name in seen else 0 for linear, _ in experts_of(program)]
+        metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
+        work.write(index, _quantized(checkpoint, program, weights, seen, options, arithmetic), metadata)
         done += 1
         progress("layers", done, count)
     return count - len(due)
@@ -258,15 +246,17 @@ def _quantized(
     arithmetic: Arithmetic,
 ) -> dict[str, StoredTensor]:
     """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
-    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in layer_specs(program)}
     format = options.format(checkpoint.dtype or "float16")
     if options.method != "rtn":
         seen = scale_layer(program, weights, seen, format, dtypes, arithmetic)
 
     def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+        if name not in seen:  # without texts, or an expert that none of them reached
+            return arithmetic.quantize_rows(weight, format)
         if options.method == "gptq":
             return quantize_in_turn(weight, format, seen.pop(name), arithmetic)
-        return arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+        return arithmetic.quantize_rows(weight, format, seen[name].factors)
 
     return layer_tensors(checkpoint, program, weights, quantize)
 
@@ -284,20 +274,23 @@ def _assemble(
     """The directory: a file of `tensors` and of those of the checkpoint that are not `done`, one for each of the files
     `layers`, with an index of all, and the source's other files."""
     others = {
-        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        published_name(name, info): StoredTensor(info.dtype, _elements(checkpoint, name))
         for name, info in checkpoint.tensors.items()
         if name not in done
     }
     names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
     weight_map: dict[str, str] = {}
+    chosen: dict[int, list[int]] = {}
     size = 0
     with StagedDirectory(target) as staged:
         copied = _copy_others(checkpoint.path, staged.path)
         write_tensors(staged.path / names[0], others | tensors)
         for layer, name in zip(layers, names[1:], strict=True):
             _link(layer, staged.path / name)
-        for name in names:
+        for number, name in enumerate(names):
             file = SafetensorsFile(staged.path / name)
+            if EXPERTS_CHOSEN in (file.metadata or {}):
+                chosen[number - 1] = json.loads(file.metadata[EXPERTS_CHOSEN])
             weight_map |= dict.fromkeys(file.tensors, name)
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
@@ -306,7 +299,7 @@ def _assemble(
         settings = quantization_config(options.format(checkpoint.dtype or "float16"), ignored)
         write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
         staged.commit(force)
-    return QuantizationReport(target, options, len(done), 0, _total_bytes(checkpoint), size, 0, copied)
+    return QuantizationReport(target, options, len(done), 0, _total_bytes(checkpoint), size, 0, copied, chosen=chosen)
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
@@ -326,7 +319,7 @@ def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
     heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
     patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
     dense = [DENSE_PATTERN] if any(name.endswith(DENSE_PARTS) for name in published) else []
-    return ["lm_head", *patterns, *dense]
+    return ["lm_head", *patterns, *dense, *router_patterns(config)]
 
 
 def _copy_others(source: Path, folder: Path) -> list[str]:
@@ -355,60 +348,3 @@ def _link(path: Path, target: Path) -> None:
 
 def _total_bytes(checkpoint: Checkpoint) -> int:
     return sum(info.nbytes for info in checkpoint.tensors.values())
-
-
-def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]]) -> None:
-    if options.bits not in (4, 8):
-        raise CheckpointError(f"Weights of {options.bits} bits were asked for: expected 4 or 8")
-    if options.bits == 4 and options.group_size not in GROUP_SIZES:
-        raise CheckpointError(
-            f"Groups of {options.group_size} were asked for: expected {', '.join(map(str, reversed(GROUP_SIZES)))}"
-        )
-    if options.bits == 8 and options.group_size is not None:
-        raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
-    if options.method not in METHODS:
-        raise CheckpointError(f"The method is {options.method!r}: expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-    if options.method != "rtn" and not any(len(text) for text in texts):
-        raise CheckpointError(f"The method {options.method} needs calibration texts, and there are none")
-
-
-def largest_group(source: Path) -> int | None:
-    """The largest of `GROUP_SIZES` that divides the columns of all linear layers which are quantized of a checkpoint;
-    None where none does. Raises CheckpointError and UnsupportedModelError."""
-    with Checkpoint.open(source) as checkpoint:
-        if is_eagle_head(checkpoint):
-            fitting = _fitting(shape[1] for shape in head_shapes(checkpoint).values())
-        else:
-            config = checkpoint_decoder_config(checkpoint)
-            fitting = _fitting(_columns(config).values())
-    return next(iter(fitting), None)
-
-
-def _fitting(columns: Iterable[int]) -> list[int]:
-    """Those of `GROUP_SIZES` that divide all of `columns`."""
-    divisor = math.gcd(*columns)
-    return [size for size in GROUP_SIZES if divisor % size == 0]
-
-
-def _columns(config: DecoderConfig) -> dict[str, int]:
-    """The columns of the linear layers of one decoder layer of each kind, by the names of their weights."""
-    kinds = {config.layer_kind(index): index for index in reversed(range(config.num_layers))}
-    layers = [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
-    return {name: linear.weight.shape[1] for linear in layers for name, _ in linear.weight.parts}
-
-
-def _check_groups(columns: Mapping[str, int], options: QuantizationOptions) -> None:
-    """CheckpointError that names the layers whose `columns` are no whole groups, and what would divide."""
-    wrong = {name: count for name, count in columns.items() if count % (options.group_size or 1)}
-    if not wrong:
-        return
-    listed = ", ".join(f"{name.removesuffix('.weight')} ({count})" for name, count in wrong.items())
-    fitting = _fitting(columns.values())[::-1]
-    raise CheckpointError(
-        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of layers like these. "
-        + (
-            f"--group-size {' or '.join(map(str, fitting))} divides them all"
-            if fitting
-            else "Take --bits 8, which has no groups"
-        )
-    )

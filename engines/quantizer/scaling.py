@@ -8,11 +8,12 @@ the norm or into the rows of the linear layer that makes the input.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from edgellm.engines.model.steps import Attention, Linear, LinearResidual, Norm, NormLinear, NormParts, Step
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.steps import Attention, Experts, Linear, LinearResidual, Norm, NormLinear, NormParts, Step
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.rounding import COARSE_CLIPPING, rounded
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -39,7 +40,8 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     """A layer's linear layers, by their names, whose input can be scaled.
 
     The input of a step behind attention is made by the rows of the value projection, where each query head has a
-    key-value head of its own; that of a step behind a gate by the second half of the rows.
+    key-value head of its own; that of a step behind a gate, and of `down` of an expert, by the second half of the rows.
+    What all experts take is not scaled: its norm is the router's, too.
     """
     makers: dict[str, Step] = {}
     found: dict[str, Folding] = {}
@@ -57,9 +59,41 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
             elif isinstance(maker, NormLinear) and maker.gated:
                 start = maker.linear.weight.shape[0] // 2
                 found[step.linear.name] = Folding(linear=maker.linear, start=start)
+        elif isinstance(step, Experts):
+            for gate_up, down in (*expert_linears(step), *([step.shared[:2]] if step.shared else [])):
+                found[down.name] = Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
         if not isinstance(step, NormParts):  # behind attention there are the columns that it leaves as they are
             makers[step.output] = step
     return found
+
+
+def expert_linears(step: Experts) -> list[tuple[Linear, Linear]]:
+    """Gate and up, and down, of each of a mixture's experts, as linear layers without biases."""
+    pairs = zip(experts_apart(step.gate_up.weight), experts_apart(step.down.weight), strict=True)
+    return [(_of(gate_up), _of(down)) for gate_up, down in pairs]
+
+
+def _of(spec: WeightSpec) -> Linear:
+    return Linear(spec.name.removesuffix(".weight"), spec, None)
+
+
+def experts_apart(spec: WeightSpec) -> list[WeightSpec]:
+    """The weight of each expert by itself, of that of all: expert e of NAME.weight is NAME.e.weight."""
+    count, rows, name = (
+        len(spec.parts) // spec.experts,
+        spec.shape[0] // spec.experts,
+        spec.name.removesuffix(".weight"),
+    )
+    return [
+        replace(
+            spec,
+            name=f"{name}.{expert}.weight",
+            shape=(rows, *spec.shape[1:]),
+            parts=spec.parts[expert * count : (expert + 1) * count],
+            experts=0,
+        )
+        for expert in range(spec.experts)
+    ]
 
 
 def search_scales(

@@ -20,13 +20,14 @@ class InputStatistics:
     `quantize_rows` takes: of each group of columns a matrix F with F F^T the mean of x x^T, float32 [groups, size,
     size]; where a whole row is one group, the roots of the mean squares, float32 [K]. `moments`, where they were asked
     for, are the means of x x^T over the rows that are not in the sample, float32 [S, S] for at most `_SPAN` elements of
-    x each, one span behind the other.
+    x each, one span behind the other. `rows` are how many there were.
     """
 
     magnitude: np.ndarray
     factors: np.ndarray
     sample: np.ndarray
     moments: list[np.ndarray] = field(default_factory=list)
+    rows: int = 0
 
     def scaled(self, scales: np.ndarray) -> InputStatistics:
         """The statistics of inputs which are divided by `scales` [K]; `moments` are changed in place."""
@@ -35,7 +36,8 @@ class InputStatistics:
             own = scales[start : start + len(each)]
             np.divide(each, own * own[:, None], out=each)
             start += len(each)
-        return InputStatistics(self.magnitude / scales, self.scaled_factors(scales), self.sample / scales, self.moments)
+        magnitude, factors, sample = self.magnitude / scales, self.scaled_factors(scales), self.sample / scales
+        return InputStatistics(magnitude, factors, sample, self.moments, self.rows)
 
     def scaled_factors(self, scales: np.ndarray) -> np.ndarray:
         """`factors` for inputs that are divided by `scales` [K]."""
@@ -86,4 +88,4 @@ class Observation:
             factors = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
         magnitude, sample = (self._magnitude / self.count).astype(np.float32), np.concatenate(self._sample)
         moments = [each / np.float32(max(1, self._outside)) for each in self._moments]
-        return InputStatistics(magnitude, factors.astype(np.float32), sample, moments)
+        return InputStatistics(magnitude, factors.astype(np.float32), sample, moments, self.count)

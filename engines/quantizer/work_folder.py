@@ -103,11 +103,11 @@ class WorkFolder:
         except (OSError, ValueError):
             return False
 
-    def write(self, index: int, tensors: Mapping[str, StoredTensor]) -> None:
-        """Add a layer."""
+    def write(self, index: int, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> None:
+        """Add a layer, with `metadata` in its file."""
         temporary = self.path / "layer.partial"
         temporary.unlink(missing_ok=True)
-        write_tensors(temporary, tensors)
+        write_tensors(temporary, tensors, metadata)
         write_atomically(self._digest(index), hash_file(temporary).sha256.encode())
         temporary.replace(self.layer(index))
 

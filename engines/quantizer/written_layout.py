@@ -6,7 +6,6 @@ https://github.com/vllm-project/compressed-tensors
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE
-from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.safetensors_file import DTYPES, LARGEST_HEADER
+from edgellm.engines.formats.safetensors_file import element_bytes, file_header
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Behind how much space is needed: for what, and what to do.
 FOR_SPACE = "for the checkpoint. Free some space or choose another disk"
-_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: A tensor is written so many bytes at a time.
 _PIECE = 4 << 20
 
@@ -100,31 +97,24 @@ def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, A
     }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor]) -> None:
-    """Write a safetensors file, piece by piece, and put it on the disk.
+def write_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, piece by piece, with `metadata` in its header, and put it on the disk.
 
     Raises OSError, and CheckpointError for more names than a file may have. Tensors of wider elements come first, of
     equal ones in the order of their names.
     """
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
-    sizes = {name: DTYPES[_SAFETENSORS_NAMES[tensor.dtype]][1] for name, tensor in tensors.items()}
-    ordered = sorted(tensors.items(), key=lambda item: (-sizes[item[0]], item[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in ordered:
-        end = position + math.prod(tensor.shape) * sizes[name]
-        dtype, shape = _SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        position = end
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > LARGEST_HEADER:
-        raise CheckpointError(
-            f"The names and shapes take {len(encoded):,} bytes, safetensors allows {LARGEST_HEADER:,}"
-        )
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-element_bytes(item[1].dtype), item[0])))
+    header, _ = file_header(
+        path,
+        {name: (each.dtype, each.shape) for name, each in ordered.items()},
+        {"format": "pt"} | dict(metadata or {}),
+    )
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, tensor in ordered:
+        file.write(header)
+        for tensor in ordered.values():
             for piece in tensor.pieces():
                 file.write(piece)
         file.flush()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Protocol
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.model.steps import LAST_SEEN
 from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
-from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages, in_order
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prefill import PrefillingRunner, Stops
 from edgellm.engines.runners.prompt_images import PromptImages
@@ -43,31 +42,28 @@ _PHASES = ("prefill", "decode")
 StepKey = tuple[int, int, bool, bool]
 
 
-class FeatureUser(Protocol):
-    """What goes along with the base model and takes its features, as a draft model does."""
+class FeatureUser:
+    """What goes along with the base model and takes its features, as a draft model does; this one leaves them."""
 
     def take_chunk(
-        self,
-        slot: int,
-        prompt_ids: np.ndarray,
-        position: int,
-        tokens: int,
-        features: Array,
-        images: PromptImages | None,
+        self, slot: int, following: np.ndarray, position: int, features: Array, images: PromptImages | None
     ) -> None:
-        """`features` [1, >= tokens, F] compute are those of `prompt_ids` [N], with `images`, from `position` on."""
+        """`features` [1, >= n, F] compute are those of a prompt with `images` from `position` on; `following` [n] int32
+        are its tokens behind each of them, of which there are one less at its end."""
 
-    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
-        """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
+    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
+        """What takes `tokens` [n] int32, which the slots drew after rows whose features are `features` [n, 1, F]."""
+        return []
 
 
 class BaseEngineRunner(PrefillingRunner):
     """Owns engines, weights, KV caches and device state of one base model.
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
-    `vision_memory`, what a vision encoder takes (bytes by name). A `feature_user` is given what the engines put out for
-    it; what it needs besides is public: `weights`, `states`, `tables`, `offsets` [S] (position less row), `image_rows`,
-    `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
+    `vision_memory`, what a vision encoder takes (bytes by name). Who goes along is put into `feature_user` before the
+    first prompt; what it needs besides is public: `weights`, `states`, `tables`, `offsets` [S] (position less row),
+    `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
+    an idle one, which `left` says of the sequence that it had last).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
     run where a sequence has an adapter. `adapters` (None without) takes further ones.
@@ -81,12 +77,11 @@ class BaseEngineRunner(PrefillingRunner):
         checkpoint: Checkpoint,
         progress: Callable[[int, int], None] | None = None,
         draft: DraftConfig | None = None,
-        feature_user: FeatureUser | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
-        self._feature_user = feature_user
+        self.feature_user = FeatureUser()
         if adapters is not None:
             require_adapters(limits)
         if (problem := limits.window_problem(config)) is not None:
@@ -127,7 +122,7 @@ class BaseEngineRunner(PrefillingRunner):
         self.steps = CapturedSteps(backend)
         self._stages: dict[Hashable, Stages] = {}
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
-        self.lengths = [0] * limits.max_batch
+        self.lengths, self.left = [0] * limits.max_batch, [0] * limits.max_batch
 
     def start(
         self,
@@ -159,20 +154,16 @@ class BaseEngineRunner(PrefillingRunner):
         one = slice(slot, slot + 1)
         self._set_offset(slot, images)
         for position, tokens, chunk in self._prompt(slot, ids, reused, images, stops or {}):
-            if self._feature_user is not None:
-                self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
+            following = ids[position + 1 : position + tokens + 1]
+            self.feature_user.take_chunk(slot, following, position, self._buffers.features(1, chunk), images)
         self.await_rows()
         self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]
-        if rules is not None:
-            self.sampling.fill_masks(rules, 1)
-        else:
-            self.sampling.clear_masks()
         if rules is not None or self.sampling.biased(one):
+            self.sampling.obey(rules, 1)
             self.sampling.constrain(one, self._logits[one])
         self.sampling.select(one, self._logits[one], drawn, self.sequences(one), self.sampling.plain(one))
-        if self._feature_user is not None:
-            self._feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1))
+        in_order(self.feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1)))()
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
@@ -216,16 +207,13 @@ class BaseEngineRunner(PrefillingRunner):
         With `rules` it is two launches: they fill the masks while the first computes the logits, which may have
         `begun`. So it is with biases. Raises EngineError where a sequence has no KV row left.
         """
-        constrained = rules is not None or begun is not None or self.sampling.biased(slice(0, batch))
-        key = begun or (self.begin(batch) if constrained else self._step_key(batch))
-        if rules is None:
-            self.sampling.clear_masks()
-        else:
-            self.sampling.fill_masks(rules, key[0])
-        if not constrained:
-            self.steps.run(key, self._whole_step(*key))
-        else:
+        if rules is not None or begun is not None or self.sampling.biased(slice(0, batch)):
+            key = begun or self.begin(batch)
+            self.sampling.obey(rules, key[0])
             self.steps.run(("choice", key[0], key[3]), self._choice_step(key[0], key[3]))
+        else:
+            key = self._step_key(batch)
+            self.steps.run(key, self._whole_step(*key))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slice(0, batch), slice(0, key[0]))
@@ -270,12 +258,7 @@ class BaseEngineRunner(PrefillingRunner):
         and the choice of their tokens, plainly."""
         key = batch, rows, adapts, plain
         if key not in self._stages:
-            forward, choose = self._forward(batch, rows, adapts), self._choose(batch, plain, False)
-
-            def whole() -> None:
-                forward()
-                choose()
-
+            whole = in_order([*self._forward(batch, rows, adapts), *self._choose(batch, plain, False)])
             kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
             self._stages[key] = {f"plain decode of {batch} sequences, {rows} rows, {kind}": whole}
         return self._stages[key]
@@ -285,7 +268,7 @@ class BaseEngineRunner(PrefillingRunner):
         key = "forward", batch, rows, adapts
         if key not in self._stages:
             name = f"logits of {batch} sequences, {rows} rows{', with adapters' if adapts else ''}"
-            self._stages[key] = {name: self._forward(batch, rows, adapts)}
+            self._stages[key] = {name: in_order(self._forward(batch, rows, adapts))}
         return self._stages[key]
 
     def _choice_step(self, batch: int, plain: bool) -> Stages:
@@ -293,7 +276,7 @@ class BaseEngineRunner(PrefillingRunner):
         key = "choice", batch, plain
         if key not in self._stages:
             name = f"choice for {batch} sequences, {'greedy' if plain else 'sampled'}"
-            self._stages[key] = {name: self._choose(batch, plain, True)}
+            self._stages[key] = {name: in_order(self._choose(batch, plain, True))}
         return self._stages[key]
 
     def force_token(self, slot: int, token_id: int) -> None:
@@ -304,7 +287,7 @@ class BaseEngineRunner(PrefillingRunner):
         """Leave `slot` idle; its states stay."""
         self.backend.upload(self._state.active[slot : slot + 1], np.zeros(1, np.int32))
         self.set_adapter(slot, None)
-        self.lengths[slot] = 0
+        self.left[slot], self.lengths[slot] = self.lengths[slot] or self.left[slot], 0
 
     def move(self, source: int, target: int) -> None:
         """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
@@ -331,7 +314,7 @@ class BaseEngineRunner(PrefillingRunner):
         try:
             self.backend.synchronize()
         finally:
-            self._feature_user = None  # which holds this runner: both go at once, and in this thread
+            self.feature_user = FeatureUser()  # not one which holds this runner: both go at once, and in this thread
             self.steps.clear()
             self._stages.clear()
             self.engines.clear()
@@ -389,7 +372,7 @@ class BaseEngineRunner(PrefillingRunner):
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
-    def _forward(self, batch: int, key_range: int, adapts: bool) -> Callable[[], None]:
+    def _forward(self, batch: int, key_range: int, adapts: bool) -> list[Callable[[], None]]:
         """What enqueues the logits for each of the leading slots, from device state to device state. All that it works
         on is looked up here, once."""
         slots = slice(0, batch)
@@ -397,30 +380,18 @@ class BaseEngineRunner(PrefillingRunner):
         engine = self._engine(shape, slots)
         inputs, token_ids = self._step_inputs(shape), self.sequences(slots).token_ids
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), token_ids, inputs)
+        return [prepare, engine.enqueue]
 
-        def forward() -> None:
-            prepare()
-            engine.enqueue()
-
-        return forward
-
-    def _choose(self, batch: int, plain: bool, constrained: bool) -> Callable[[], None]:
+    def _choose(self, batch: int, plain: bool, constrained: bool) -> list[Callable[[], None]]:
         """The same of the choice of a token by these logits."""
         slots = slice(0, batch)
-        state, sampling, user = self.sequences(slots), self.sampling, self._feature_user
-        features, logits, tokens = self._buffers.features(batch, 1), self._logits[slots], self._tokens[slots]
-        commit = self.states.commit_step(slots, state.active, self._kept.of(batch, 1))
-
-        def choose() -> None:
-            if constrained:
-                sampling.constrain(slots, logits)
-            if commit is not None:
-                commit()
-            sampling.select(slots, logits, tokens, state, plain)
-            if user is not None:
-                user.take_tokens(slots, tokens, features)
-
-        return choose
+        state, sampling, logits, tokens = self.sequences(slots), self.sampling, self._logits[slots], self._tokens[slots]
+        return [
+            *([partial(sampling.constrain, slots, logits)] if constrained else []),
+            *self.states.commit_step(slots, state.active, self._kept.of(batch, 1)),
+            partial(sampling.select, slots, logits, tokens, state, plain),
+            *self.feature_user.take_tokens(slots, tokens, self._buffers.features(batch, 1)),
+        ]
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,6 +17,16 @@ _KEY_RANGE_STEP = 64
 
 #: Named parts of a step, in the order in which they run.
 Stages = Mapping[str, Callable[[], None]]
+
+
+def in_order(launches: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """What enqueues one after the other."""
+
+    def run() -> None:
+        for launch in launches:
+            launch()
+
+    return run
 
 
 class Planned(NamedTuple):
@@ -95,11 +105,8 @@ class CapturedSteps:
         self.captures.clear()
 
     def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
-        def whole() -> None:
-            for stage in stages.values():
-                stage()
-
         if len(stages) > 1:
+            whole = in_order([*stages.values()])
             captured = self._backend.capture(whole, f"the step {key}")
             if captured is not whole:
                 return [captured]

@@ -169,20 +169,17 @@ class SamplingState:
         kernels = self._backend.kernels
         kernels.constrain_logits(flat, masks.rows[:count], masks.masks, self._bias[slots], self.rows(slots))
 
-    def fill_masks(self, rules: StepRules, rows: int, trees: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Let the rules say which masks the next `rows` rows of logits obey, those of the nodes of their `trees` where
-        there are such, and bring these to the device."""
-        masks = self.masks
-        masks.wait()
-        used = rules.fill(trees, masks.host_rows[:rows], masks.host_masks)
-        masks.upload(rows, used)
-        self._masked = True
-
-    def clear_masks(self) -> None:
-        """No row obeys a mask any more."""
-        if self._masked:
-            self.masks.clear()
-            self._masked = False
+    def obey(self, rules: StepRules | None, rows: int = 0, trees: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+        """Let the rules say which masks the next `rows` rows of logits obey, or those of the nodes of `trees`, and
+        bring these to the device; without rules no row obeys a mask any more."""
+        masks, rows = self.masks, rows if trees is None else trees[0].size
+        if rules is not None:
+            masks.wait()
+            used = rules.fill(trees, masks.host_rows[:rows], masks.host_masks)
+            masks.upload(rows, used)
+        elif self._masked:
+            masks.clear()
+        self._masked = rules is not None
 
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""

@@ -19,6 +19,7 @@ from edgellm.engines.model.states import (
     recurrent_states,
     state_edge,
 )
+from edgellm.engines.runners.captured_steps import in_order
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
@@ -131,17 +132,12 @@ class ModelStates:
                 steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
         if self._recurrent:
             steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
+        return in_order(steps)
 
-        def commit() -> None:
-            for step in steps:
-                step()
-
-        return commit
-
-    def commit_step(self, slots: slice, active: Array, kept: Kept) -> Callable[[], None] | None:
+    def commit_step(self, slots: slice, active: Array, kept: Kept) -> list[Callable[[], None]]:
         """What takes the token of a plain step into the recurrent states of those slots that are `active` [B] int32 (1,
-        or 0); None where there are no such states."""
-        return None if self._first is None else self.replay(slots, kept, self._first[: active.shape[0]], active)
+        or 0); nothing where there are no such states."""
+        return [] if self._first is None else [self.replay(slots, kept, self._first[: active.shape[0]], active)]
 
     def replay(self, slots: slice, kept: Kept, indices: Array, counts: Array) -> Callable[[], None]:
         """What takes the first `counts` [B] of the tokens `indices` [B, N] of a step, in this order, into the recurrent
@@ -158,12 +154,7 @@ class ModelStates:
             launches.append(kernels.commit_columns(columns, replayed))
         if matrices:
             launches.append(kernels.commit_matrices(matrices, replayed))
-
-        def run() -> None:
-            for launch in launches:
-                launch()
-
-        return run
+        return in_order(launches)
 
     def saved(self, tokens: int) -> Edge:
         """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""

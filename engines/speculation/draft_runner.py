@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -24,26 +24,26 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
 from edgellm.engines.runners.image_inputs import ImageInputs
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.drafter import ModelDrafter, Proposal
 from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
+from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
 
 
-class EagleDraftEngineRunner:
-    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`. Not
-    thread-safe.
+class EagleDraftEngineRunner(ModelDrafter):
+    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`.
 
     Of the `base` runner the draft takes embedding and head where it has none of its own, images where it sees them, and
     each slot's difference of position and row, unless rows are its positions.
-    Everything is given to the device in order and nothing is waited for.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class EagleDraftEngineRunner:
         checkpoint: Checkpoint,
         base: BaseEngineRunner,
         engines: LoadedEngines,
+        captured: CapturedSteps,
     ) -> None:
-        self.backend, self.config, self.limits = backend, draft, limits
-        self._kv_rows = limits.kv_rows
-        self._engines = engines
+        super().__init__(backend, limits, base, engines, captured)
+        self.config = draft
         own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
             phase: draft_engine_weights(draft, phase, own, base.weights) for phase in ("prefill", "accept", "propose")
@@ -73,7 +73,7 @@ class EagleDraftEngineRunner:
         self.target_to_draft = uploaded(backend, _inverse(mapping, draft.decoder.vocab_size))
         self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
         layers = decoder_states(draft.decoder)
-        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)
+        self.models = {"draft": ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)}
         top_k, steps = limits.draft_top_k, limits.draft_steps
         sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
@@ -92,12 +92,7 @@ class EagleDraftEngineRunner:
         chunk: int,
         images: PromptImages | None = None,
     ) -> None:
-        """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
-
-        `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
-        is the engine's number of tokens, at least n. `images` are those of the prompt, of which the tokens are from
-        position + 1 on.
-        """
+        """See `ModelDrafter`."""
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
@@ -107,7 +102,7 @@ class EagleDraftEngineRunner:
         self.backend.upload(ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
         self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
-        widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self._kv_rows, model="draft")
+        widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self.limits.kv_rows, model="draft")
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.feature_size))
@@ -117,7 +112,7 @@ class EagleDraftEngineRunner:
 
         def bindings() -> dict[str, Array]:
             own = {"hidden_states_input": feature_rows, "last_token_ids": self._prefill_last}
-            return own | self._bindings(shape, one, inputs)
+            return self._bindings(shape, one, inputs, own)
 
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self.backend.kernels.prepare_step(self.tables(one), ids, inputs)
@@ -126,11 +121,7 @@ class EagleDraftEngineRunner:
         engine.enqueue()
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:
-        """What commits the pending entries of the leading slots; `logits` and hidden states are those of the last ones.
-
-        `tokens` is the engine's number of tokens, at least the most entries of a slot; for several slots it must be
-        `EngineLimits.accept_tokens`. The counts of the pending entries are left as they are.
-        """
+        """See `ModelDrafter`; `logits` and hidden states are those of the last ones."""
         slots = slice(0, batch)
         pending = rows_of(self.pending, slots)
         shape = self.accept_shape(batch, tokens, key_range)
@@ -139,17 +130,12 @@ class EagleDraftEngineRunner:
         def bindings() -> dict[str, Array]:
             features = leading(pending.features.reshape(-1), (batch, tokens, self.config.feature_size))
             own = {"hidden_states_input": features, "last_token_ids": pending.last}
-            return own | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, own)
 
         engine = self._engines.bound(shape, slots, bindings)
         ids = leading(pending.token_ids.reshape(-1), (batch, tokens))
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), ids, inputs)
-
-        def accept() -> None:
-            prepare()
-            engine.enqueue()
-
-        return accept
+        return in_order([prepare, engine.enqueue])
 
     def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
@@ -181,7 +167,7 @@ class EagleDraftEngineRunner:
         fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
         def bindings() -> dict[str, Array]:
-            return {"hidden_states_from_draft": fed} | self._bindings(shape, slots, inputs)
+            return self._bindings(shape, slots, inputs, {"hidden_states_from_draft": fed})
 
         engine = self._engines.bound(shape, slots, bindings)
         prepare = partial(
@@ -195,20 +181,67 @@ class EagleDraftEngineRunner:
             self.expansion(plan),
             self.given(batch, plan),
         )
-
-        def propose() -> None:
-            prepare()
-            engine.enqueue()
-
-        return propose
+        return in_order([prepare, engine.enqueue])
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
-        """The engine that `accept` runs."""
-        return EngineShape("accept", batch, tokens, key_range, self._kv_rows, 1, "draft")
+        """See `ModelDrafter`."""
+        return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
     def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
-        """The engine that `propose` runs."""
-        return EngineShape("propose", batch, width, key_range, self._kv_rows, width, "draft")
+        """The engine that `propose_step` runs."""
+        return EngineShape("propose", batch, width, key_range, self.limits.kv_rows, width, "draft")
+
+    def proposing_engine(self, batch: int, plan: DraftPlan) -> tuple[EngineShape, int]:
+        """See `ModelDrafter`: levels stand one behind the other; the last one is not fed."""
+        widest = self.limits.tree_key_ranges[-1]
+        return self.propose_shape(batch, plan.columns, widest), (plan.steps - 1) * plan.columns
+
+    def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
+        """See `ModelDrafter`: level by level, from the accept step's logits on."""
+        committed, extend = self._base.sequences(slice(0, batch)).kvcache_start_index, self.expand_step
+        if plan.sampled:
+            extend = self.draw_step
+        steps = [extend(batch, 1, plan)]
+        for level in range(1, plan.steps):
+            steps += [self.propose_step(batch, level, plan, committed, key_range), extend(batch, level + 1, plan)]
+        return in_order(steps)
+
+    def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
+        """See `ModelDrafter`."""
+        candidates = self.candidates(batch, plan)
+        chain = self.chain(batch, plan) if plan.sampled else None
+        return Proposal(candidates, self.expansion(plan), self.given(batch, plan), chain)
+
+    def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
+        """What draws token `level` of a sampled chain from the latest logits, and keeps their distribution."""
+        slots, logits = slice(0, batch), self.logits(batch, 1)
+        return partial(
+            self.backend.acceptance.draft_sample,
+            level - 1,
+            logits.reshape(batch, logits.shape[2]),
+            self._base.sampling.rows(slots),
+            self._base.sequences(slots).positions,
+            self.chain(batch, plan),
+            self._draw_workspace,
+        )
+
+    def chain(self, batch: int, plan: DraftPlan) -> Chain:
+        """The sampled chains of the leading slots."""
+        shape = (batch, plan.steps, self.config.draft_vocab_size)
+        tokens, probabilities = self.candidates(batch, plan).tokens, leading(self._probabilities, shape)
+        return Chain(tokens, probabilities, self.draft_to_target, self.target_to_draft)
+
+    @cached_property
+    def _probabilities(self) -> Array:
+        """The distributions that sampled chains are drawn from; allocated when they are first asked for."""
+        size = self.limits.max_batch * self.limits.draft_steps * self.config.draft_vocab_size
+        return self.backend.zeros((size,), "float32")
+
+    @cached_property
+    def _draw_workspace(self) -> Array:
+        vocabulary = self.config.draft_vocab_size
+        size = self.backend.acceptance.draft_workspace_size(self.limits.max_batch, vocabulary)
+        return self.backend.zeros((size,), "uint8")
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
@@ -218,21 +251,15 @@ class EagleDraftEngineRunner:
         """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
         return leading(self._hidden, (batch, nodes, self.config.hidden_size))
 
-    def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
-        """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""
-        if self.backend.fixed_shapes or batch > 1:
-            return self.limits.accept_tokens
-        return most_pending
-
     def close(self) -> None:
         """Let go of weights and states."""
         self._weights.clear()
-        self.states.clear()
+        super().close()
 
     def _allocate_buffers(self) -> None:
         backend, draft, limits = self.backend, self.config, self.limits
         slots, top_k = limits.max_batch, limits.draft_top_k
-        rows = max(slots * max(top_k, limits.accept_tokens), limits.prefill_chunk)
+        rows = max(slots * max(top_k, limits.accept_tokens, limits.draft_block), limits.prefill_chunk)
         self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
         mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
@@ -243,8 +270,8 @@ class EagleDraftEngineRunner:
         self._propose_start = backend.zeros((slots,), "int32")
         self._hidden = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
         self._fed = backend.zeros((slots * top_k * draft.hidden_size,), "compute")
-        self._logits = backend.zeros((slots * top_k * draft.draft_vocab_size,), "float32")
-        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k)
+        self._logits = backend.zeros((slots * max(top_k, limits.draft_block) * draft.draft_vocab_size,), "float32")
+        size = backend.draft_tree.expand_workspace_size(slots, draft.draft_vocab_size, top_k, limits.draft_block)
         self._workspace = backend.zeros((size,), "uint8")
         self._shape_inputs: dict[EngineShape, StepInputs] = {}
 
@@ -268,12 +295,17 @@ class EagleDraftEngineRunner:
                 self._shape_inputs[shape] = inputs
         return inputs
 
-    def _bindings(self, shape: EngineShape, slots: slice, inputs: StepInputs) -> dict[str, Array]:
-        """Everything that all phases bind alike."""
-        bound = self._weights[shape.phase] | bound_inputs(inputs)
-        bound["logits"] = self.logits(shape.batch, shape.selected)
-        bound["hidden_states"] = self.hidden_states(shape.batch, shape.selected)
+    def _bindings(
+        self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Everything that an engine is bound to: what is the phase's `own`, and what all bind alike."""
+        bound = own | self._weights[shape.phase] | bound_inputs(inputs) | self._outputs(shape)
         return bound | self.states.bound(slots)
+
+    def _outputs(self, shape: EngineShape) -> dict[str, Array]:
+        """Where the latest step puts out what it does."""
+        rows = shape.batch, shape.selected
+        return {"logits": self.logits(*rows), "hidden_states": self.hidden_states(*rows)}
 
 
 def _inverse(mapping: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -1,20 +1,17 @@
-"""Rounds: the stages of one, which are captured together or one by one, and what the host knows while they run."""
+"""Rounds: the stages of one, which are captured together or one by one, and what tells rounds apart."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.engines.backends.base import Readback
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
+from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
+from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DraftPlan
+from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 
 
@@ -22,8 +19,8 @@ class RoundKey(NamedTuple):
     """What tells rounds apart, of `plan` in the `batch` leading slots.
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
-    verify; `constrained` whether masks or biases come before acceptance; `accept_tokens` are the tokens that the accept
-    engine takes; the key ranges are those of the accept, propose and verify engines (0 for one that does not run).
+    verify; `constrained` whether masks or biases come before acceptance; `taken` are the pending entries that the draft
+    takes in; `key_ranges` are those of the drafter's engines, in order, and of the one that verifies.
     """
 
     batch: int
@@ -31,79 +28,64 @@ class RoundKey(NamedTuple):
     acceptance: str
     adapts: bool
     constrained: bool
-    accept_tokens: int
-    accept_range: int = 0
-    propose_range: int = 0
-    verify_range: int = 0
+    taken: int
+    key_ranges: tuple[int, ...] = ()
+
+    @property
+    def verify_range(self) -> int:
+        """The rows over which the base verifies."""
+        return self.key_ranges[-1]
 
 
-#: A round's key without key ranges, and its accept, propose and verify engine, each of the largest key range (None: it
-#: does not run), with the rows behind the committed ones that it needs.
-_RoundKind = tuple[RoundKey, list[tuple[EngineShape | None, int]]]
+#: A round's key without key ranges, and its engines, each of the largest key range, with the rows behind the committed
+#: ones that it needs.
+_RoundKind = tuple[RoundKey, list[tuple[EngineShape, int]]]
 
 
 class RoundKinds:
     """Gives the keys of rounds; what they have in common is looked up once."""
 
     def __init__(
-        self,
-        base: BaseEngineRunner,
-        draft: EagleDraftEngineRunner | None,
-        verification: TreeVerification,
-        engines: LoadedEngines,
+        self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, engines: LoadedEngines
     ) -> None:
-        self._limits, self._fixed_shapes = base.limits, base.backend.fixed_shapes
-        self._draft, self._verification, self._engines = draft, verification, engines
+        self._base, self._draft, self._verification, self._engines = base, draft, verification, engines
         self._made: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
 
     def key(
-        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, most_pending: int, longest: int
+        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int, longest: int
     ) -> RoundKey:
-        """The round of `plan` in the `batch` leading slots, none of which has more pending entries, and the longest of
-        whose sequences has so many committed rows. `plain`: all draw by argmax; `adapts`: one has an adapter. Raises
-        EngineError where the engines cannot serve the plan."""
-        asked = batch, plan, plain, adapts, constrained, most_pending
+        """The round of `plan` in the `batch` leading slots, of which the draft takes in so many entries, and the
+        longest of whose sequences has so many committed rows. `plain`: all draw by argmax; `adapts`: one has an
+        adapter. Raises EngineError where the engines cannot serve the plan."""
+        asked = batch, plan, plain, adapts, constrained, taken
         (key, engines), loaded = self._made.get(asked) or self._make(*asked), self._engines
-        ranges = [0 if widest is None else loaded.key_range(widest, longest + rows) for widest, rows in engines]
-        return RoundKey(*key[:-3], *ranges)
+        ranges = tuple([loaded.key_range(widest, longest + rows) for widest, rows in engines])
+        return RoundKey(*key[:-1], ranges)
 
     def keys(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool) -> list[RoundKey]:
         """All that come up as sequences grow, where engines have fixed shapes."""
-        asked = batch, plan, plain, adapts, constrained, 0 if self._draft is None else self._limits.accept_tokens
+        asked = batch, plan, plain, adapts, constrained, self._draft.taken(batch)
         key, engines = self._make(*asked)
-        changes = {
-            size - rows + 1
-            for widest, rows in engines
-            if widest is not None
-            for size in self._engines.key_ranges(widest)
-        }
-        longest = self._limits.kv_capacity - key.plan.longest
+        changes = {size - rows + 1 for widest, rows in engines for size in self._engines.key_ranges(widest)}
+        longest = self._base.limits.kv_capacity - key.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
         return list(dict.fromkeys(self.key(*asked, length) for length in lengths))
 
-    def bucket(self, batch: int) -> int:
-        """How many slots the engines take for the `batch` leading ones."""
-        return min(size for size in self._limits.batches if size >= batch) if self._fixed_shapes else batch
-
     def _make(
-        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, most_pending: int
+        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, taken: int
     ) -> _RoundKind:
-        served, bucket = plan.for_engines(self._limits, self._fixed_shapes), self.bucket(batch)
+        limits, verification = self._base.limits, self._verification
+        served, bucket = plan.for_engines(limits, self._base.backend.fixed_shapes), self._draft.bucket(batch)
         acceptance = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
         if plain:
             served, acceptance = served.deterministic(), GREEDY
-        draft, verification = self._draft, self._verification
-        tokens = 0 if draft is None else draft.accept_shape_tokens(bucket, most_pending)
-        widest, nodes = self._limits.tree_key_ranges[-1], verification.engine_nodes(served)
-        engines: list[tuple[EngineShape | None, int]] = [(None, 0), (None, 0)]
-        if draft is not None:
-            engines[0] = draft.accept_shape(bucket, tokens, widest), tokens
-            if not plan.is_given:
-                behind = (served.steps - 1) * served.columns
-                engines[1] = draft.propose_shape(bucket, served.columns, widest), behind
-        engines.append((verification.shape(bucket, nodes, widest, adapts), nodes))
-        kind = RoundKey(bucket, served, acceptance, adapts, constrained, tokens), engines
-        self._made[batch, plan, plain, adapts, constrained, most_pending] = kind
+        widest, nodes = limits.tree_key_ranges[-1], verification.engine_nodes(served)
+        engines = [
+            *self._draft.engines(bucket, served, taken),
+            (verification.shape(bucket, nodes, widest, adapts), nodes),
+        ]
+        kind = RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
+        self._made[batch, plan, plain, adapts, constrained, taken] = kind
         return kind
 
 
@@ -118,66 +100,47 @@ class Round:
     `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1.
     """
 
-    def __init__(
-        self,
-        base: BaseEngineRunner,
-        draft: EagleDraftEngineRunner | None,
-        verification: TreeVerification,
-        key: RoundKey,
-    ) -> None:
+    def __init__(self, base: BaseEngineRunner, draft: Drafter, verification: TreeVerification, key: RoundKey) -> None:
         self.key, self._base = key, base
         batch, plan = key.batch, key.plan
         state = base.sequences(slice(0, batch))
-        self._candidates = verification.candidates(batch, plan)
-        self._given = None if draft is None else draft.given(batch, plan)
+        proposal = self._proposal = draft.proposal(batch, plan)
         self._tree = verification.tree(plan, key.verify_range, state)
         self.emitted = self._tree.emitted
-        lay_out, verify = verification.verify_step(self._tree, self._candidates, state, key.adapts)
-        accept = verification.accept_step(self._tree, self._candidates, state, key.acceptance, key.constrained)
-        self._laid_out: LaidOut | None = None
+        lay_out, verify = verification.verify_step(self._tree, proposal, state, key.adapts)
+        accept = verification.accept_step(self._tree, proposal, state, key.acceptance, key.constrained)
+        before: dict[str, Callable[[], None]] = draft.stages(batch, plan, key.taken, key.key_ranges)
+        laid_out = [lay_out]
         if key.constrained and not plan.is_given:
             self._laid_out = LaidOut(base, self._tree.nodes.tokens, self._tree.nodes.parents)
-        self.stages: dict[str, Callable[[], None]] = {}
-        if draft is not None:
-            self.stages[DRAFT_ACCEPT] = draft.accept_step(batch, key.accept_tokens, key.accept_range)
-            if not plan.is_given:
-                self.stages[DRAFT_PROPOSAL] = _in_order(_proposal(base, draft, verification, key))
-        shown = [] if self._laid_out is None else [self._laid_out.show]
-        self.stages[BASE_VERIFY] = _in_order([lay_out, *shown, verify])
-        self.stages[ACCEPTANCE] = accept
+            laid_out.append(self._laid_out.show)
+        before[BASE_VERIFY] = in_order([*laid_out, verify])
+        self.stages: dict[str, Callable[[], None]] = before | {ACCEPTANCE: accept}
         #: What is launched as one, with its key: all stages, or with masks or biases first those before acceptance.
         self.parts: list[tuple[Hashable, Mapping[str, Callable[[], None]]]] = [(key, self.stages)]
         if key.constrained:
-            before = {name: stage for name, stage in self.stages.items() if name != ACCEPTANCE}
             self.parts = [*zip(part_keys(key), (before, {ACCEPTANCE: accept}), strict=True)]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[B, T] of the trees, padded to what the engine takes."""
-        batch, nodes = self._tree.nodes.tokens.shape
-        return batch, nodes
 
     def give(self, trees: Sequence[GivenTree]) -> None:
         """Bring the candidates of each slot; for a plan that takes given ones, before its stages run."""
-        backend = self._base.backend
-        if self._given is not None:
-            _, batch, nodes = self._given.nodes.shape
+        upload, candidates, joint = self._base.backend.upload, self._proposal.candidates, self._proposal.given
+        if joint is not None:
+            _, batch, nodes = joint.nodes.shape
             padded = np.zeros((3, batch, nodes), np.int32)
             padded[:2] = _padded(trees, batch, nodes)
             for slot, tree in enumerate(trees):
                 padded[2, slot, : len(tree.tokens)] = tree.leads
-            backend.upload(self._given.nodes, padded)
+            upload(joint.nodes, padded)
             return
-        batch, nodes = self._candidates.tokens.shape
-        tokens, parents = _padded(trees, batch, nodes)
-        backend.upload(self._candidates.tokens, tokens)
-        backend.upload(self._candidates.parents, parents)
+        tokens, parents = _padded(trees, *candidates.tokens.shape)
+        upload(candidates.tokens, tokens)
+        upload(candidates.parents, parents)
 
-    def nodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and parents [B, T] int32 of the trees of a constrained round in which a draft model proposes, as soon
-        as they are laid out; while the base computes what follows them."""
-        assert self._laid_out is not None
-        return self._laid_out.wait()
+    def nodes(self, trees: Sequence[GivenTree]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and parents [B, T] int32 of the trees of a constrained round with these given ones: where a draft
+        model proposes, too, as soon as they are laid out, while the base computes what follows them."""
+        shape = self._tree.nodes.tokens.shape
+        return padded_trees(trees, *shape) if self.key.plan.is_given else self._laid_out.wait()
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for, after
@@ -247,118 +210,3 @@ class LaidOut:
         self._signal.wait()
         tokens, parents = (self._backend.seen(copy) for copy in self._copies)
         return tokens, parents
-
-
-def _proposal(
-    base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
-) -> list[Callable[[], None]]:
-    """What lets the draft model propose, level by level."""
-    batch, plan = key.batch, key.plan
-    committed = base.sequences(slice(0, batch)).kvcache_start_index
-
-    def extension(level: int) -> Callable[[], None]:
-        """What adds the candidates of `level`, from the draft's latest logits."""
-        if key.acceptance == SAMPLED:
-            return partial(verification.draw_child, batch, level - 1, plan)
-        return draft.expand_step(batch, level, plan)
-
-    steps = [extension(1)]
-    for level in range(1, plan.steps):
-        steps += [draft.propose_step(batch, level, plan, committed, key.propose_range), extension(level + 1)]
-    return steps
-
-
-def _in_order(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for step in steps:
-            step()
-
-    return run
-
-
-class SlotProgress:
-    """How far each slot is, as bounds that become exact when steps are read.
-
-    Of each slot: `pending` entries that the draft has not seen, never too few; `base_rows` and `draft_rows` that were
-    committed by the steps which were read. `lengths` are those of `BaseEngineRunner`, which rounds change, too.
-    """
-
-    def __init__(self, lengths: list[int]) -> None:
-        self._lengths = lengths
-        self.pending, self.base_rows, self.draft_rows = ([0] * len(lengths) for _ in range(3))
-        self._latest: StepReadback | None = None
-
-    def start(self, slot: int, count: int) -> None:
-        """A prompt of `count` tokens was prefilled: the last one's feature waits for the token drawn after it."""
-        self.resume(slot, count, count - 1)
-
-    def resume(self, slot: int, rows: int, draft_rows: int) -> None:
-        """A sequence goes on in the slot, of which so many rows are committed."""
-        self.pending[slot], self.base_rows[slot], self.draft_rows[slot] = rows - draft_rows, rows, draft_rows
-
-    def stop(self, slot: int) -> None:
-        """The slot is idle."""
-        self.pending[slot] = 0
-
-    def move(self, source: int, target: int) -> None:
-        """The sequence of slot `source` goes on in slot `target`."""
-        for known in (self.pending, self.base_rows, self.draft_rows):
-            known[target] = known[source]
-
-    def draft_took_pending(self, batch: int) -> None:
-        """The draft has seen everything of the leading slots."""
-        self.pending[:batch] = [0] * batch
-
-    def launched(self, step: StepReadback) -> StepReadback:
-        """A step is under way; of a plain one the base has counted the token already."""
-        for slot in range(step.batch):
-            if not self._lengths[slot]:
-                continue
-            if step.plan is None:
-                self.pending[slot] += 1
-            else:
-                self._lengths[slot] += step.plan.longest
-                self.pending[slot] = step.plan.longest
-        self._latest = step
-        return step
-
-    def finish(self, step: StepReadback, counts: Sequence[int]) -> None:
-        """A step was read, which gave each slot so many tokens."""
-        for slot, count in enumerate(counts):
-            if count == 0:
-                continue
-            if step.draft_accepted:
-                self.draft_rows[slot] = self.base_rows[slot]
-            self.base_rows[slot] += count
-            if step.plan is not None:
-                self._lengths[slot] += count - step.plan.longest
-                if step is self._latest:
-                    self.pending[slot] = count
-        if step is self._latest:
-            self._latest = None
-
-
-@dataclass(eq=False)
-class StepReadback:
-    """The tokens of a round or, without a `plan`, of a plain step of `batch` slots, on their way to the host.
-
-    `emitted` reads them; `draft_accepted` says whether the step began with the draft taking its pending entries.
-    """
-
-    progress: SlotProgress
-    batch: int
-    plan: DraftPlan | None
-    emitted: Readback
-    draft_accepted: bool
-    _tokens: list[list[int]] | None = None
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in order: none for an idle one, else at least one."""
-        if self._tokens is None:
-            values = self.emitted.wait()[: self.batch].tolist()
-            if self.plan is None:
-                self._tokens = [[token] if token >= 0 else [] for token in values]
-            else:
-                self._tokens = [row[1 : 1 + row[0]] for row in values]
-            self.progress.finish(self, [len(tokens) for tokens in self._tokens])
-        return self._tokens

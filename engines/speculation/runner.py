@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -24,33 +23,25 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
+from edgellm.engines.model.memory_plan import GIVEN_NODES
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
-from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
+from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
+from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.round import (
-    GivenTree,
-    Round,
-    RoundKey,
-    RoundKinds,
-    SlotProgress,
-    StepReadback,
-    padded_trees,
-    part_keys,
-)
-from edgellm.engines.speculation.tree_verification import TreeVerification, given_shapes
-from edgellm.kernels.arrays import Array
-from edgellm.kernels.contracts import rows_of
+from edgellm.engines.speculation.drafter import Drafter, NoDrafter, StepReadback
+from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
+from edgellm.engines.speculation.tree_verification import TreeVerification, given_limits, given_shapes
 
 _TREE_PHASES = ("verify", "accept", "propose")
 
 
 class DecodingRunner:
-    """A base model and its draft, each with its runner (`base`, and `draft`, which may be None).
+    """A base model with its runner, `base`, and what drafts beside it, `draft`.
 
     `limits.max_batch` slots each hold one sequence, the leading ones are decoded together. Readbacks must be waited for
     in the order in which they were made. Not thread-safe.
@@ -73,22 +64,25 @@ class DecodingRunner:
         rounds = [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
         if draft is None and backend.fixed_shapes:
             rounds = given_shapes(limits, adapters is not None, backend.takes_any_key_range)
-        self._engines = LoadedEngines(backend, rounds)
-        user = None if draft is None else self
-        self.base = BaseEngineRunner(
-            backend, config, limits, checkpoint, progress, draft, user, adapters, vision_memory
-        )
-        self.draft: EagleDraftEngineRunner | None = None
-        if draft is not None and draft_checkpoint is not None:
-            self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
+        self._engines, self._steps = LoadedEngines(backend, rounds), CapturedSteps(backend)
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, adapters, vision_memory)
+        self.draft: Drafter
+        if draft is None or draft_checkpoint is None:
+            self.draft = NoDrafter(backend, limits, config, given_limits(limits, GIVEN_NODES))
+        else:
+            beside = self.base, self._engines, self._steps
+            kind = EagleDraftEngineRunner if draft.block is None else BlockDraftEngineRunner
+            self.draft = kind(backend, draft, limits, draft_checkpoint, *beside)
+        self.base.feature_user = self.draft
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
-        self._steps = CapturedSteps(backend)
+        #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What
+        #: drafting needs later is kept.
+        self.decode, self.begin = self.draft.decoding(self.base), self.base.begin
         #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.
         self.planned: Mapping[Hashable, object] = self._steps.planned
         self._rounds: dict[RoundKey, Round] = {}
         self._latest_round: Round | None = None
         self._kinds = RoundKinds(self.base, self.draft, self.verification, self._engines)
-        self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
     def open(
@@ -139,23 +133,15 @@ class DecodingRunner:
     ) -> Readback:
         """Starts as `BaseEngineRunner.start` does; the first `reused` rows must be there in the base and in the
         draft."""
-        if self.draft is not None:
-            self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
-        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
-        self._latest_round = None
-        self._progress.start(slot, len(prompt_ids))
-        return first
+        self.draft.start(slot, len(prompt_ids))
+        return self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
 
     def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
         """What a slot holds on the device of a sequence that goes on from there, and `resume` cannot make anew: `rows`
         of the base, `draft_rows` of the draft, and the features of what the draft has not seen."""
-        models = {"base": (self.base, rows)} | ({} if self.draft is None else {"draft": (self.draft, draft_rows or 0)})
-        for model, (runner, count) in models.items():
-            for each in runner.states.of_slot(slot, count):
-                yield each._replace(name=f"{model}.{each.name}")
-        if self.draft is not None:
-            features = self.draft.pending.features[slot : slot + 1]
-            yield SlotRows("draft.features", features, rows - (draft_rows or 0))
+        for each in self.base.states.of_slot(slot, rows):
+            yield each._replace(name=f"base.{each.name}")
+        yield from self.draft.held(slot, rows, draft_rows)
 
     def resume(
         self,
@@ -168,45 +154,8 @@ class DecodingRunner:
     ) -> None:
         """Resumes as `BaseEngineRunner.resume` does, in a slot that has what was `held`: decoding goes on as it would
         have."""
-        rows = len(text_ids) - 1
         self.base.resume(slot, text_ids, generated, sampling, images)
-        if self.draft is not None and draft_rows is not None:
-            pending, one, count = self.draft.pending, slice(slot, slot + 1), rows - draft_rows
-            tokens = np.full(pending.token_ids[one].shape, -1, np.int32)
-            tokens[0, :count] = text_ids[draft_rows + 1 :]
-            self.backend.upload(pending.token_ids[one], tokens)
-            for array, value in ((pending.counts, count), (pending.start, draft_rows), (pending.last, count - 1)):
-                self.backend.upload(array[one], np.full(array[one].shape, value, np.int32))
-        self._latest_round = None
-        self._progress.resume(slot, rows, rows - 1 if draft_rows is None else draft_rows)
-
-    def step(
-        self,
-        batch: int,
-        plan: DraftPlan | None,
-        rules: StepRules | None = None,
-        trees: Sequence[GivenTree] | None = None,
-        begun: StepKey | None = None,
-    ) -> StepReadback:
-        """A round of `plan`, or without one a plain step, which may have `begun`. `rules` fill masks while the logits
-        are computed; `trees` are the candidates of each slot for a plan that takes given ones."""
-        return self.decode(batch, rules, begun) if plan is None else self.round(batch, plan, rules, trees)
-
-    def begin(self, batch: int) -> StepKey:
-        """Begin a plain step before it is known which tokens it may choose; see `BaseEngineRunner.begin`."""
-        return self.base.begin(batch)
-
-    def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
-        """One token for each of the `batch` leading slots, without drafting; what drafting needs later is kept.
-
-        Raises EngineError where a sequence has no KV row left.
-        """
-        progress = self._progress
-        full = self.draft is not None and max(progress.pending[:batch]) >= self.limits.accept_tokens
-        if full:
-            self._flush(batch)
-        emitted, self._latest_round = self.base.decode(batch, rules, begun), None
-        return progress.launched(StepReadback(progress, batch, None, emitted, full))
+        self.draft.resume(slot, text_ids, draft_rows)
 
     def round(
         self, batch: int, plan: DraftPlan, rules: StepRules | None = None, trees: Sequence[GivenTree] | None = None
@@ -223,23 +172,20 @@ class DecodingRunner:
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        key = self._round_key(batch, plan, rules is not None)
-        current = self._rounds.get(key) or self._make_round(key)
+        current = self.prepare_round(batch, plan, rules is not None)
         if trees is not None:
             current.give(trees)
-        if rules is None:
-            self.base.sampling.clear_masks()
         first, *second = current.parts
         self._steps.run(*first)
-        if rules is not None:
-            known = trees if plan.is_given else None  # of a joint tree the draft model's part comes with the tree
-            shown = current.nodes() if known is None else padded_trees(known, *current.shape)
-            self.base.sampling.fill_masks(rules, shown[0].size, shown)
         for each in second:
+            self.base.sampling.obey(rules, trees=None if rules is None else current.nodes(trees or ()))
             self._steps.run(*each)
-        self._latest_round = current
-        emitted = self.backend.read(current.emitted)
-        return self._progress.launched(StepReadback(self._progress, batch, key.plan, emitted, True))
+        self._latest_round, lengths = current, self.base.lengths
+        for slot in range(batch):
+            lengths[slot] += current.key.plan.longest if lengths[slot] else 0
+        step = StepReadback(self.draft, lengths, batch, current.key.plan, self.backend.read(current.emitted), True)
+        self.draft.launched(step)
+        return step
 
     def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
@@ -254,15 +200,14 @@ class DecodingRunner:
     def _round_key(self, batch: int, plan: DraftPlan, ruled: bool) -> RoundKey:
         """The key of a plan's round in the present state of the `batch` leading slots."""
         slots, base = slice(0, batch), self.base
-        pending = 0 if self.draft is None else max(self._progress.pending[:batch])
         kind = base.sampling.plain(slots), base.adapts(slots), ruled or base.sampling.biased(slots)
-        return self._kinds.key(batch, plan, *kind, pending, max(base.lengths[:batch]))
+        return self._kinds.key(batch, plan, *kind, self.draft.taken(batch), max(base.lengths[:batch]))
 
     def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Whether a round of a plan that takes given candidates can run now in the `batch` leading slots: there are
         engines that verify its tree, room for it, and no capture to wait for."""
         longest = max(self.base.lengths[:batch])
-        bucket = self._kinds.bucket(batch)
+        bucket = self.draft.bucket(batch)
         nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
         fits = longest + plan.longest <= self.limits.kv_capacity and longest + nodes <= self.limits.kv_rows
         return nodes > 0 and fits and self.is_ready(batch, plan, ruled)
@@ -272,12 +217,8 @@ class DecodingRunner:
         rules alone: plain steps first, then rounds without rules, then those under rules, of few sequences first. It is
         for backends of fixed shapes: elsewhere there are too many kinds."""
         self.base.plan_steps()
-        batches, tokens = self.limits.batches, self.limits.accept_tokens
-        for batch in () if self.draft is None else batches:
-            widest = self.limits.draft_shape("accept", batch, tokens, self.limits.tree_key_ranges[-1])
-            for rows in self._engines.key_ranges(widest):
-                stages = partial(self._flush_step, batch, tokens, rows)
-                self._steps.plan(("flush", batch, tokens, rows), stages, kind=f" of {batch} sequences, {rows} rows")
+        self.draft.plan_captures()
+        batches = self.limits.batches
         kinds = [(*each, False) for each in product(plans, batches)]
         kinds += [(plan, batch, True) for batch, plan in product(batches, dict.fromkeys((*plans, *forced)))]
         for plan, batch, constrained in kinds:
@@ -303,7 +244,7 @@ class DecodingRunner:
     def capture_next(self) -> bool:
         """Capture the planned step whose turn it is, of those for which there is room; False where there is none. No
         slot may have a sequence: it runs, behind the rows that idle slots hold."""
-        most = max(self._progress.base_rows) + max(1, self.verification.most_nodes)
+        most = max(self.base.left) + max(1, self.verification.most_nodes)
         return most <= self.limits.kv_rows and (self.base.steps.capture_next() or self._steps.capture_next())
 
     @property
@@ -321,21 +262,15 @@ class DecodingRunner:
         return self._rounds[key]
 
     def logits(self, slot: int, count: int) -> np.ndarray:
-        """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
-        once it was waited for; see `Round.logits`."""
-        if self._latest_round is None:
-            return self.base.logits(slot)[np.newaxis]
+        """The base's logits [count, V] float32 for the `count` tokens that the latest step, a round, gave a slot, once
+        it was waited for; see `Round.logits`. Those of other steps are the base's."""
+        assert self._latest_round is not None
         return self._latest_round.logits(slot, count)
-
-    def draft_rows(self, slot: int) -> int | None:
-        """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
-        token i + 1. None without a draft."""
-        return None if self.draft is None else self._progress.draft_rows[slot]
 
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its states stay."""
         self.base.stop(slot)
-        self._progress.stop(slot)
+        self.draft.stop(slot)
 
     def move(self, source: int, target: int) -> None:
         """Go on with the sequence of slot `source` in the idle slot `target`; `source` is idle then, and holds the KV
@@ -344,26 +279,18 @@ class DecodingRunner:
         Finished sequences make room this way: the running ones lead. Everything must have been waited for.
         """
         self.base.move(source, target)
-        if self.draft is not None:
-            self.draft.states.swap(source, target)
-            pending = self.draft.pending
-            for array in (pending.features, pending.token_ids, pending.counts, pending.last):
-                self.backend.copy(array[target : target + 1], array[source : source + 1])
-        self._progress.move(source, target)
+        self.draft.move(source, target)
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange what two idle slots hold."""
-        for model in self._models():
-            model.states.swap(first, second)
+        for states in (self.base.states, *self.draft.models.values()):
+            states.swap(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
         """Let the idle slot `target` hold what the idle slot `source` holds."""
-        for model in self._models():
-            model.states.copy(source, target)
-
-    def _models(self) -> tuple[BaseEngineRunner | EagleDraftEngineRunner, ...]:
-        return (self.base,) if self.draft is None else (self.base, self.draft)
+        for states in (self.base.states, *self.draft.models.values()):
+            states.copy(source, target)
 
     def close(self) -> None:
         """Free everything, as `BaseEngineRunner.close` does."""
@@ -374,58 +301,5 @@ class DecodingRunner:
             self._rounds.clear()
             self._latest_round = None
             self._engines.clear()
-            if self.draft is not None:
-                self.draft.close()
+            self.draft.close()
             self.base.close()
-
-    def take_chunk(
-        self,
-        slot: int,
-        prompt_ids: np.ndarray,
-        position: int,
-        tokens: int,
-        features: Array,
-        images: PromptImages | None,
-    ) -> None:
-        """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
-        assert self.draft is not None
-        entries = prompt_ids[position + 1 : position + tokens + 1]
-        self.base.await_rows()  # the draft's, too
-        if len(entries):
-            chunk = features.shape[1] if self.backend.fixed_shapes else len(entries)
-            self.draft.prefill(slot, entries, features, position, chunk, images)
-
-    def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
-        """See `FeatureUser`: a plain step's feature and token join the pending entries."""
-        assert self.draft is not None
-        pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
-        self.backend.acceptance.append_pending(features, tokens, state, pending)
-
-    def complete_draft(self, slot: int, batch: int) -> None:
-        """Let the draft's rows of a slot, of the `batch` leading ones, reach as far as the base's; everything must have
-        been waited for. The others' pending entries stay: taken twice they give the same rows."""
-        if self.draft is not None and self._progress.pending[slot]:
-            self._take_pending(batch)
-            self._progress.draft_rows[slot] = self._progress.base_rows[slot]
-
-    def _flush(self, batch: int) -> None:
-        """Let the draft take the pending entries, so that there is room for more."""
-        assert self.draft is not None
-        bucket = self._take_pending(batch)
-        counts = self.draft.pending.counts[:bucket]
-        self.backend.upload(counts, np.zeros(bucket, np.int32))
-        self._progress.draft_took_pending(batch)
-
-    def _take_pending(self, batch: int) -> int:
-        """Enqueue the draft's step over the pending entries; for how many slots."""
-        assert self.draft is not None
-        bucket = self._kinds.bucket(batch)
-        tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
-        widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
-        key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
-        self._steps.run(("flush", bucket, tokens, key_range), self._flush_step(bucket, tokens, key_range))
-        return bucket
-
-    def _flush_step(self, batch: int, tokens: int, key_range: int) -> Stages:
-        assert self.draft is not None
-        return {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}

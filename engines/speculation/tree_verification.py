@@ -12,23 +12,15 @@ from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
 from edgellm.engines.runners.states import Kept, ReplayInputs
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.tree import (
-    CandidateBuffers,
-    TreeLimits,
-    VerifiedTree,
-    VerifiedTrees,
-    pending_entries,
-    tree_bytes,
-)
-from edgellm.kernels.acceptance.contract import Chain, Pending, TypicalBounds
-from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
+from edgellm.engines.speculation.drafter import Drafter, Proposal
+from edgellm.engines.speculation.tree import TreeLimits, VerifiedTree, VerifiedTrees, tree_bytes
+from edgellm.kernels.acceptance.contract import Pending, TypicalBounds
+from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import SequenceState
-from edgellm.kernels.tree.contract import Candidates
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
@@ -61,60 +53,38 @@ def given_shapes(limits: EngineLimits, adapters: bool, taken: Callable[[EngineSh
 
 
 class TreeVerification:
-    """Owns the arrays of candidates and trees, and asks `engines` for those that verify.
-
-    A `draft` supplies q and the mapping of sampled chains, and takes what was accepted; without one the trees are
-    given. The arrays are made when they are first asked for.
+    """Owns the arrays of trees, and asks `engines` for those that verify. Of the `draft` it knows the largest trees,
+    and what takes what was accepted. The arrays are made when they are first asked for.
     """
 
-    def __init__(
-        self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner | None, engines: LoadedEngines
-    ) -> None:
+    def __init__(self, backend: Backend, base: BaseEngineRunner, draft: Drafter, engines: LoadedEngines) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
-        limits = base.limits
-        self._sizes = () if draft is None else limits.verify_sizes
-        if draft is None:
-            self._limits = given_limits(limits, GIVEN_NODES)
-        else:
-            largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
-            self._limits = TreeLimits(limits.max_batch, *largest)
-        self._made: tuple[VerifiedTrees, Pending, ReplayInputs] | None = None
-        self._given: CandidateBuffers | None = None
-        self._draft_probabilities: Array | None = None
+        self._sizes = base.limits.verify_sizes if draft.has_model else ()
         self._taken: dict[tuple[int, DraftPlan], bool] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
-        self.before_acceptance: Callable[[VerifiedTree], None] | None = None
+        self.before_acceptance: Callable[[VerifiedTree], object] = lambda tree: None
 
     def tree(self, plan: DraftPlan, key_range: int, state: SequenceState) -> VerifiedTree:
         """The arrays of a plan's tree, padded to the engine's number of tokens, for sequences in a `state`."""
-        return self._arrays()[0].of(plan, self.engine_nodes(plan), key_range, state.kvcache_start_index)
-
-    def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
-        """The arrays in which the candidates of a plan grow, or are given, for the leading slots."""
-        if self._draft is not None and not plan.is_given:
-            return self._draft.candidates(batch, plan)
-        if self._given is None:
-            nodes = self._limits.nodes - 1
-            self._given = CandidateBuffers(self._backend, self._limits.slots, nodes, nodes, nodes)
-        return self._given.of(batch, plan)
+        return self._arrays[0].of(plan, self.engine_nodes(plan), key_range, state.kvcache_start_index)
 
     def reserve(self, nodes: int) -> None:
-        """Take, without a draft, trees of up to `nodes` tokens, and allocate their arrays now. Raises EngineError where
-        memory is short."""
-        if self._draft is None and self._made is None:
-            self._limits = given_limits(self._base.limits, nodes)
-            self._arrays()
+        """Take, without a draft, trees of up to `nodes` tokens, and allocate their arrays now, before the first round.
+        Raises EngineError where memory is short."""
+        if not self._draft.has_model:
+            self._draft.trees = given_limits(self._base.limits, nodes)
+            _ = self._arrays
 
     @property
     def most_nodes(self) -> int:
         """Tokens of the largest tree, the root included."""
-        return self._limits.nodes
+        return self._draft.trees.nodes
 
     @property
     def most_given(self) -> int:
         """The most given tokens that a round accepts one after the other."""
-        return min(self._limits.emitted - 1, GIVEN_DEPTH)
+        return min(self._draft.trees.emitted - 1, GIVEN_DEPTH)
 
     def engine_nodes(self, plan: DraftPlan) -> int:
         """T: the tokens of the engine that verifies a plan's tree."""
@@ -130,12 +100,12 @@ class TreeVerification:
         return self._taken[asked]
 
     def _takes(self, batch: int, plan: DraftPlan) -> bool:
-        nodes = self.engine_nodes(plan) if plan.tree_size <= self._limits.nodes else 0
-        if not nodes or plan.longest > self._limits.emitted:
+        nodes = self.engine_nodes(plan) if plan.tree_size <= self._draft.trees.nodes else 0
+        if not nodes or plan.longest > self._draft.trees.emitted:
             return False
         if not self._backend.fixed_shapes:
             return True
-        widest = self._limits.keys
+        widest = self._draft.trees.keys
         shapes = [self.shape(batch, nodes, widest, adapts) for adapts in self._base.adapter_kinds]
         return all(self._engines.has(shape) or self._backend.takes_any_key_range(shape) for shape in shapes)
 
@@ -145,7 +115,7 @@ class TreeVerification:
         return self._base.limits.with_adapters(shape) if adapts else shape
 
     def verify_step(
-        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, adapts: bool
+        self, tree: VerifiedTree, proposal: Proposal, state: SequenceState, adapts: bool
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """What chooses the tree's nodes and lays it out behind the committed rows, and what computes logits and
         features of all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
@@ -153,34 +123,30 @@ class TreeVerification:
         slots = slice(0, batch)
         shape = self.shape(batch, nodes, inputs.attention_mask.shape[3], adapts)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
-        tables = self._base.tables(slots)
-        expansion, given = None, None
-        if self._draft is not None and not plan.is_given:
-            expansion, given = self._draft.expansion(plan), self._draft.given(batch, plan)
         prepare = partial(
             self._backend.draft_tree.prepare_verification,
             plan.level(plan.levels),
             state,
-            tables,
-            candidates,
+            self._base.tables(slots),
+            proposal.candidates,
             tree.nodes,
             inputs,
-            expansion,
-            given,
+            proposal.expansion,
+            proposal.given,
         )
         return prepare, engine.enqueue
 
     def accept_step(
-        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, acceptance: str, constrained: bool
+        self, tree: VerifiedTree, proposal: Proposal, state: SequenceState, acceptance: str, constrained: bool
     ) -> Callable[[], None]:
         """What chooses what is accepted of the tree, by one of this module's rules, moves the accepted KV rows
         together, keeps their features for the draft, and takes the tokens into the state. With `constrained` masks and
         biases come before."""
         kernels, slots = self._backend.acceptance, slice(0, tree.nodes.tokens.shape[0])
         sampling = self._base.sampling
-        rows, pending = sampling.rows(slots), rows_of(self._arrays()[1], slots)
+        rows, pending = sampling.rows(slots), rows_of(self._draft.pending, slots)
         logits, nodes, accepted, active = tree.logits, tree.nodes, tree.accepted, state.active
-        steps: list[Callable[[], None]] = []
+        steps: list[Callable[[], object]] = [lambda: self.before_acceptance(tree)]
         if constrained:
             steps.append(partial(sampling.constrain, slots, logits.logits))
         if acceptance == GREEDY:
@@ -188,9 +154,10 @@ class TreeVerification:
         elif acceptance == DRAWN:
             steps.append(partial(kernels.accept_draws, logits, nodes, state, rows, accepted))
         elif acceptance == SAMPLED:
-            chain, workspace = self._chain(candidates, tree.plan), self._workspace
             accept = kernels.accept_sampled_draws
-            steps.append(partial(accept, logits, nodes, state, rows, chain, accepted, workspace))
+            chain = proposal.chain
+            assert chain is not None
+            steps.append(partial(accept, logits, nodes, state, rows, chain, accepted, self._workspace))
         else:
             bounds = TypicalBounds(tree.plan.posterior_threshold, tree.plan.posterior_alpha)
             typical = kernels.typical_accept
@@ -199,50 +166,13 @@ class TreeVerification:
         kept = self._kept(tree)
         steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending, kept))
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
+        return in_order(steps)
 
-        def accept_all() -> None:
-            if self.before_acceptance is not None:
-                self.before_acceptance(tree)
-            for step in steps:
-                step()
-
-        return accept_all
-
-    def draw_child(self, batch: int, step: int, plan: DraftPlan) -> None:
-        """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
-        assert self._draft is not None
-        slots, logits = slice(0, batch), self._draft.logits(batch, 1)
-        self._backend.acceptance.draft_sample(
-            step,
-            logits.reshape(batch, logits.shape[2]),
-            self._base.sampling.rows(slots),
-            self._base.sequences(slots).positions,
-            self._chain(self.candidates(batch, plan), plan),
-            self._draft_workspace,
-        )
-
+    @cached_property
     def _arrays(self) -> tuple[VerifiedTrees, Pending, ReplayInputs]:
-        if self._made is None:
-            limits, backend, config = self._limits, self._backend, self._base.config
-            if self._draft is not None:
-                pending = self._draft.pending
-            else:
-                features = len(config.feature_layers) * config.hidden_size
-                pending = pending_entries(backend, limits.slots, limits.emitted, features)
-            kept = self._base.states.kept_inputs(limits.slots, limits.nodes)
-            self._made = VerifiedTrees(backend, config, limits), pending, kept
-        return self._made
-
-    def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
-        """The sampled chains of the slots; memory for the draft's distributions is allocated when first needed."""
-        assert self._draft is not None
-        limits, vocabulary = self._base.limits, self._draft.config.draft_vocab_size
-        if self._draft_probabilities is None:
-            size = limits.max_batch * limits.draft_steps * vocabulary
-            self._draft_probabilities = self._backend.zeros((size,), "float32")
-        shape = (candidates.tokens.shape[0], plan.steps, vocabulary)
-        probabilities = leading(self._draft_probabilities, shape)
-        return Chain(candidates.tokens, probabilities, self._draft.draft_to_target, self._draft.target_to_draft)
+        trees = self._draft.trees
+        pending, kept = self._draft.pending, self._base.states.kept_inputs(trees.slots, trees.nodes)
+        return VerifiedTrees(self._backend, self._base.config, trees), pending, kept
 
     def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
         bound = self._base.engine_weights() | tree.inputs._asdict() | {"logits": tree.logits.logits}
@@ -256,17 +186,10 @@ class TreeVerification:
     def _kept(self, tree: VerifiedTree) -> Kept:
         """Where the step that verifies a tree keeps its inputs."""
         batch, nodes = tree.nodes.tokens.shape
-        return self._arrays()[2].of(batch, nodes)
+        return self._arrays[2].of(batch, nodes)
 
-    # The workspaces of the acceptance kernels, for the largest tree, and of draws from the draft.
     @cached_property
     def _workspace(self) -> Array:
-        size = self._backend.acceptance.accept_workspace_size(self._limits.slots, self._limits.nodes)
-        return self._backend.zeros((size,), "uint8")
-
-    @cached_property
-    def _draft_workspace(self) -> Array:
-        assert self._draft is not None
-        vocabulary = self._draft.config.draft_vocab_size
-        size = self._backend.acceptance.draft_workspace_size(self._limits.slots, vocabulary)
-        return self._backend.zeros((size,), "uint8")
+        """That of the acceptance kernels, for the largest tree."""
+        trees = self._draft.trees
+        return self._backend.zeros((self._backend.acceptance.accept_workspace_size(trees.slots, trees.nodes),), "uint8")

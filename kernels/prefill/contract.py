@@ -77,8 +77,8 @@ def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) ->
 
 def _check_heads(sizes: dict[str, Any]) -> str | None:
     size, kv_heads = sizes["D"], sizes["G"]
-    heads = sizes["E"] // size
-    if heads < 1 or sizes["E"] % size:
+    heads = sizes.get("E", 0) // size
+    if "E" in sizes and (heads < 1 or sizes["E"] % size):
         return f"queries have {sizes['E']} columns; expected those of heads of {size}"
     width = (heads + 2 * kv_heads) * size
     if sizes.get("W", width) != width:
@@ -115,14 +115,15 @@ class PrefillKernels(Protocol):
         rows: KeyValueRows,
         row_scales: RowScales | None,
         part: RotaryPart | None,
-        queries: Annotated[OwnArray, "BTE compute"],
+        queries: Annotated[OwnArray, "BTE compute"] | None,
     ) -> Launchable:
         """Make heads ready: norm, then rotary embedding by `rotary`, or `part` of it, cosine half then sine half (None:
         without).
 
         `qkv` has query heads, key heads, value heads. Queries go to `queries`; keys and values go to rows start[b] ..
         start[b] + T - 1 of the caches, quantized where there are `row_scales`. They have the bits that decode attention
-        gives them, which takes `qkv` in float32.
+        gives them, which takes `qkv` in float32. Where `queries` is None there are no query heads, and rows are
+        compute.
         """
 
     @limited(_check_heads)

@@ -108,7 +108,7 @@ class CudaPrefill:
         rows: KeyValueRows,
         row_scales: RowScales | None,
         part: RotaryPart | None,
-        queries: DeviceArray,
+        queries: DeviceArray | None,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
@@ -116,7 +116,8 @@ class CudaPrefill:
         sizes = self._check("prepare_heads", *arguments)
         packed = self._check.pack("prepare_heads", sizes, *arguments)
         grid = (sizes["T"], sizes["B"], 1)
-        kernel = heads_kernel(queries.dtype, sizes["D"], row_scales is not None, qkv.dtype)
+        dtype = (rows.k_cache if queries is None else queries).dtype
+        kernel = heads_kernel(dtype, sizes["D"], row_scales is not None, qkv.dtype)
         return Launch(self._module, kernel, grid, _HEADS_THREADS, 0, (packed,))
 
     def causal_attention(

@@ -35,7 +35,7 @@ class NumpyPrefill:
         rows: KeyValueRows,
         row_scales: RowScales | None,
         part: RotaryPart | None,
-        queries: np.ndarray,
+        queries: np.ndarray | None,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
@@ -84,7 +84,7 @@ def _prepare_heads(
     rows: KeyValueRows,
     row_scales: RowScales | None,
     part: RotaryPart | None,
-    queries: np.ndarray,
+    queries: np.ndarray | None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
@@ -99,7 +99,8 @@ def _prepare_heads(
     weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
     behind = norms is not None and norms.behind
     query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
-    queries[...] = query.reshape(queries.shape)
+    if queries is not None:
+        queries[...] = query.reshape(queries.shape)
     key_scales, value_scales = row_scales or (None, None)
     for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
         by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)

@@ -16,7 +16,8 @@ draft model, which writes their KV rows committed + (d-1) K to committed + d K -
 its token is -1, its parent -1.
 
 Arrays are C-contiguous: B sequences, C >= `candidate_count` candidates, U draft vocabulary, n rows of the draft model's
-output (1 at level 1, else K), G the draft's hidden size, T tokens, J given nodes; other axes as in
+output (1 at level 1, else K; of a block, its guesses), G the draft's hidden size, T tokens, J given nodes; other axes
+as in
 `edgellm.kernels.sampling.contract`. A NaN counts as -inf. Every kernel writes into arrays of the caller; none allocates
 and none synchronizes, so that a CUDA graph can hold them. Both implementations give the same bits.
 """
@@ -86,6 +87,14 @@ class Given(NamedTuple):
     nodes: Annotated[OwnArray, "3BJ int32"]
 
 
+class Block(NamedTuple):
+    """What stands behind the last token of a sequence in the block that a draft model fills in one pass, and whether
+    each of its tokens sees those behind it, too."""
+
+    mask_token: int
+    sees_all: bool
+
+
 class TreeNodes(NamedTuple):
     """The tree that is verified; node 0 is the root, the last emitted token.
 
@@ -128,9 +137,6 @@ def _check_level(sizes: dict[str, Any], highest: int, frontiers: int) -> str | N
     needed = candidate_count(level, top_k)
     if sizes["C"] < needed:
         return f"C = {sizes['C']} candidates; expected at least {needed} for level {level} with K = {top_k}"
-    expected = 1 if level == 1 else top_k
-    if sizes.get("n", expected) != expected:
-        return f"{sizes['n']} rows a sequence; expected {expected} at level {level} with K = {top_k}"
     if sizes["F"] < frontiers:
         return f"frontiers has F = {sizes['F']} levels; expected at least {frontiers}"
     if sizes.get("U", 0) > MAXIMUM_DRAFT_VOCABULARY:
@@ -141,8 +147,24 @@ def _check_level(sizes: dict[str, Any], highest: int, frontiers: int) -> str | N
     return None
 
 
+def _check_rows(sizes: dict[str, Any]) -> str | None:
+    """What is wrong with the number of rows of a draft model's output behind the frontier of a level."""
+    level, top_k = sizes["level.number"], sizes["K"]
+    expected = 1 if level == 1 else top_k
+    if sizes["n"] != expected:
+        return f"{sizes['n']} rows a sequence; expected {expected} at level {level} with K = {top_k}"
+    return None
+
+
 def _check_expansion(sizes: dict[str, Any]) -> str | None:
-    return _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1)
+    return _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1) or _check_rows(sizes)
+
+
+def _check_block_expansion(sizes: dict[str, Any]) -> str | None:
+    level, rows = sizes["level.number"], sizes["n"]
+    if rows < level:
+        return f"{rows} rows a sequence; expected one for each of {level} levels"
+    return _check_level(sizes, MAXIMUM_STEPS, level - 1)
 
 
 def _check_proposal(sizes: dict[str, Any]) -> str | None:
@@ -150,7 +172,7 @@ def _check_proposal(sizes: dict[str, Any]) -> str | None:
         return f"inputs of T = {sizes['T']} tokens; expected one for each of K = {sizes['K']} frontier slots"
     if sizes.get("J", 0) > MAXIMUM_GIVEN:
         return f"J = {sizes['J']} given nodes; expected at most {MAXIMUM_GIVEN}"
-    return _check_level(sizes, MAXIMUM_STEPS - 1, sizes["level.number"])
+    return _check_level(sizes, MAXIMUM_STEPS - 1, sizes["level.number"]) or _check_rows(sizes)
 
 
 def _check_verification(sizes: dict[str, Any]) -> str | None:
@@ -172,8 +194,9 @@ class TreeKernels(Protocol):
     its own. Without an expansion the level's candidates are there, each parent's best first, as drawn ones are.
     """
 
-    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
-        """Bytes of workspace that `expand_frontier` needs for `batch` sequences, at every level; may be 0."""
+    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int, block_rows: int = 0) -> int:
+        """Bytes of workspace that `expand_frontier` needs for `batch` sequences, at every level, or `expand_block` for
+        `block_rows` rows of each; may be 0."""
 
     @limited(_check_expansion)
     def expand_frontier(
@@ -191,6 +214,29 @@ class TreeKernels(Protocol):
         4,096 ids of the chunk's sum of exp(logit - its maximum), times exp(its maximum - m), all in unsigned 64-bit
         fixed point with 32 bits after the point, rounded down (`edgellm.kernels.tree.log_softmax`). So the order of
         summation does not matter. Where m is +inf, probability 1 is shared by the infinite logits.
+        """
+
+    def prepare_block(
+        self, block: Block, token_ids: Annotated[OwnArray, "B1 int32"], tables: ModelTables, inputs: StepInputs
+    ) -> None:
+        """Everything that a draft model reads of a block of T tokens: the sequence's last one, `token_ids`, then the
+        block's mask token.
+
+        The tokens stand at rows kvcache_start_index[b] + t, the number of committed ones, which `inputs` have already.
+        `inputs_embeds` and `rope_rotary_cos_sin` are as `SamplingKernels.prepare_step` gives them; `attention_mask` is
+        True at keys up to the token's own row or, where a block `sees_all`, up to its last.
+        """
+
+    @limited(_check_block_expansion)
+    def expand_block(
+        self, level: Level, logits: Annotated[OwnArray, "BnU float32"], candidates: Candidates, expansion: Expansion
+    ) -> None:
+        """Write the candidates of all levels up to `level`, whose continuations are the same behind every node: row d-1
+        of `logits` is what a draft model says of the place d behind the root, whatever stands before it.
+
+        They are those of `expand_frontier`, level by level with that row for each node of the frontier. Of a dynamic
+        tree the frontiers are written, too, as `prepare_proposal` does. So the best V-1 candidates are those whose
+        places' probabilities have the largest product, among K a level.
         """
 
     @limited(_check_proposal)

@@ -20,6 +20,7 @@ from edgellm.kernels.tree.contract import (
     MAXIMUM_GIVEN,
     MAXIMUM_TOP_K,
     MAXIMUM_TREE_TOKENS,
+    Block,
     Candidates,
     Expansion,
     Given,
@@ -46,11 +47,11 @@ def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSo
     """What drafting needs for a model of `dtype`, which may have a packed embedding."""
     compute = CUDA_TYPES[dtype]
     verifications = (f"draft_verification<{compute}, {kept}>" for kept in ("true", "false"))
-    expansion = ("tree/expand.cu",) if embedding is None else ()
+    expansion = ("draft_expand", "draft_block_tree") if embedding is None else ()
     return ModuleSource(
         f"tree_{dtype}" + ("" if embedding is None else f"_{embedding.scales}_{embedding.mode}"),
-        (*expansion, "tree/proposal.cu", "tree/verification.cu"),
-        (*("draft_expand" for _ in expansion), f"draft_proposal<{compute}>", *verifications),
+        (*(("tree/expand.cu",) if expansion else ()), "tree/block.cu", "tree/proposal.cu", "tree/verification.cu"),
+        (*expansion, f"draft_block<{compute}>", f"draft_proposal<{compute}>", *verifications),
         (
             ("CHUNK", CHUNK),
             ("EXPAND_THREADS", _EXPAND_THREADS),
@@ -72,26 +73,52 @@ class CudaTree(Launcher):
         super().__init__(module, TreeKernels)
         self._dtype = dtype
 
-    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
-        """Bytes of workspace for `expand_frontier` with `batch` sequences, at every level."""
+    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int, block_rows: int = 0) -> int:
+        """Bytes of workspace for `expand_frontier`, or `expand_block`; see the contract."""
         if not 1 <= top_k <= MAXIMUM_TOP_K or draft_vocab_size > MAXIMUM_DRAFT_VOCABULARY:
             raise KernelError(
                 f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected "
                 f"1 to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
             )
-        return _workspace_bytes(batch, draft_vocab_size, top_k)
+        return _workspace_bytes(batch * max(top_k, block_rows), draft_vocab_size, top_k)
 
     def expand_frontier(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
         """The likeliest continuations of the root or of each frontier node; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes = self._check("expand_frontier", *arguments)
         _check_workspace("expand_frontier", sizes, expansion)
+        self._expand_rows(arguments, sizes)
+
+    def expand_block(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
+        """The candidates of all levels of a block; see the contract."""
+        arguments = (level, logits, candidates, expansion)
+        sizes = self._check("expand_block", *arguments)
+        top_k, levels = sizes["K"], level.number
+        mergers, list_bytes = _mergers("expand_block", sizes, expansion, levels, sizes["B"] * sizes["n"])
+        self._expand_rows(arguments, sizes)
+        shared_bytes = (_KEY_BYTES + 4) * levels * top_k + max(list_bytes, _KEY_BYTES * top_k * top_k)
+        packed = self._check.pack("expand_block", sizes, *arguments)
+        kernel = Kernel(tree_source(self._dtype), "draft_block_tree")
+        self._launch(kernel, (1, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
+
+    def _expand_rows(self, arguments: tuple, sizes: dict[str, int]) -> None:
+        """The best of each chunk of each row of logits, to the workspace."""
         lanes = _LANES_OF_FEW if sizes["K"] <= _FEW else _LANES_OF_MANY
         packed = self._check.pack("expand_frontier", sizes, *arguments)
         shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * sizes["K"]
         grid = (_chunks(sizes["U"]), sizes["B"] * sizes["n"])
         kernel = Kernel(tree_source(self._dtype), "draft_expand")
         self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes)
+
+    def prepare_block(self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs) -> None:
+        """What a draft model reads of a block; see the contract."""
+        tables, embedding = split_tables(tables)
+        arguments = (block, token_ids, tables, inputs)
+        sizes = self._check("prepare_block", *arguments)
+        packed = self._check.pack("prepare_block", sizes, *arguments)
+        dtype = tables.embedding.dtype
+        kernel = Kernel(tree_source(dtype, embedding), f"draft_block<{CUDA_TYPES[dtype]}>")
+        self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
 
     def prepare_proposal(
         self,
@@ -109,7 +136,7 @@ class CudaTree(Launcher):
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
         sizes = self._check("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
-        mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion)
+        mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion, rows)
         shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level.number - 1) * top_k)
         packed = self._check.pack("prepare_proposal", sizes, *arguments)
         dtype = tables.embedding.dtype
@@ -132,8 +159,8 @@ class CudaTree(Launcher):
         arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
         sizes = self._check("prepare_verification", *arguments)
         top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
-        mergers, list_bytes = _mergers("prepare_verification", sizes, expansion)
         rows = 0 if expansion is None else 1 if level.number == 1 else top_k
+        mergers, list_bytes = _mergers("prepare_verification", sizes, expansion, rows)
         keeps = count <= _KEPT_CANDIDATES
         shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows + (_KEPT_BYTES * count if keeps else 0)
         packed = self._check.pack("prepare_verification", sizes, *arguments)
@@ -147,13 +174,14 @@ def _chunks(draft_vocab_size: int) -> int:
     return -(-draft_vocab_size // CHUNK)
 
 
-def _workspace_bytes(batch: int, draft_vocab_size: int, top_k: int) -> int:
+def _workspace_bytes(rows: int, draft_vocab_size: int, top_k: int) -> int:
     """Bytes of the best keys, the sum and the maximum of each chunk of each row."""
-    return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
+    return rows * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
 
 
-def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion) -> None:
-    needed = _workspace_bytes(sizes["B"], sizes["U"], sizes["K"])
+def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion, rows: int = 0) -> None:
+    """`rows`: other than K for each sequence."""
+    needed = _workspace_bytes(rows or sizes["B"] * sizes["K"], sizes["U"], sizes["K"])
     if sizes["N"] < needed:
         raise KernelError(
             f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} (expand_workspace_size)"
@@ -164,12 +192,14 @@ def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion) -
         )
 
 
-def _mergers(kernel: str, sizes: dict[str, int], expansion: Expansion | None) -> tuple[int, int]:
-    """How many warps finish an expansion, and bytes of shared memory for the lists that they merge."""
+def _mergers(
+    kernel: str, sizes: dict[str, int], expansion: Expansion | None, rows: int, in_workspace: int = 0
+) -> tuple[int, int]:
+    """How many warps finish an expansion of so many `rows` of a sequence, and bytes of shared memory for the lists that
+    they merge; `in_workspace` are the rows of all sequences, if not K of each."""
     if expansion is None:
         return 0, 0
-    _check_workspace(kernel, sizes, expansion)
-    rows = 1 if sizes["level.number"] == 1 else sizes["K"]
+    _check_workspace(kernel, sizes, expansion, in_workspace)
     list_bytes = _KEY_BYTES * _chunks(sizes["U"]) * sizes["level.width"]
     mergers = min(rows, _THREADS // 32, max(1, _LIST_BYTES // list_bytes))
     return mergers, mergers * list_bytes

@@ -11,6 +11,7 @@ from edgellm.kernels.contracts import Contracts, rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.sampling.twin import look_up
 from edgellm.kernels.tree.contract import (
+    Block,
     Candidates,
     Expansion,
     Given,
@@ -35,49 +36,55 @@ class NumpyTree:
     def __init__(self) -> None:
         self._log_softmax = LogSoftmax()
 
-    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int) -> int:
+    def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int, block_rows: int = 0) -> int:
         """0: NumPy needs none."""
         return 0
 
     def expand_frontier(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
         """The likeliest continuations of the root or of each frontier node; see the contract."""
         sizes = _check("expand_frontier", level, logits, candidates, expansion)
-        batch, rows, top_k = sizes["B"], sizes["n"], sizes["K"]
-        values = logits.reshape(batch * rows, sizes["U"])
+        tokens, scores = self._continuations(level, logits.reshape(-1, sizes["U"]), expansion)
+        _write_children(level, tokens, scores, candidates)
+
+    def expand_block(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
+        """The candidates of all levels of a block; see the contract."""
+        sizes = _check("expand_block", level, logits, candidates, expansion)
+        batch, places, top_k = sizes["B"], level.number, sizes["K"]
+        values = np.ascontiguousarray(logits[:, :places]).reshape(batch * places, sizes["U"])
+        found = [part.reshape(batch, places, -1) for part in self._continuations(level, values, expansion)]
+        for number in range(1, places + 1):
+            own, nodes = level._replace(number=number), 1 if number == 1 else top_k
+            tokens, scores = (np.repeat(part[:, number - 1], nodes, axis=0) for part in found)
+            _write_children(own, tokens, scores, candidates)
+            for row in range(batch if level.dynamic and number < places else 0):
+                _select_frontier(candidates.scores[row], own, candidates.frontiers[row, number - 1])
+
+    def _continuations(self, level: Level, values: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probabilities [n, width] of the likeliest continuations by the logits `values` [n, U]; -inf of
+        one that does not exist, else 0 in a static tree."""
         if np.isnan(values.max()):
             values = np.where(np.isnan(values), _MINUS_INFINITY, values)
         ids, found = largest(values, level.width)
-        parents, parent_scores = _parents(level.number, candidates)
-        scores = self._log_probabilities(values, found) if level.dynamic else np.zeros_like(found)
-        with np.errstate(over="ignore"):
-            scores += parent_scores.reshape(-1, 1)
-        exists = scores > _MINUS_INFINITY
-        exists &= found > _MINUS_INFINITY
-        tokens = expansion.draft_to_target[ids]
-        parents = np.repeat(parents, level.width).reshape(tokens.shape)
-        if not exists.all():
-            missing = ~exists
-            tokens[missing], scores[missing], parents[missing] = -1, _MINUS_INFINITY, -1
-        start = level_start(level.number, top_k)
-        own = slice(start, start + rows * top_k)
-        beyond = ((0, 0), (0, top_k - level.width))
-        for target, source, nothing in (
-            (candidates.tokens, tokens, -1),
-            (candidates.scores, scores, _MINUS_INFINITY),
-            (candidates.parents, parents, -1),
-        ):
-            whole = source if level.width == top_k else np.pad(source, beyond, constant_values=nothing)
-            target[:, own] = whole.reshape(batch, -1)
+        scores = np.zeros_like(found)
+        if level.dynamic:
+            maxima, log_sums = self._log_softmax.normalizers(values)
+            maxima = maxima[:, None]
+            with np.errstate(invalid="ignore", over="ignore"):
+                scores = found - maxima
+                scores[found == maxima] = 0  # also where both are infinite
+                scores -= log_sums[:, None]
+        scores[found == _MINUS_INFINITY] = _MINUS_INFINITY
+        return expansion.draft_to_target[ids], scores
 
-    def _log_probabilities(self, values: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """Those of the logits `found` [n, k] of the rows `values` [n, U]."""
-        maxima, log_sums = self._log_softmax.normalizers(values)
-        maxima = maxima[:, None]
-        with np.errstate(invalid="ignore", over="ignore"):
-            scores = found - maxima
-            scores[found == maxima] = 0  # also where both are infinite
-            scores -= log_sums[:, None]
-        return scores
+    def prepare_block(self, block: Block, token_ids: np.ndarray, tables: ModelTables, inputs: StepInputs) -> None:
+        """What a draft model reads of a block; see the contract."""
+        sizes = _check("prepare_block", block, token_ids, tables, inputs)
+        tokens = np.full((sizes["B"], sizes["T"]), block.mask_token, np.int32)
+        tokens[:, :1] = token_ids
+        rows = inputs.kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
+        last = rows[:, -1:] if block.sees_all else rows
+        np.less_equal(np.arange(sizes["L"], dtype=np.int32), last[:, None, :, None], out=inputs.attention_mask)
+        look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
 
     def prepare_proposal(
         self,
@@ -139,17 +146,33 @@ class NumpyTree:
         look_up(tables, tree.tokens, places[:, None] + tree.depths, inputs)
 
 
-def _parents(level: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
-    """Candidate indices and scores [B, n] of the nodes that `level` extends; the root is -1 and has score 0."""
+def _write_children(level: Level, tokens: np.ndarray, scores: np.ndarray, candidates: Candidates) -> None:
+    """Write the candidates of a level: `tokens` [B n, width] with log-probabilities behind each node of the frontier
+    before it."""
     batch, _, top_k = candidates.frontiers.shape
-    if level == 1:
-        return np.full((batch, 1), -1, np.int32), np.zeros((batch, 1), np.float32)
-    parents = candidates.frontiers[:, level - 2]
-    start, end = level_start(level - 1, top_k), level_start(level, top_k)
-    scores = np.full(parents.shape, _MINUS_INFINITY)
-    rows, slots = np.nonzero((parents >= start) & (parents < end))
-    scores[rows, slots] = candidates.scores[rows, parents[rows, slots]]
-    return parents, scores
+    start, end = level_start(level.number, top_k), level_start(level.number + 1, top_k)
+    if level.number == 1:
+        parents = np.full(tokens.shape, -1, np.int32)
+    else:
+        frontier, above = candidates.frontiers[:, level.number - 2], level_start(level.number - 1, top_k)
+        own = np.full(frontier.shape, _MINUS_INFINITY)
+        rows, slots = np.nonzero((frontier >= above) & (frontier < start))
+        own[rows, slots] = candidates.scores[rows, frontier[rows, slots]]
+        with np.errstate(over="ignore"):
+            scores = scores + own.reshape(-1, 1)
+        parents = np.repeat(frontier, level.width).reshape(tokens.shape)
+    missing = ~(scores > _MINUS_INFINITY)
+    if missing.any():
+        tokens = np.where(missing, -1, tokens)
+        scores[missing], parents[missing] = _MINUS_INFINITY, -1
+    beyond = ((0, 0), (0, top_k - level.width))
+    for target, source, nothing in (
+        (candidates.tokens, tokens, -1),
+        (candidates.scores, scores, _MINUS_INFINITY),
+        (candidates.parents, parents, -1),
+    ):
+        whole = source if level.width == top_k else np.pad(source, beyond, constant_values=nothing)
+        target[:, start:end] = whole.reshape(batch, -1)
 
 
 def largest(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

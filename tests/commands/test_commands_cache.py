@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from kept_snapshots import flip_what_is_written
 from typer.testing import CliRunner, Result
 
-from edgellm.commands.cache import cache
+from edgellm.commands.cache import cache, size_in_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.system_prompt import PromptRecord, system_prompt_ids
@@ -293,3 +294,17 @@ def test_labels_and_names_of_files_stay_on_their_line(options: tuple[object, ...
     shown = done("show", "two\nlines \x1b[31m", "--folder", folder)
     assert "\x1b" not in shown and "a\\nb.safetensors\n  name            two\\nlines" in shown
     assert done("verify", "--all", "--folder", folder) == f"{folder}/a\\nb.safetensors: whole\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("500MB", 500_000_000), ("5GB", 5_000_000_000), ("4 GiB", 4 << 30), ("2kb", 2000), (" 3MiB ", 3 << 20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5 TB", "GB", "1.5GB", "1e9", "٣MB", "9" * 19])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a size such as"):
+        size_in_bytes(text)

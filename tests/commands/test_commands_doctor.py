@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.gpu import find_gpu
+from tools.demo_model.describe import describe_in_place
 
 
 def doctor(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from drafted_conversations import ask_freely
+from runner_steps import take_step
 from served_answers import answer
 from token_rules import RuledSequence
 
@@ -17,7 +18,7 @@ from edgellm.decoding.runner import read_adapters
 from edgellm.decoding.sequence import StepMasks
 from edgellm.drafting import learner as learner_module
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import NoDrafter, fitting_plans
+from edgellm.drafting.drafter import Policy, fitting_plans
 from edgellm.drafting.learner import Learner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -87,7 +88,7 @@ class Commands:
                 trees = None
                 if plan is not None and plan.takes_given:
                     trees = [self._given(plan, constraint, index.propose(said, 7, 6, 3), leads)]
-                emitted = self.runner.step(1, plan, rules, trees).wait()[0]
+                emitted = take_step(self.runner, 1, plan, rules, trees).wait()[0]
                 rounds += 1
             self.runner.stop(0)
             index.close(said)
@@ -168,7 +169,7 @@ def test_answers_of_the_shipped_model_are_those_of_plain_decoding(batched: Path)
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=24, **ruled)
             requests.append(Request(ids, None, params))
     with LLM(batched, backend="numpy", drafting=None) as plain:
-        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", NoDrafter())).result()
+        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", Policy())).result()
         expected = [answer(each) for request in requests for each in plain.handle([request])]
     with LLM(batched, backend="numpy", drafting=JOINT) as drafted:
         for _ in range(2):  # the second time all was said before
@@ -298,8 +299,8 @@ def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
         chances = llm._runtime._drafters.drafter._chances[False]
-        record = chances.record
-        chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
+        ended = chances.ended
+        chances.ended = lambda plan, emitted: (heard.append(plan), ended(plan, emitted))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
         counted = llm.drafting_report.rounds
     assert len({tuple(each.token_ids) for each in responses}) == 1

@@ -13,6 +13,7 @@ from edgellm.drafting.proposals import Proposed
 from edgellm.drafting.ratings import Account
 from edgellm.drafting.seconds import CAPTURED, Seconds
 from edgellm.engines.speculation import draft_plan
+from edgellm.engines.speculation.draft_plan import chain
 from edgellm.engines.speculation.round import GivenTree
 
 TREES = st.lists(st.integers(0, 2), min_size=1, max_size=20)
@@ -179,3 +180,9 @@ def test_only_the_cheapest_round_may_lose_what_is_left() -> None:
     assert account.affordable(0.4) >= 1.5
     account.ended(1.0, -2.6)
     assert 0.4 <= account.affordable(0.4) < 0.45
+
+
+def test_a_draft_in_one_pass_is_not_guessed_by_levels() -> None:
+    once, long, short = CAPTURED.in_one_pass(), chain(12), chain(2)
+    assert once.ratio(long, 1) - once.ratio(short, 1) == pytest.approx(10 * CAPTURED.node)
+    assert once.ratio(short, 1) == pytest.approx(CAPTURED.ratio(short, 1))

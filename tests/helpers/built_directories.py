@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 from safetensors.numpy import save_file
 
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
+from tools.demo_model.describe import describe_in_place
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 64, 96, 2, 4, 2, 16, 320
 

@@ -18,9 +18,10 @@ import tokenizers
 from gguf_writing import Tensor, dense, random_blocks, write_gguf
 from golden_files import golden_folder, read_tensors
 from mtp_checkpoints import golden_checkpoint
+from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
-from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.gguf.model_config import model_config
 
 #: By `model_type`, llama.cpp's name.
 ARCHITECTURES = {
@@ -29,6 +30,8 @@ ARCHITECTURES = {
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
     **{"starcoder2": "starcoder2", "olmo3": "olmo2", "exaone4": "exaone4", "minicpm": "minicpm"},
     **{"ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense"},
+    **{"qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "lfm2_moe": "lfm2moe"},
+    **{"gpt_oss": "gpt-oss", "qwen3_5_moe_text": "qwen35moe"},
 }
 #: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
 CONVERTED = {
@@ -36,9 +39,13 @@ CONVERTED = {
     **dict.fromkeys(("qwen3_5_text", "gemma", "phi3_partial_tied", "granite_biases", "smollm3_list_tied"), "f16"),
     **dict.fromkeys(("lfm2", "seed_oss"), "f16"),
     **dict.fromkeys(("gemma3", "olmo2", "starcoder2"), "bf16"),
+    **dict.fromkeys(("qwen3_moe", "olmoe", "lfm2_moe", "qwen3_5_moe_text"), "f16"),
+    **dict.fromkeys(("granitemoe", "gpt_oss"), "bf16"),
 }
-_PAIRED = ("llama", "mistral3", "granite", "smollm3", "minicpm")
-_SHIFTED = ("gemma", "gemma3", "qwen35")
+_PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm")
+_SHIFTED = ("gemma", "gemma3", "qwen35", "qwen35moe")
+_SPARSE = ("qwen3moe", "lfm2moe", "gpt-oss", "qwen35moe")
+_WITH_POST_NORM = ("gemma3", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -64,7 +71,15 @@ _NAMES = {
     "linear_attn.out_proj": "ssm_out",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.A_log": "ssm_a",
+    **dict.fromkeys(("mlp.gate", "mlp.router", "feed_forward.gate", "block_sparse_moe.router.layer"), "ffn_gate_inp"),
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{each}_proj": f"ffn_{each}_shexp" for each in ("gate", "up", "down")},
+    **{f"mlp.experts.{each}_proj": f"ffn_{each}_exps" for each in ("gate", "up", "down")},
+    "self_attn.sinks": "attn_sinks.weight",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
 }
+_OF_EXPERT = re.compile(r"(.+)\.(?:mlp|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERTS_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _MTP = {
     "fc": "nextn.eh_proj",
     "pre_fc_norm_embedding": "nextn.enorm",
@@ -114,13 +129,14 @@ def write_model(
     kind = kind or ARCHITECTURES[config["model_type"]]
     metadata = {key: each for key, each in (_metadata(config, kind) | (more or {})).items() if each is not None}
     written: dict[str, Tensor] = {}
+    tensors, stored = _with_stacks(tensors, {name: each[0] for name, each in stored.items()}, kind)
     if tensors.keys() >= {"lm_head.weight"} and config.get("tie_word_embeddings", False):
         del tensors["lm_head.weight"]
     for name, values in tensors.items():
         new = _name(name, kind, config["num_hidden_layers"])
         changed = _changed(name, values, kind, config)
         packed = None if kinds is None else kinds(new, changed)
-        written[new] = packed or _dense(changed, stored[name][0])
+        written[new] = packed or _dense(changed, "F32" if "gate_inp" in new else stored[name])
     factors = rope_factors(config)
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
@@ -131,11 +147,60 @@ def write_model(
     return write_gguf(target, metadata, written)
 
 
+def _with_stacks(
+    tensors: dict[str, np.ndarray], dtypes: dict[str, str], kind: str
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Values and dtypes by name, with the matrices of all experts in one tensor, gate and up apart."""
+    found: dict[str, np.ndarray] = {}
+    kinds: dict[str, str] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+
+    def add(name: str, values: np.ndarray, dtype: str) -> None:
+        found[name], kinds[name] = values, dtype
+
+    for name, values in tensors.items():
+        match, dtype = _OF_EXPERT.fullmatch(name), dtypes[name]
+        if match is not None:
+            module = f"{match[1]}.mlp.experts.{_EXPERTS_PARTS.get(match[3], match[3])}.weight"
+            experts.setdefault(module, {})[int(match[2])] = values
+            kinds[module] = dtype
+        elif ".experts." in name or ".block_sparse_moe.input_" in name or ".block_sparse_moe.output_" in name:
+            ending = "bias" if name.endswith("_bias") else "weight"
+            turned = values.swapaxes(1, 2) if kind == "gpt-oss" and ending == "weight" else values
+            module = f"{name.split('.mlp.')[0].split('.block_sparse_moe.')[0]}.mlp.experts"
+            parts = (("down", turned),)
+            if "gate_up_proj" in name or "input_linear" in name:
+                half = turned.shape[1] // 2
+                halves = (
+                    (turned[:, ::2], turned[:, 1::2]) if kind == "gpt-oss" else (turned[:, :half], turned[:, half:])
+                )
+                parts = tuple(zip(("gate", "up"), halves, strict=True))
+            for part, own in parts:
+                add(f"{module}.{part}_proj.{ending}", own, "F32" if ending == "bias" else dtype)
+        else:
+            add(name, values, dtype)
+    stacks = {name: np.stack([each[number] for number in sorted(each)]) for name, each in experts.items()}
+    return found | stacks, kinds
+
+
 def converted_checkpoint(name: str, place: Path) -> Path:
-    """One of `CONVERTED` in a new folder; Qwen3.5 with a head for drafts."""
-    return (
-        golden_checkpoint(name, place) if name == "qwen3_5_text" else copytree(golden_folder("decoder") / name, place)
-    )
+    """One of `CONVERTED` in a new folder, as the converter takes it: Qwen3.5 with a head for drafts, mixtures without
+    the dense layers and the head of their own that it knows of no published model."""
+    if name.startswith("qwen3_5"):
+        return golden_checkpoint(name, place)
+    copytree(golden_folder("decoder") / name, place)
+    if name not in ("qwen3_moe", "lfm2_moe"):
+        return place
+    tensors, path = load_file(place / "model.safetensors"), place / "config.json"
+    if name == "qwen3_moe":
+        tensors = {key.replace("rs.2.", "rs.1."): each for key, each in tensors.items() if "layers.1." not in key}
+        changed: dict[str, Any] = {"num_hidden_layers": 2, "mlp_only_layers": []}
+    else:
+        del tensors["lm_head.weight"]
+        changed = {"tie_word_embeddings": True}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return place
 
 
 def contents(path: Path) -> dict[str, dict[str, Any]]:
@@ -198,7 +263,7 @@ def _name(name: str, kind: str, layers: int) -> str:
     layer = int(match[2]) + (layers if match[1].startswith("mtp") else 0)
     inner = match[3]
     if inner == "post_attention_layernorm":
-        own = "post_attention_norm" if kind in ("gemma3", "olmo2", "exaone4", "seed_oss", "qwen35") else "ffn_norm"
+        own = "post_attention_norm" if kind in _WITH_POST_NORM else "ffn_norm"
     else:
         own = _NAMES[inner]
     return f"blk.{layer}.{own}{match[4] or ''}"
@@ -249,7 +314,7 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     own = rope.get("full_attention", rope)
     heads = config["num_attention_heads"]
     kv_heads: Any = config.get("num_key_value_heads") or heads
-    if kind == "lfm2":
+    if kind in ("lfm2", "lfm2moe"):
         kinds = config.get("layer_types") or [
             "full_attention" if layer in config["full_attn_idxs"] else "conv" for layer in range(layers)
         ]
@@ -262,11 +327,11 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "feed_forward_length": config.get("block_ff_dim") or config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": kv_heads,
-        "attention.layer_norm_rms_epsilon": config["norm_eps"] if kind == "lfm2" else config["rms_norm_eps"],
+        "attention.layer_norm_rms_epsilon": config.get("norm_eps") or config["rms_norm_eps"],
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
         "rope.freq_base": None if kind == "gemma" else own.get("rope_theta", config.get("rope_theta", 10000.0)),
-        "vocab_size": config["vocab_size"] if kind in (*_PAIRED, "lfm2") else None,
+        "vocab_size": config["vocab_size"] if kind in (*_PAIRED, "lfm2", "lfm2moe") else None,
         "rope.dimension_count": (config.get("head_dim") or config["hidden_size"] // heads) if kind in _PAIRED else None,
         "attention.scale": config.get("attention_multiplier"),
         "embedding_scale": config.get("embedding_multiplier"),
@@ -275,6 +340,11 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "attention.temperature_scale": own.get("llama_4_scaling_beta"),
         "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
         "shortconv.l_cache": config.get("conv_L_cache"),
+        "expert_count": config.get("num_experts") or config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size"),
+        "leading_dense_block_count": config.get("num_dense_layers"),
+        "expert_gating_func": 2 if kind == "lfm2moe" else None,
     }
     if kind == "hunyuan-dense":  # the base is stretched already
         size = config["head_dim"]
@@ -286,6 +356,10 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if config["model_type"] in ("olmo3", "exaone4") and config["sliding_window"] is not None:
         found["attention.sliding_window"] = config["sliding_window"]
         found["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    if kind in _SPARSE:
+        found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
+    if kind == "gpt-oss":
+        found["attention.sliding_window"] = config["sliding_window"]
     if kind == "starcoder2":
         found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
     scaling = own.get("rope_type") or own.get("type")
@@ -303,7 +377,7 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         )
         found["attention.sliding_window"] = config.get("sliding_window") or 0
         found["rope.scaling.original_context_length"] = config.get("original_max_position_embeddings", 4096)
-    if kind == "qwen35":
+    if kind in ("qwen35", "qwen35moe"):
         found |= {
             "attention.recurrent_layers": [each == "linear_attention" for each in config["layer_types"]]
             + [False] * config.get("mtp_num_hidden_layers", 0),

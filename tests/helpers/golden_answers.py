@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from golden_files import golden_folder
+from runner_steps import take_step
 from safetensors.numpy import load_file
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -42,7 +43,7 @@ def answer(runner: DecodingRunner, prompt: list[int], count: int, reused: int = 
     """So many greedy tokens behind a prompt, of which `reused` tokens have their rows already."""
     found = [int(runner.start(0, prompt, reused, SamplingValues()).wait()[0])]
     while len(found) < count:
-        found += runner.decode(1).wait()[0]
+        found += take_step(runner, 1, None).wait()[0]
     runner.stop(0)
     return found
 
@@ -86,7 +87,7 @@ def assert_a_batch_gives_what_each_does_alone(runner: DecodingRunner) -> None:
     alone = [answer(runner, prompt, 100) for prompt in prompts]
     said = [runner.start(slot, prompt, 0, SamplingValues()).wait().tolist() for slot, prompt in enumerate(prompts)]
     while len(said[0]) < 100:
-        for slot, emitted in enumerate(runner.decode(3).wait()):
+        for slot, emitted in enumerate(take_step(runner, 3, None).wait()):
             said[slot] += emitted
     assert said == alone
     for slot in range(3):

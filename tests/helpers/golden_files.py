@@ -2,7 +2,8 @@
 
 A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
 Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed, as
-descriptions and expected values are.
+descriptions and expected values are. A folder of many models is packed as one, `KIND.tar.xz`: what they have in common
+is stored once.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
 Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
@@ -11,13 +12,16 @@ Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token an
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import lzma
 import os
 import shutil
 import struct
+import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,8 @@ from typing import Any
 import numpy as np
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-DRAWN, WHOLE, PACKED = ".drawn.json", ".safetensors", ".xz"
-#: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
+DRAWN, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".safetensors", ".xz", ".tar.xz"
+#: What ends the names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
 LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
@@ -42,7 +46,11 @@ def golden_folder(kind: str) -> Path:
     """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
     place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
     atexit.register(_remove, place, os.getpid())
-    return copy_with_tensors(GOLDENS / kind, place)
+    if (GOLDENS / kind).is_dir():
+        return copy_with_tensors(GOLDENS / kind, place)
+    with tempfile.TemporaryDirectory() as folder:
+        open_archive(GOLDENS / f"{kind}{ARCHIVE}", Path(folder))
+        return copy_with_tensors(Path(folder), place)
 
 
 def _remove(place: Path, process: int) -> None:
@@ -67,12 +75,54 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
-        if EVERY_FOURTH in tensors:
-            dtype, shape, data = tensors.pop(EVERY_FOURTH)
+        stored = [name for name in tensors if name.endswith(EVERY_FOURTH)]
+        for name in stored:
+            dtype, shape, data = tensors.pop(name)
             logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            tensors[LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            tensors[name.removesuffix(EVERY_FOURTH) + LOGITS] = dtype, list(logits.shape), logits.tobytes()
+        if stored:
             write_tensors(expected, tensors, read_metadata(expected))
     return target
+
+
+def open_archive(archive: Path, folder: Path) -> None:
+    """Put what a folder had that was packed as one into `folder`."""
+    with tarfile.open(archive) as files:
+        for member in files:
+            target = folder / member.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = files.extractfile(member)
+            assert content is not None, member.name
+            target.write_bytes(content.read())
+
+
+def write_archive(folder: Path) -> None:
+    """Pack a folder as one file in its place, the same bytes for the same files; those that are packed are unpacked
+    first."""
+    for path in folder.rglob(f"*{PACKED}"):
+        path.with_suffix("").write_bytes(lzma.decompress(path.read_bytes()))
+        path.unlink()
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.USTAR_FORMAT) as files:
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            member = tarfile.TarInfo(str(path.relative_to(folder)))
+            member.size = path.stat().st_size
+            with path.open("rb") as content:
+                files.addfile(member, content)
+    folder.with_name(folder.name + ARCHIVE).write_bytes(packed(archive.getvalue()))
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[None]:
+    """For a tool that changes a folder: one packed as one file is there meanwhile, and packed again behind it."""
+    archive = folder.with_name(folder.name + ARCHIVE)
+    if not archive.exists():
+        yield
+        return
+    open_archive(archive, folder)
+    yield
+    write_archive(folder)
 
 
 def pack(path: Path) -> None:

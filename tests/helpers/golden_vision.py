@@ -12,7 +12,6 @@ from golden_files import golden_folder
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
-from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_layout import ImageLayout, Normalization
 from edgellm.multimodal.vision_runner import VisionEngineRunner
+from tools.demo_model.describe import describe_in_place
 
 GOLDENS = golden_folder("vision")
 NAMES = sorted(path.name for path in GOLDENS.iterdir())

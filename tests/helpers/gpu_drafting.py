@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from runner_steps import take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -40,9 +41,9 @@ def answers(
         runner.start(slot, prompt, 0, sampling, images(runner.base, slot)).wait().tolist()
         for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
     ]
-    under_way = runner.step(len(prompts), plan)
+    under_way = take_step(runner, len(prompts), plan)
     while True:
-        following = runner.step(len(prompts), plan)
+        following = take_step(runner, len(prompts), plan)
         for tokens, emitted in zip(found, under_way.wait(), strict=True):
             tokens.extend(emitted)
         under_way = following
@@ -86,7 +87,7 @@ def assert_given_trees_change_no_token(
     rng = np.random.default_rng(1)
     plain = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
     while len(plain) < count + 10:
-        plain += runner.decode(1).wait()[0]
+        plain += take_step(runner, 1, None).wait()[0]
     runner.stop(0)
     said = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
     while len(said) < count:

@@ -53,7 +53,7 @@ def taken(
 
 def forget(runner: DecodingRunner) -> None:
     """Leave nothing of earlier prompts in the states: what is used of it would show."""
-    for model in (runner.base, *([] if runner.draft is None else [runner.draft])):
+    for model in (runner.base, *([] if not runner.draft.has_model else [runner.draft])):
         for tensor in model.states.tensors.values():
             tensor[...] = 77 if tensor.dtype == np.int8 else np.nan
 

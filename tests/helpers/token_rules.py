@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from runner_steps import take_step
 
 from edgellm.decoding.sequence import StepMasks
 from edgellm.engines.errors import ConstraintError
@@ -157,7 +158,7 @@ def ruled_answers(
                 generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitting
             )
         step_rules = StepMasks(sequences) if any(each.constraint is not None for each in sequences) else None
-        step = runner.step(len(sequences), fitting, step_rules, trees)
+        step = take_step(runner, len(sequences), fitting, step_rules, trees)
         for sequence, tokens, emitted in zip(sequences, found, step.wait(), strict=True):
             assert sequence.failure is None
             sequence.know(emitted)

@@ -21,6 +21,7 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -186,12 +187,13 @@ def test_an_observed_runner_has_all_that_the_loop_asks_of_one(tiny_draft_engines
     for name in ("base", "draft", "backend", "limits"):
         assert getattr(observed, name) is getattr(runner, name)
     methods = {name: method for name, method in vars(DecodingRunner).items() if inspect.isfunction(method)}
+    methods["decode"] = BaseEngineRunner.decode
     for name, method in methods.items():
         if not name.startswith("_"):
             parameters = list(inspect.signature(method).parameters.values())[1:]
             arguments = {each.name: object() for each in parameters}
             inspect.signature(getattr(observed, name)).bind(**arguments)
-    assert {"start", "step", "draft_rows", "copy_rows"} <= set(methods)
+    assert {"start", "round", "held", "copy_rows"} <= set(methods)
     observed.close()
 
 

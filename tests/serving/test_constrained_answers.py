@@ -14,12 +14,13 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from runner_steps import watch_steps
 from served_answers import Answer, answer
 from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Choice, Drafter, FixedDrafter, NoDrafter
+from edgellm.drafting.drafter import Choice, FixedDrafter, Policy
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import given, tree
@@ -47,16 +48,16 @@ DRAFTINGS = {
 }
 
 
-class GivenTrees(Drafter):
+class GivenTrees(Policy):
     """Gives candidates wherever it may, what rules force and others, right and wrong ones; plain steps begin in the
     place of every other round, where steps begin before tokens are known. Beside `another` drafter's plans in one tree,
     if there is one, which go on alone where nothing is given."""
 
     looks_up = drafts = True
 
-    def __init__(self, seed: int = 0, another: Drafter | None = None) -> None:
+    def __init__(self, seed: int = 0, another: Policy | None = None) -> None:
         self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
-        self._another = another or NoDrafter()
+        self._another = another or Policy()
 
     def choose(
         self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
@@ -120,7 +121,7 @@ def varied_requests(count: int, seed: int) -> list[Request]:
 def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
     """Alone, without any draft, and with nothing given."""
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         responses = [runtime.handle_request(request) for request in requests]
     for request, response in zip(requests, responses, strict=True):
         structure = request.params.structure
@@ -145,7 +146,7 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
 def giving(runtime: SpecDecodeRuntime, gives: str) -> None:
     """Let a runtime give no candidates, or these alone ("given"), or beside its draft model's ("joint")."""
     drafters = runtime._drafters
-    fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else NoDrafter()
+    fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else Policy()
     drafters.drafter = GivenTrees(0, fixed if gives == "joint" else None) if gives else fixed
 
 
@@ -191,9 +192,9 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
     params = SamplingParams(structure=Structure(regex="[a-z]{20}"))
     runtime, _ = captured(None)
     with runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         runner, events = runtime._runner, []
-        begin, step, start = runner.begin, runner.step, runner.start
+        begin, decode, start = runner.begin, runner.decode, runner.start
 
         def noted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
             def launch(*arguments: Any) -> Any:
@@ -206,7 +207,8 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
 
             return launch
 
-        runner.begin, runner.step, runner.start = noted(begin, "begin"), noted(step, "choose"), noted(start, "prefill")
+        runner.begin, runner.decode = noted(begin, "begin"), noted(decode, "choose")
+        runner.start = noted(start, "prefill")
         response = runtime.handle_request(Request([1, 2, 3], None, params))
         assert response.structure_complete and len(response.text) == 20
         launches = len(response.token_ids) - 1
@@ -221,8 +223,8 @@ def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captu
 def test_default_drafting_takes_what_is_forced(serving_engines: Path) -> None:
     params = SamplingParams(structure=Structure(choice=["a long text that is forced but for its end: 1", "xyz"]))
     with SpecDecodeRuntime(serving_engines, backend="numpy") as runtime:
-        steps, step = [], runtime._runner.step
-        runtime._runner.step = lambda *arguments: (steps.append(arguments[1]), step(*arguments))[1]
+        steps = []
+        watch_steps(runtime._runner, lambda take, batch, plan: (steps.append(plan), take())[1])
         response = runtime.handle_request(Request([1, 2, 3], None, params))
     assert response.structure_complete and response.finish_reason == "stop"
     assert len(steps) < len(response.token_ids) / 2 or response.text == "xyz"
@@ -279,7 +281,7 @@ def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any]
     for name in ("plain", "chain"):
         runtime, _ = captured(DRAFTINGS[name])
         with runtime:
-            runtime._drafters.drafter = NoDrafter()
+            runtime._drafters.drafter = Policy()
             first, second = runtime.handle_request(requests[:2])
             third = runtime.handle_request(requests[2])
             assert (first.text, first.finish_reason) == ("a", "stop")
@@ -317,7 +319,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     )
     with opened(serving_engines, "plain", "") as runtime:
         free = runtime.handle_request(Request([4, 5], None, SamplingParams(max_tokens=1, logprobs=20, logit_bias={})))
-        logits = runtime._runner.logits(0, 1)[0].astype(np.float64)
+        logits = runtime._runner.base.logits(0).astype(np.float64)
         plain = runtime.handle_request(Request([4, 5], None, params))
     first = plain.logprobs[0]
     odds = np.array([logits[yes], logits[no] + 2.0])
@@ -392,7 +394,7 @@ def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
 class KnownAnswers(GivenTrees):
     """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
 
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], another: Drafter | None = None) -> None:
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], another: Policy | None = None) -> None:
         super().__init__(0, another)
         self._expected = expected
 
@@ -442,7 +444,7 @@ def thinking_requests(**others: Any) -> list[Request]:
 def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     requests = thinking_requests()
     with SpecDecodeRuntime(thinking_engines, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         plain = [runtime.handle_request(request) for request in requests]
     assert sum(bool(response.structured_from) for response in plain) > 6
     assert sum(bool(response.structure_complete) for response in plain) > 3
@@ -456,15 +458,14 @@ def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     ):
         with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
             runtime._drafters.drafter = gives
-            step = runtime._runner.step
 
-            def watched(*arguments: Any, step: Callable[..., Any] = step) -> Any:
+            def watched(take: Callable[[], Any], batch: int, plan: Any) -> Any:
                 nonlocal inside
-                found = step(*arguments)
+                found = take()
                 inside += sum(259 in tokens[:-1] for tokens in found.wait())
                 return found
 
-            runtime._runner.step = watched
+            watch_steps(runtime._runner, watched)
             drafted = runtime.handle_request(requests)
         for one, other in zip(drafted, plain, strict=True):
             assert answer(one) == answer(other)
@@ -476,7 +477,7 @@ def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines
     """Though the round that cut it went on, and an empty text would be complete."""
     requests = thinking_requests(structure=Structure(regex="a*"))
     with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
         whole = [runtime.handle_request(request) for request in requests]
         cut = 0
         for request, response in zip(requests, whole, strict=True):

@@ -64,7 +64,7 @@ def question(runner: DecodingRunner, seed: int) -> DecodingSequence:
 
 def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     """A loop whose slots hold nothing."""
-    plan = None if runner.draft is None else FixedDrafter(tree(4, 3, 12))
+    plan = None if not runner.draft.has_model else FixedDrafter(tree(4, 3, 12))
     keeper = RowKeeper(runner, budget)
     states = StateKeeper(runner) if runner.base.states.is_recurrent else None
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]

@@ -72,20 +72,19 @@ def held(runtime: SpecDecodeRuntime, loop: DecodingLoop, found: DecodingSequence
     """Everything that the slot of the only sequence has, on the device and in the runner's own books."""
     runner, one = runtime._open_runner(), slice(0, 1)
     assert loop.running == [found]
-    rows, draft_rows = len(found.text_ids) - 1, runner.draft_rows(0)
+    rows, draft_rows = len(found.text_ids) - 1, runner.draft.rows(0)
     kept = RowKeeper(runner, 1 << 24).keep(0, rows, draft_rows)
     assert kept is not None
     runner.backend.synchronize()
     state = runner.base._state
     arrays = {name: getattr(state, name) for name in ("active", "token_ids", "kvcache_start_index", "positions")}
     arrays |= {"token_counts": state.token_counts, "offsets": runner.base.offsets}
-    progress = runner._progress
     copies = copies_in(runner.held(0, rows, draft_rows), kept.memory)
     values: dict[str, Any] = {copy.name: copy.values.tobytes() for copy in copies}
     values |= {"lengths": runner.base.lengths[0], "counts": rows}
-    if runner.draft is not None and draft_rows is not None:
-        values["progress"] = progress.pending[0], progress.base_rows[0], progress.draft_rows[0]
-        pending = runner.draft.pending
+    if runner.draft.has_model and draft_rows is not None:
+        draft, pending = runner.draft, runner.draft.pending
+        values["progress"] = draft.unseen[0], draft.base_rows[0], draft.draft_rows[0]
         arrays |= {name: getattr(pending, name) for name in ("counts", "start", "last")}
         tokens = runner.backend.read(pending.token_ids[one]).wait()
         values["pending"] = tokens[0, : rows - draft_rows].tolist()
@@ -103,7 +102,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """What is held after so many rounds, what is `between`, and so many more rounds; and the tokens."""
     for contents in runtime._contents:
-        contents.replace((), None if runtime._open_runner().draft_rows(0) is None else 0)
+        contents.replace((), None if runtime._open_runner().draft.rows(0) is None else 0)
     loop, found = runtime.loop(), sequence(runtime, 1)
     loop.admit(found)
     settled(loop, before)

@@ -95,7 +95,7 @@ def test_an_emergency_waits_for_one_round_at_most(driver: Driver, ahead: int, mo
     runner = driver.runtime._open_runner()
     monkeypatch.setattr(runner.backend, "steps_ahead", ahead)
     launches: list[str] = []
-    step, start = runner.step, runner.start
+    decode, start = runner.decode, runner.start
     coming = iter([0] * 6 + [1])
 
     def stepped(*arguments: Any, **more: Any) -> Any:
@@ -103,13 +103,13 @@ def test_an_emergency_waits_for_one_round_at_most(driver: Driver, ahead: int, mo
             launches.clear()
             driver.ask(SHORT, 7)
         launches.append("step")
-        return step(*arguments, **more)
+        return decode(*arguments, **more)
 
     def started(*arguments: Any, **more: Any) -> Any:
         launches.append("prefill")
         return start(*arguments, **more)
 
-    monkeypatch.setattr(runner, "step", stepped)
+    monkeypatch.setattr(runner, "decode", stepped)
     monkeypatch.setattr(runner, "start", started)
     for _ in range(2 * SLOTS):
         driver.ask()
@@ -285,7 +285,7 @@ def test_the_engine_fails_while_others_wait(driver: Driver, monkeypatch: pytest.
     driver.rounds(2)
     runner = driver.runtime._open_runner()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "step", lambda *_: 1 / 0)
+        patch.setattr(runner, "decode", lambda *_: 1 / 0)
         driver.rounds()
     assert [state.ended for state in driver.states] == [True, True, False, True]
     assert len(driver.end()[2].token_ids) == 40 and preemptions(states[2]) == 1

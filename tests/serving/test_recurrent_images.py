@@ -103,7 +103,7 @@ def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     assert count(first) == 40 and reused(first) == 0
     assert reused(first) == 36
     turn = [*first, *said(cold(first)), *picture(1), 5, 6, 7, 8, 9, 10, 11, 12]
-    drafts = runtime._open_runner().draft is not None
+    drafts = runtime._open_runner().draft.has_model
     assert reused(turn) in ((49, 50, 36) if drafts else (49, 50))  # where the answer ended, if no round went beyond it
     parts, seen = 20 - drafts, 29 - drafts  # whoever has a draft knows the token behind a place, too
     assert reused([*begun, *picture(0), 9, 9, 9]) == seen  # another question about the picture
@@ -121,7 +121,7 @@ def test_prompts_that_run_together_part_where_their_pictures_do(runtime: SpecDec
     responses = runtime.handle_request([asked(text) for text in texts[:2]])
     assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:2]]
     found, reused = ask(runtime, texts[2])
-    assert found == cold(texts[2]) and reused == 20 - (runtime._open_runner().draft is not None)
+    assert found == cold(texts[2]) and reused == 20 - (runtime._open_runner().draft.has_model)
 
 
 def random_texts(cold: Cold, seed: int, number: int) -> Iterator[Text]:

@@ -265,8 +265,8 @@ import os, sys, time
 from edgellm import EdgeLLMError, SamplingParams
 from edgellm.llm import LLM
 served = LLM(sys.argv[1], backend="numpy", drafting=None)
-step = served._runtime._runner.step
-served._runtime._runner.step = lambda *others: (time.sleep(0.005), step(*others))[1]
+decode = served._runtime._runner.decode
+served._runtime._runner.decode = lambda *others: (time.sleep(0.005), decode(*others))[1]
 running = served.stream("x", SamplingParams(max_tokens=80, ignore_eos=True))
 waiting = [served.stream("x") for _ in range(10)]
 running.next_chunk()

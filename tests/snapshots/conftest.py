@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -93,7 +94,7 @@ def _answer(
 ) -> list[int]:
     tokens = runner.start(slot, prompt, reused, SamplingValues()).wait().tolist()
     while len(tokens) < count:
-        tokens += runner.step(slot + 1, plan).wait()[slot]
+        tokens += take_step(runner, slot + 1, plan).wait()[slot]
     runner.stop(slot)
     return tokens[:count]
 

@@ -88,7 +88,7 @@ def logits_of(runner: DecodingRunner, ids: Sequence[int], reused: int, images: P
 
 def missing_rows(runner: DecodingRunner) -> int:
     """Rows of a known prefix that a draft, or a recurrent state before its last token, lets nobody reuse."""
-    return int(runner.draft is not None or runner.base.states.is_recurrent)
+    return int(runner.draft.has_model or runner.base.states.is_recurrent)
 
 
 def kept_states(runner: DecodingRunner) -> StateKeeper | None:
@@ -160,7 +160,7 @@ def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path,
     expected = logits_of(runner, ids, 0, images)
     system, shown = prompt_with_images(config, [first])
     made = snapshots.compute(0, system, KVContents(), "with an image", images=shown)
-    bound = snapshot_binding(directory, "numpy", "float32", runner.draft is not None)
+    bound = snapshot_binding(directory, "numpy", "float32", runner.draft.has_model)
     assert made.facts.binding == replace(bound, images=images_digest(shown.digests, encoder_digest(directory)))
     keep(snapshots, made, place, tmp_path)
     forget(runner)

@@ -82,7 +82,7 @@ def restored(snapshots: SlotSnapshots, prompt: list[int], slot: int = 0) -> tupl
 def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Path, place: str) -> None:
     runner, _ = slots
     snapshots = SlotSnapshots(SnapshotStore(), *slots)
-    plan = tree(4, 3, 12) if runner.draft is not None else None
+    plan = tree(4, 3, 12) if runner.draft.has_model else None
     expected = [answer(runner, prompt, 0, plan=plan) for prompt in (*PROMPTS, SYSTEM)]
     made = snapshots.compute(0, SYSTEM, KVContents(nothing()), "system")
     keep(snapshots, made, place, tmp_path)
@@ -151,9 +151,9 @@ def test_kept_states_are_used_with_the_rows_of_a_snapshot(slots: Slots, answer: 
     assert snapshots.restore(0, PROMPTS[0], contents) == PLACE
     runner.base.await_rows()
     keeper.keep(0, SYSTEM, PLACE, None)
-    contents.replace(SYSTEM, PLACE if runner.draft is not None else None, 7)
+    contents.replace(SYSTEM, PLACE if runner.draft.has_model else None, 7)
     assert contents.reusable(PROMPTS[1]) == PLACE and contents.reusable(SYSTEM[:20]) == 7
-    assert contents.reusable([*SYSTEM[:39], 1]) == PLACE - (runner.draft is not None) * (PLACE - 7)
+    assert contents.reusable([*SYSTEM[:39], 1]) == PLACE - runner.draft.has_model * (PLACE - 7)
     assert snapshots.restore(0, PROMPTS[1], contents) == 0  # as good as what is there
     keeper.close()
 

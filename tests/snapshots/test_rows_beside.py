@@ -88,7 +88,7 @@ def answer_of(runner: DecodingRunner, directory: EngineDirectory, snapshots: Slo
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
-    plan = FixedDrafter(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
+    plan = FixedDrafter(DraftPlan("chain", 1, 3, 4)) if runner.draft.has_model else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
     for _ in answered(DecodingLoop(SlotTable(runner, contents, snapshots, drafter=plan)), [sequence]):
         pass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kept_snapshots import save
+from runner_steps import take_step
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -48,11 +49,11 @@ def slots(
 def answered(
     runner: DecodingRunner, prompt: Sequence[int], reused: int, count: int, sampling: SamplingValues
 ) -> list[int]:
-    has_draft = runner.draft is not None
+    has_draft = runner.draft.has_model
     plan = DraftingConfig.largest(runner.limits).plan(runner.limits) if has_draft else None
     tokens = runner.start(0, prompt, reused, sampling).wait().tolist()
     while len(tokens) < count:
-        tokens += runner.step(1, plan).wait()[0]
+        tokens += take_step(runner, 1, plan).wait()[0]
     runner.stop(0)
     return tokens[:count]
 
@@ -89,7 +90,7 @@ def compare(slots: tuple[DecodingRunner, EngineDirectory], folder: Path, questio
         sampling = SamplingValues(temperature=0.8 * (number % 2), top_k=40, top_p=0.95, seed=number)
         cold = answered(runner, prompt, 0, count, sampling)
         reused = snapshots.restore(0, prompt, KVContents())
-        assert reused == len(system) - (runner.draft is not None)
+        assert reused == len(system) - runner.draft.has_model
         warm = answered(runner, prompt, reused, count, sampling)
         if warm != cold:
             first = next(index for index in range(count) if warm[index] != cold[index])

@@ -43,18 +43,18 @@ def slots(
 
 
 def plan_of(runner: DecodingRunner) -> DraftPlan | None:
-    return tree(4, 3, 12) if runner.draft is not None else None
+    return tree(4, 3, 12) if runner.draft.has_model else None
 
 
 def draft_rows(runner: DecodingRunner, rows: int) -> int | None:
-    return rows - 1 if runner.draft is not None else None
+    return rows - 1 if runner.draft.has_model else None
 
 
 def rows_of(runner: DecodingRunner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     """A copy of the rows that a slot has after a prompt of so many tokens, once all are there."""
     runner.base.await_rows()
     found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.states.tensors.items()}
-    if runner.draft is not None:
+    if runner.draft.has_model:
         found |= {
             f"draft {name}": cache[slot, :, : tokens - 1].copy() for name, cache in runner.draft.states.tensors.items()
         }
@@ -73,14 +73,14 @@ def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Pat
     expected = [answer(runner, prompt, 0, plan=plan) for prompt in PROMPTS]
     contents = KVContents()
     made = snapshots.compute(0, SYSTEM, contents, "system")
-    assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - (runner.draft is not None)
+    assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - runner.draft.has_model
     keep(snapshots, made, place, tmp_path)
     found = []
     for prompt in PROMPTS:
         forget(runner)  # what is not restored would show
         contents = KVContents()
         reused = snapshots.restore(0, prompt, contents)
-        assert reused == len(SYSTEM) - (runner.draft is not None) == contents.reusable(prompt)
+        assert reused == len(SYSTEM) - runner.draft.has_model == contents.reusable(prompt)
         found.append(answer(runner, prompt, reused, plan=plan))
     assert found == expected
 
@@ -209,7 +209,7 @@ def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_pat
         forget(runner)
         contents = KVContents()
         reused = snapshots.restore(0, prompt, contents)
-        assert reused == common - (runner.draft is not None)
+        assert reused == common - runner.draft.has_model
         assert np.isnan(next(iter(runner.base.states.tensors.values()))[0, :, common * bool(reused) :]).all()
         assert contents.reusable(prompt) == reused
         assert answer(runner, prompt, reused) == expected
@@ -241,7 +241,7 @@ def test_the_slots_own_rows_are_kept_where_they_are_as_good(slots: Slots) -> Non
     assert same_rows(rows_of(runner, 0, len(PROMPTS[0])), before)
     assert contents.reusable(PROMPTS[0]) == len(PROMPTS[0]) - 1
     contents.replace(PROMPTS[0][:5], draft_rows(runner, 5))
-    assert snapshots.restore(0, PROMPTS[1], contents) == len(SYSTEM) - (runner.draft is not None)
+    assert snapshots.restore(0, PROMPTS[1], contents) == len(SYSTEM) - runner.draft.has_model
 
 
 def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
@@ -259,7 +259,7 @@ def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
     contents = KVContents()
     with caplog.at_level(logging.WARNING, "edgellm.snapshots"):
         reused = snapshots.restore(0, PROMPTS[0], contents)
-    assert reused == 30 - (runner.draft is not None) == contents.reusable(PROMPTS[0])
+    assert reused == 30 - runner.draft.has_model == contents.reusable(PROMPTS[0])
     assert f"{path} is damaged" in caplog.text
     assert answer(runner, PROMPTS[0], reused) == expected
     assert [stored.facts.label for stored in snapshots.store.snapshots()] == ["short"]
@@ -295,8 +295,8 @@ def test_the_adapter_keeps_snapshots_apart(slots: Slots, tmp_path: Path) -> None
     assert caught.value.reason == "other adapter"
     assert snapshots.load(path, ["a" * 64, None]).path == path
     snapshots.store.put(taken(snapshots, 0, SYSTEM[:20], "adapted", "a" * 64))
-    assert snapshots.restore(0, PROMPTS[0], KVContents(), "a" * 64) == 20 - (slots[0].draft is not None)
-    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 40 - (slots[0].draft is not None)
+    assert snapshots.restore(0, PROMPTS[0], KVContents(), "a" * 64) == 20 - slots[0].draft.has_model
+    assert snapshots.restore(0, PROMPTS[0], KVContents()) == 40 - slots[0].draft.has_model
     snapshots.close()
     assert snapshots.store.memory_bytes == 0
 
@@ -377,5 +377,5 @@ def test_a_snapshot_says_what_it_is(slots: Slots, tmp_path: Path) -> None:
     facts = found.facts
     assert (facts.label, facts.tokens, facts.model) == ("the name", 40, "qwen3, 3 layers of 64")
     assert facts.binding == snapshots.binding() and facts.binding.backend == "numpy"
-    assert facts.binding.has_draft == (slots[0].draft is not None)
+    assert facts.binding.has_draft == slots[0].draft.has_model
     assert found.token_ids.tolist() == SYSTEM

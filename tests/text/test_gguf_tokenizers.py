@@ -17,8 +17,8 @@ from tokenizers import AddedToken, models, trainers
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import open_split
-from edgellm.engines.gguf.architectures import end_tokens
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.model_config import end_tokens
 from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 GOLDEN = json.loads((golden_folder("gguf") / "pieces.json").read_text(encoding="utf-8"))

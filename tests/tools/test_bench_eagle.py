@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -75,7 +76,7 @@ def test_rounds_of_a_random_draft_get_the_lengths_of_the_schedule(make_checkpoin
     runner.verification.before_acceptance = force
     try:
         runner.start(0, [5, 6, 7], 0, SamplingValues()).wait()
-        lengths = [len(runner.step(1, plan).wait()[0]) for _ in range(40)]
+        lengths = [len(take_step(runner, 1, plan).wait()[0]) for _ in range(40)]
     finally:
         runner.close()
     assert lengths == expected

@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import neighbour
-from device_limits import Reading, Readings, rings_of
+from device_limits import Reading, Readings, rings_of, scale_of_part
 from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
 
 from edgellm.device.boards import BOARDS
@@ -36,10 +36,9 @@ H200_PART = GPU("", "sm_90", (13, 0), 0, "compute_87", 16, 163 << 10, False, Fal
 def test_a_part_is_left_the_ratio_of_its_board(name: str, multiprocessors: int, expected: float) -> None:
     """As an H200's multiprocessors run at 1.98 GHz."""
     board = BOARDS[name]
-    left = board.bandwidth_of_part(multiprocessors, 1.98)
+    left = board.gb_per_s * scale_of_part(board, multiprocessors, 1.98)
     assert left == pytest.approx(expected, abs=0.1)
     assert left / (multiprocessors * 1.98) == pytest.approx(board.gb_per_s / (board.multiprocessors * board.ghz))
-    assert left / board.gb_per_s == pytest.approx(board.scale_of_part(multiprocessors, 1.98))
 
 
 def test_boards_are_of_architectures_whose_speed_is_known() -> None:
@@ -56,8 +55,8 @@ def test_the_page_has_the_table_of_boards(repository: Path) -> None:
         multiprocessors = 24 if name == "thor" else board.multiprocessors
         assert f", {board.multiprocessors}" in cells[2]
         assert cells[3].split()[0] == f"{board.ghz:g}" and cells[4] == f"{board.gb_per_s:g}"
-        assert cells[5].startswith(f"{board.bandwidth_of_part(multiprocessors, 1.98):.0f} GB/s")
-        assert cells[6] == f"{board.scale_of_part(multiprocessors, 1.98):.2f} ms"
+        scale = scale_of_part(board, multiprocessors, 1.98)
+        assert cells[5].startswith(f"{board.gb_per_s * scale:.0f} GB/s") and cells[6] == f"{scale:.2f} ms"
 
 
 def shared(own: float, each: float, alone: float = 1100.0) -> Callable[[int], float]:

@@ -44,7 +44,7 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
 
         def logits(kept: int) -> np.ndarray:
             runner.start(0, PROMPT, kept, SamplingValues()).wait()
-            found = [runner.logits(0, 1)]
+            found = [runner.base.logits(0)[np.newaxis]]
             for _ in range(6):
                 tokens = runner.round(1, plan).wait()[0]
                 found.append(runner.logits(0, len(tokens)))
@@ -53,6 +53,21 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
         expected = logits(0)
         np.testing.assert_allclose(logits(len(PROMPT) - 1), expected, atol=1e-5)
         assert np.abs(expected[0] - expected[-1]).max() > 1e-3
+
+
+def test_a_draft_of_blocks_of_random_weights_drafts(tmp_path: Path) -> None:
+    from random_checkpoint import SHAPES
+    from random_model import random_directory, random_runner
+
+    config = small_config(SHAPES["llama-1b"])
+    limits = EngineLimits(1, 16, 128, draft_top_k=4, draft_steps=7, verify_tree_size=16, draft_block=8)
+    directory = random_directory(tmp_path, config, limits)
+    assert directory.draft.config.decoder.num_layers == 5
+    with random_runner(directory, "numpy") as runner:
+        runner.start(0, PROMPT, 0, SamplingValues()).wait()
+        for plan in (chain(7), tree(4, 7, 16)):
+            assert 1 <= len(runner.round(1, plan).wait()[0]) <= 8
+        assert runner.draft.logits(1, 7).std() > 0
 
 
 def small_hybrid(published: dict[str, Any]) -> DecoderConfig:
@@ -169,12 +184,11 @@ def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     import neighbour
 
-    from edgellm.device.limits import SOURCE, DeviceLimits
+    from edgellm.device.limits import SOURCE
 
     code = compile_module(SOURCE, architecture).code
     assert all(name in code for name in (b"read_ring", b"multiply", b"count_clocks"))
     assert neighbour.KERNEL.encode() in compile_module(neighbour._SOURCE, architecture).code
-    assert DeviceLimits(1000.0, 100.0, 16).mma_share(1e12, 20.0) == 0.5
 
 
 def test_a_packed_checkpoint_is_written_and_runs(tmp_path: Path) -> None:

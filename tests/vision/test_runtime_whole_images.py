@@ -169,7 +169,7 @@ def runner(request: pytest.FixtureRequest, engines: Path) -> Iterator[DecodingRu
 
 def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     """A loop whose slots hold nothing."""
-    plan = None if runner.draft is None else FixedDrafter(tree(4, 3, 12))
+    plan = None if not runner.draft.has_model else FixedDrafter(tree(4, 3, 12))
     cut = runner.base.states.cut_windows
     contents = [KVContents(None, cut, whole_images=True) for _ in range(runner.limits.max_batch)]
     return DecodingLoop(SlotTable(runner, contents, drafter=plan, keeper=RowKeeper(runner, budget)))
@@ -208,7 +208,7 @@ def logits_of(runner: DecodingRunner, ids: list[int], reused: int, seeds: tuple[
 def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: DecodingRunner, engines: Path) -> None:
     """Of snapshots that end anywhere, and of slots that were cut there: what is reused ends in no image, and changes no
     logit."""
-    ids, seeds, lost = prompt_ids(runner, 2), (0, 1), int(runner.draft is not None)
+    ids, seeds, lost = prompt_ids(runner, 2), (0, 1), int(runner.draft.has_model)
     images = sequence_of(runner, ids, seeds).images
     identities = images.identities(ids)
     expected = logits_of(runner, ids, 0, seeds)
@@ -221,7 +221,7 @@ def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: Decodi
         slots = SlotSnapshots(SnapshotStore(), runner, EngineDirectory.open(engines))
         slots.store.put(taken(slots, 0, ids[:stop], "part", None, images))
         contents = KVContents(None, runner.base.states.cut_windows, whole_images=True)
-        contents.replace(identities[:stop], None if runner.draft is None else stop - 1, held=len(ids))
+        contents.replace(identities[:stop], None if not runner.draft.has_model else stop - 1, held=len(ids))
         assert contents.reusable(identities) == outside
         empty = KVContents(None, runner.base.states.cut_windows, whole_images=True)
         if lost:

@@ -161,7 +161,7 @@ def begin_neighbour() -> None:
     gpu, name = find_gpu(), measured_as()
     if gpu is None or name is None or not is_beside() or neighbour.current() is not None:
         return
-    from device_limits import fastest_ring
+    from device_limits import fastest_ring, scale_of_part
 
     from edgellm.device.limits import Reader
     from edgellm.engines.backends.cuda_device import CudaDevice
@@ -174,7 +174,8 @@ def begin_neighbour() -> None:
         with Reader() as reader:
 
             def target() -> float:
-                return BOARDS[name].bandwidth_of_part(gpu.multiprocessors, reader.clock())
+                board = BOARDS[name]
+                return board.gb_per_s * scale_of_part(board, gpu.multiprocessors, reader.clock())
 
             neighbour.begin(part.rest, gpu, target, lambda: reader.bandwidth(ring))
     except neighbour.NeighbourError as error:

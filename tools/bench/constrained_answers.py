@@ -32,7 +32,7 @@ import numpy as np
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime, Structure
 from edgellm.drafting import learner
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import NoDrafter
+from edgellm.drafting.drafter import Policy
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
@@ -182,7 +182,7 @@ def use(runtime: SpecDecodeRuntime, way: str) -> None:
     runtime.use_drafting(WAYS.get(way))
     learner.GAIN, learner.JOINT_GAIN = (1e9, -1e9) if way == "joint" else _GAINS
     if way in ("plain", "chain", "tree"):
-        runtime._drafters.drafter = NoDrafter()
+        runtime._drafters.drafter = Policy()
 
 
 def validity_of(

@@ -17,12 +17,19 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 
+from edgellm.device.boards import Board
 from edgellm.device.limits import DeviceLimits, Reader, Ring, fitting_rings, some_context
 from edgellm.kernels.gpu import GPU
 
 #: A figure that is so much above what was read before and behind it is none; one that reads fewer bytes than so many
 #: times the second-level cache may have some of them from there.
 MOST_SHARE, _CACHES = 1.03, 4
+
+
+def scale_of_part(board: Board, multiprocessors: int, ghz: float) -> float:
+    """By how many times a board is slower than a part of so many multiprocessors at a clock, in reading and in
+    arithmetic alike, where that has as little bandwidth for each of its clocks as the board."""
+    return multiprocessors * ghz / board.multiprocessor_ghz
 
 
 class Reading(NamedTuple):

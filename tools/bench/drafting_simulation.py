@@ -203,8 +203,12 @@ class Simulated:
         self._compute(self.device.seconds(None, batch, self._drafts))
         return True
 
-    def step(self, batch: int, plan: Any, rules: Any = None, trees: Any = None, begun: Any = None) -> Any:
-        """See `DecodingRunner.step`."""
+    def decode(self, batch: int, rules: Any = None, begun: Any = None) -> Any:
+        """See `DecodingRunner.decode`."""
+        return self.round(batch, None, rules, None, begun)
+
+    def round(self, batch: int, plan: Any, rules: Any = None, trees: Any = None, begun: Any = None) -> Any:
+        """See `DecodingRunner.round`; without a plan a plain step."""
         self.now += self.device.host
         if begun is None:
             self._compute(self.device.seconds(plan, batch, self._drafts))
@@ -212,7 +216,7 @@ class Simulated:
         for slot, sequence in enumerate(self.running[:batch]):
             text, place = self._texts[id(sequence)], self._places[id(sequence)]
             count = text.round(place, plan, None if trees is None else trees[slot])
-            tokens.append(text.answer[place : place + count] or [0])
+            tokens.append(text.answer[place : place + count] or [1])
             self._places[id(sequence)] = place + count
 
         def wait() -> list[list[int]]:

@@ -147,8 +147,8 @@ _numbers: dict[str, int] = {}
 
 
 def _tokens(text: str) -> list[int]:
-    """Words, marks and line ends, numbered."""
-    return [_numbers.setdefault(each, len(_numbers)) for each in re.findall(r"\w+|[^\w\s]|\n", text)]
+    """Words, marks and line ends, numbered from 1: rows without a number would give 0."""
+    return [_numbers.setdefault(each, 1 + len(_numbers)) for each in re.findall(r"\w+|[^\w\s]|\n", text)]
 
 
 @cache

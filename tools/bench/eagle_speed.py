@@ -60,7 +60,7 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
             stage()
     with bench.engines_replaced(lambda engine: None):
         others = bench.graph(plan)
-    bench.runner.verification.before_acceptance = None
+    bench.runner.verification.before_acceptance = lambda tree: None
     with bench.engines_replaced(lambda engine: None):
         without_forcing = bench.graph(plan)
     bench.runner.verification.before_acceptance = bench.forced

@@ -36,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import is_beside, measured_as, one_of, parse, python
-from device_limits import device_limits, read_around
+from device_limits import device_limits, read_around, scale_of_part
 from neighbour import resting
 from probes import executor_name, state_traffic, weight_bytes
 from provenance import provenance, report
@@ -208,7 +208,7 @@ def loop_behind(runner: BaseEngineRunner, directory: RandomDirectory, tokens: in
 def board_scale() -> float:
     """By how many times the board is slower than the part that stands for it."""
     limits, name = device_limits(), measured_as()
-    return BOARDS[name].scale_of_part(limits.multiprocessors, limits.clock_ghz) if name in BOARDS else 1.0
+    return scale_of_part(BOARDS[name], limits.multiprocessors, limits.clock_ghz) if name in BOARDS else 1.0
 
 
 def print_loop(name: str, found: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str, w
                 runner.backend.stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 3, series=3
             )
             operations = prefill_operations(config, count)
-            found[str(count)] = {"ms": span, "mma_share": device_limits().mma_share(operations, span)}
+            found[str(count)] = {"ms": span, "mma_share": operations / (span * 1e9) / device_limits().mma_tflop_per_s}
         shapes = [each for each in runner.engines.loaded if each.phase == "prefill"]
         found["executors"] = {each.name: executor_name(runner.engines.loaded[each]) for each in shapes}
         found["memory_plan_mib"] = {name: size / 2**20 for name, size in runner.memory_plan.items.items()}

@@ -92,13 +92,14 @@ class ImitatedRunner:
 
     def __init__(self, machine: Machine, step: float, vocab_size: int) -> None:
         self._machine, self._step = machine, step
-        self.limits, self.draft = EngineLimits(1, 16, 1024), None
+        self.limits = EngineLimits(1, 16, 1024)
         self.backend = SimpleNamespace(steps_ahead=1)
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
         self.base = SimpleNamespace(
             has_adapter_place=lambda *_: True, set_adapter=nothing, adapter_digest=nothing, await_rows=nothing
         )
-        self.stop = self.draft_rows = nothing
+        self.draft = SimpleNamespace(has_model=False, rows=nothing)
+        self.stop = nothing
         self._masks = np.zeros((32, mask_words(vocab_size)), np.uint32)
         self._rows = np.zeros(32, np.int32)
         self.answer: Sequence[int] = ()
@@ -115,15 +116,19 @@ class ImitatedRunner:
         self._machine.launch((1 - CHOICE) * self._step)
         return "begun"
 
-    def step(
-        self,
-        batch: int,
-        plan: DraftPlan | None,
-        rules: StepRules | None = None,
-        trees: Sequence[GivenTree] | None = None,
-        begun: object = None,
+    def decode(self, batch: int, rules: StepRules | None = None, begun: object = None) -> Any:
+        """A plain step."""
+        return self._take(None, rules, None, begun)
+
+    def round(
+        self, batch: int, plan: DraftPlan, rules: StepRules | None, trees: Sequence[GivenTree] | None = None
     ) -> Any:
-        """A plain step, or a round of given candidates."""
+        """A round of given candidates."""
+        return self._take(plan, rules, trees, None)
+
+    def _take(
+        self, plan: DraftPlan | None, rules: StepRules | None, trees: Sequence[GivenTree] | None, begun: object
+    ) -> Any:
         self.kinds["round" if plan is not None else "begun" if begun else "ruled" if rules else "plain"] += 1
         count, seconds = 1, self._step
         if plan is not None and trees is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
-from device_limits import device_limits
+from device_limits import device_limits, scale_of_part
 
 from edgellm.device.boards import BOARDS
 from edgellm.kernels.gpu import find_gpu
@@ -41,7 +41,7 @@ def provenance() -> dict[str, Any]:
         found |= {"measured_as": gpu.measured_as, "limits": limits._asdict()}
         board = BOARDS.get(gpu.measured_as.removesuffix(neighbour.BESIDE).replace(".", "-"))
         if board is not None:
-            scale = board.scale_of_part(limits.multiprocessors, limits.clock_ghz)
+            scale = scale_of_part(board, limits.multiprocessors, limits.clock_ghz)
             found |= {"board": board.title, "board_scale": round(scale, 4)}
         beside = neighbour.current()
         if beside is not None:

@@ -28,7 +28,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import hash_bytes
-from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.config import DFLASH, DRAFT_HEAD, HEADS, DecoderConfig, DraftBlock, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineLimits
@@ -44,6 +44,8 @@ from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, Runs
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
+#: The layers of z-lab's DFlash drafts of Qwen3-4B and 8B.
+BLOCK_LAYERS = 5
 #: What the layers of a model may be; behind a plus its head, where that is packed; behind a stroke the draft, where it
 #: is not as `edgellm build` makes it, which packs it as the layers are.
 WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", "q8_0", "q4_k_m")
@@ -208,7 +210,7 @@ def random_directory(
     file's all of the base are packed."""
     base_is, _, draft_is = weights.partition("/")
     layers_are, _, head = base_is.partition("+")
-    own = draft_of(config)
+    own = block_draft_of(config, limits.draft_block) if limits.draft_block else draft_of(config)
     config = replace(config, head=head or HEADS[0])
     limits = replace(limits, window_rows=limits.rows_for_window(config.window))
     if head:
@@ -279,9 +281,29 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
     )
 
 
+def block_draft_of(base: DecoderConfig, block: int, layers: int = BLOCK_LAYERS) -> DraftConfig:
+    """A DFlash draft of so many of a base's layers that fills blocks of `block` tokens, with embedding and head of its
+    base."""
+    head = draft_of(base)
+    count = base.num_layers
+    taps = np.linspace(2, count - 2, layers).round().astype(int)  # as the published ones lie, from near to near the end
+    return replace(
+        head,
+        generation=DFLASH,
+        decoder=replace(head.decoder, num_layers=layers, qk_norm=True),
+        draft_vocab_size=base.vocab_size,
+        feature_layers=tuple(taps.tolist()),
+        layer_prefix="layers.0.",
+        has_head=False,
+        base_head=head_weight_name(base),
+        image_embeddings=False,
+        block=DraftBlock(block, base.vocab_size - 1),
+    )
+
+
 def shape_directory(folder: Path, shape: str, limits: EngineLimits, weights: str = WEIGHTS[0]) -> RandomDirectory:
     """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
-    draft = f"draft{limits.verify_tree_size}" if limits.has_draft else "plain"
+    draft = f"draft{limits.verify_tree_size}-{limits.draft_block}" if limits.has_draft else "plain"
     parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, draft
     place = folder / "-".join(map(str, (*parts, *([weights.replace("/", "-")] if weights != WEIGHTS[0] else []))))
     config = decoder_config(SHAPES[shape])

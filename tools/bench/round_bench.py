@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +115,14 @@ class RoundBench:
     def loop(self, plan: DraftPlan | None, lengths: np.ndarray, rounds: int) -> tuple[float, float]:
         """Seconds and tokens of a loop in which the host reads each round while the next one runs."""
         self.fill(lengths)
-        step = self.runner.step
+        step = partial(self.runner.decode, 1) if plan is None else partial(self.runner.round, 1, plan)
         self.backend.synchronize()
-        unread, tokens = [step(1, plan)], 0
+        unread, tokens = [step()], 0
         begin = time.perf_counter()
         for _ in range(rounds):
-            unread.append(step(1, plan))
-            tokens += len(unread.pop(0).wait()[0])
+            unread.append(step())
+            emitted = unread.pop(0).wait()[0]
+            tokens += 1 if plan is None else len(emitted)
         seconds = time.perf_counter() - begin
         unread.pop(0).wait()
         return seconds, tokens

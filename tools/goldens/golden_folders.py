@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from golden_files import (
     DRAWN,
     EVERY_FOURTH,
+    LOGITS,
     WHOLE,
     Law,
     copy_with_tensors,
@@ -29,6 +30,7 @@ from golden_files import (
     write_tensors,
 )
 from golden_files import golden_folder as golden_folder  # for tools that read the goldens of others
+from golden_files import opened as opened
 from golden_files import pack as pack
 
 #: The metadata of every file of expected values.
@@ -79,9 +81,9 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def stored_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What is stored of float32 logits [.., T, V]."""
-    return {EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
+def stored_logits(logits: torch.Tensor, name: str = LOGITS) -> dict[str, torch.Tensor]:
+    """What is stored of float32 logits [.., T, V] of that name, which ends with `LOGITS`."""
+    return {name.removesuffix(LOGITS) + EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
 
 
 @contextmanager
@@ -104,18 +106,19 @@ def write_folders(
     directory: Path = arguments.directory
     chosen = {name: make for name, make in makers.items() if not arguments.names or name in arguments.names}
     torch.set_num_threads(1)
-    for name, make in chosen.items():
-        shutil.rmtree(directory / name, ignore_errors=True)
-        (directory / name).mkdir(parents=True)
-        make(directory / name)
-    if not arguments.names:
-        beside(directory)
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    for path in files:
-        path.chmod(0o644)
-        if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
-            pack(path)
-        elif path.suffix == ".json":  # what is indented takes a third more
-            path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    with opened(directory):
+        for name, make in chosen.items():
+            shutil.rmtree(directory / name, ignore_errors=True)
+            (directory / name).mkdir(parents=True)
+            make(directory / name)
+        if not arguments.names:
+            beside(directory)
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        for path in files:
+            path.chmod(0o644)
+            if path.name in ("model.safetensors", "expected.safetensors") or path.name.endswith(DRAWN):
+                pack(path)
+            elif path.suffix == ".json":  # what is indented takes a third more
+                path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")) + "\n")
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     print(f"{len(chosen)} folders made, {size / 1e6:.2f} MB")

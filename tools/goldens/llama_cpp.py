@@ -29,9 +29,9 @@ sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from gguf_writing import dense, write_gguf
 from golden_sequences import Sequences
 
-from edgellm.engines.formats.gguf_file import GgufFile, open_split
-from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.formats.gguf_file import GgufFile, Texts, open_split
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.gguf.tokenizer import tokenizer_json
 
 _TEXT = "the quick brown fox jumps over the lazy dog, and there are 3 other things to see here"
@@ -118,7 +118,9 @@ def types(file: Path) -> dict[str, str]:
 def write_dequantized(file: Path, target: Path) -> Path:
     """The same model with the values that gguf-py reads, as float32."""
     tensors = {name: dense(values.astype(np.float32)) for name, values in dequantized(file).items()}
-    return write_gguf(target, GgufFile(file).metadata, tensors)
+    given = GgufFile(file).metadata.items()
+    metadata = {key: each.read() if isinstance(each, Texts) else each for key, each in given}
+    return write_gguf(target, metadata, tensors)
 
 
 def transformers_logits(model: Any, token_ids: np.ndarray) -> np.ndarray:

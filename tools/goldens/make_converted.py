@@ -80,6 +80,13 @@ _GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_
 _LFM2 = {"norm_eps": 1e-5, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _OTHER_ORDER = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
 _WIDE = {"head_dim": 32, "attention_bias": True, "mlp_bias": True}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_QWEN3_5_MOE = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 64}
+_GPT_OSS = {
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 32, "sliding_window": 8},
+    "rope_parameters": _YARN | {"truncate": False},
+}
+_FUSED_EXPERTS = "the same, gate and up of experts in one tensor"
 _WITH_HEAD, _FUSED = "Qwen3.5, a head for drafts", "the same, q, k and v in one tensor"
 #: By a name: the `model_type`, and what is other than usual. Windows are shorter than the text.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +112,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", _LFM2 | {"block_multiple_of": 32}),
     "StarCoder2": ("starcoder2", {"norm_epsilon": 1e-5, "tie_word_embeddings": True, "sliding_window": None}),
     "Seed-OSS": ("seed_oss", {"head_dim": 32, "attention_bias": True, "attention_out_bias": False}),
+    "Qwen3-MoE": ("qwen3_moe", _EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "OLMoE": ("olmoe", _EXPERTS | {"intermediate_size": 32, "num_key_value_heads": 4}),
+    "Granite 3 MoE": ("granitemoe", _GRANITE | {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "LFM2-MoE": ("lfm2_moe", _LFM2 | _EXPERTS | {"num_dense_layers": 1}),
+    "gpt-oss": ("gpt_oss", _GPT_OSS),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", _QWEN3_5_MOE),
+    _FUSED_EXPERTS: ("qwen3_5_moe_text", _QWEN3_5_MOE),
 }
 _FLOAT16 = ("Llama", "Llama, wide heads, biases")
 _VISION = {
@@ -173,7 +187,7 @@ def compare(name: str, place: Path) -> str:
     model = write_checkpoint(name, place / "model")
     token_ids = np.random.default_rng(5).integers(3, VOCABULARY - 1, (1, LENGTH))
     options = ("--no-mtp",) if name.startswith("Qwen3.5") and name != _WITH_HEAD else ()
-    options = ("--fuse-qkv",) if name == _FUSED else options
+    options = {_FUSED: ("--fuse-qkv",), _FUSED_EXPERTS: ("--fuse-gate-up-exps", "--no-mtp")}.get(name, options)
     expected = transformers_logits(model, token_ids)
     published = convert(place / "model", "auto", place / "published.gguf", *options)
     quantized = convert(place / "model", "q8_0", place / "quantized.gguf", *options)
@@ -218,7 +232,7 @@ def main() -> None:
 
 
 #: Whose norms the converter adds 1 to, in the dtype that they have, where float16 has no room for the sum.
-_SHIFTED = ("gemma", "qwen3_5_text")
+_SHIFTED = ("gemma", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _widen(folder: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 
-from golden_files import GOLDENS, copy_with_tensors
+from golden_files import golden_folder
 
 #: Folders of golden models, whose vision encoders are converted.
 ENCODERS = ("qwen2_5_vl_old", "qwen3_vl", "qwen3_5")
@@ -64,11 +65,11 @@ def main(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model in ENCODERS:
-            checkpoint = copy_with_tensors(GOLDENS / "image_prompts" / model, folder / model)
+            checkpoint = shutil.copytree(golden_folder("image_prompts") / model, folder / model)
             (checkpoint / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR))
             found[model] = described(converted(checkpoint, folder / f"{model}.gguf"))
-        head = copy_with_tensors(GOLDENS / "draft" / "eagle3", folder / "eagle3")
-        base = copy_with_tensors(GOLDENS / "draft" / "llama_base", folder / "base")
+        head = shutil.copytree(golden_folder("draft") / "eagle3", folder / "eagle3")
+        base = shutil.copytree(golden_folder("draft") / "llama_base", folder / "base")
         file = converted(head, folder / "eagle3.gguf", False, target_model_dir=base)
         found["eagle3"] = described(file)
     target.parent.mkdir(exist_ok=True)

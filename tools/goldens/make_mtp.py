@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, write_folders
-from make_drafts import TOKENS, expected_values
+from make_drafts import TOKENS, expected_values, with_stored_logits
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
@@ -100,7 +100,8 @@ def make_head(name: str, directory: Path) -> None:
     head = MtpHead(parts, Qwen3_5TextRotaryEmbedding(config), embedding, output_head)
     expected = expected_values(head, token_ids, features[None], (1,))
     expected |= {"token_ids": token_ids, "features": features.contiguous()} | chain_of(head, token_ids, features)
-    save_file(expected, directory / "expected.safetensors", metadata={**VERSIONS, "base": name})
+    stored = with_stored_logits(expected)
+    save_file(stored, directory / "expected.safetensors", metadata={**VERSIONS, "base": name})
     logits = expected["prefill_logits"]
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, randomize_vectors, stored_logits, whole
+from golden_folders import VERSIONS, draw_tensors, opened, randomize_vectors, stored_logits, whole
 from quantized_cases import Case, Packed
 from quantized_packages import PACKAGES
 from safetensors.torch import load_file, save_file
@@ -131,13 +131,12 @@ def main() -> None:
     torch.set_num_threads(1)
     distribution, makers = PACKAGES[given.package]
     versions = VERSIONS | {distribution: metadata.version(distribution)}
-    for name, case in makers().items():
-        folder: Path = given.directory / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        make(name, case, folder, versions)
-        for file in folder.iterdir():
-            file.chmod(0o644)
+    with opened(given.directory):
+        for name, case in makers().items():
+            folder: Path = given.directory / name
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            make(name, case, folder, versions)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,6 @@ def make_values() -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
             state,
         ),
         "ambiguous": ({"model": state, "model_ema": state}, {}),
-        "legacy": ({**shared, **strided}, {**shared, **strided}),
     }
 
 
@@ -89,13 +87,6 @@ def make_sharded(directory: Path) -> None:
     save_file(tensors, directory / "expected.safetensors")
 
 
-def repack_compressed(source: Path, target: Path) -> None:
-    """The same archive with every entry deflated, as a zip program leaves it."""
-    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
-        for info in archive.infolist():
-            packed.writestr(info.filename, archive.read(info))
-
-
 def main() -> None:
     """Write all files into a directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,11 +94,9 @@ def main() -> None:
     directory: Path = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     for name, (saved, tensors) in make_values().items():
-        torch.save(saved, directory / f"{name}.bin", _use_new_zipfile_serialization=name != "legacy")
+        torch.save(saved, directory / f"{name}.bin")
         if tensors:
             save_file(expected(tensors), directory / f"{name}.safetensors")
-    repack_compressed(directory / "plain.bin", directory / "deflated.bin")
-    save_file(expected(make_values()["plain"][1]), directory / "deflated.safetensors")
     make_sharded(directory / "sharded")
 
 

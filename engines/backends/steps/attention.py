@@ -34,6 +34,8 @@ class _AnyAttention(Implementation[Attention]):
 
     def scratch(self, step: Attention, program: Program) -> Edge:
         rows, width = self._rows_of(step, program)
+        if not width:  # rows alone are written
+            return {}
         found: Edge = {step.output: ((rows, width), "compute")}
         if step.gated:
             found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
@@ -61,7 +63,7 @@ class FewTokens(_AnyAttention):
 
     def suits(self, step: Attention, program: Program) -> bool:
         few = step_rows(step, program) <= MAX_TILED_ROWS and program.shape.tokens <= MAX_TOKENS
-        return few and not step.looks_ahead
+        return few and not step.looks_ahead and step.heads[0] > 0
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape = program.shape
@@ -116,15 +118,17 @@ class PromptTokens(_AnyAttention):
         prefill, array, norms = run.kernels.prefill, run.array, None
         shape = run.program.shape
         qkv = qkv.reshape(shape.batch, shape.tokens, -1)
-        if step.q_norm is not None and step.k_norm is not None:
-            query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
-            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset, step.norms_behind)
+        if step.k_norm is not None:
+            query, key = (array(norm.weight.name) for norm in (step.q_norm or step.k_norm, step.k_norm))
+            norms = HeadNorms(query, key, step.k_norm.epsilon, step.k_norm.offset, step.norms_behind)
         rotary = array("rope_rotary_cos_sin") if step.rotary else None
         columns = step.rotary_first, step.rotary, step.query_columns
         part = None if rotary is None else RotaryPart(*columns, step.neighbours)
         keys, values, *scales = map(array, step.state(shape).names)
         rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
         row_scales = RowScales(*scales) if scales else None
+        if not step.heads[0]:
+            return [prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, None)]
         context = run.sequences(step.output)
         given = context, rows, step.scale, context, row_scales
         return [
@@ -133,7 +137,8 @@ class PromptTokens(_AnyAttention):
         ]
 
     def loads(self, step: Attention, program: Program) -> tuple[Any, ...]:
-        return step.heads[0], step.heads[2], step.window is not None, step.looks_ahead
+        heads, _, size = step.heads
+        return (heads, size, step.window is not None, step.looks_ahead) if heads else ()
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         (heads, size, window, ahead), shape = what, program.shape

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from golden_files import GOLDENS
+from golden_files import golden_folder
 
 from edgellm.engines.backends import numpy_backend as blas_threads
 from edgellm.engines.backends.numpy_backend import NumpyBackend, one_blas_thread
@@ -42,7 +42,7 @@ def test_engines_of_large_models_share_rows_among_as_many(threads, monkeypatch: 
     asked = []
     monkeypatch.setattr(blas_threads, "NumpyOperations", lambda *arguments: asked.append(arguments[3]))
     monkeypatch.setattr(blas_threads, "ProgramGraph", lambda operations, program: None)
-    config = decoder_config(json.loads((GOLDENS / "decoder/qwen3/config.json").read_text()))
+    config = decoder_config(json.loads((golden_folder("decoder") / "qwen3" / "config.json").read_text()))
     for limit in (1, blas_threads._SMALL_MODEL):
         monkeypatch.setattr(blas_threads, "_SMALL_MODEL", limit)
         NumpyBackend(config).load_engine(EngineShape("decode", 1, 1, 16, 16))

@@ -29,6 +29,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
+from edgellm.kernels.prefill import launcher as prefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.recurrent import launcher
@@ -59,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
         def __call__(self) -> None:
             pass
 
-    for module in (attention, linear, tiled_linear, launcher, encoder):
+    for module in (attention, linear, tiled_linear, launcher, encoder, prefill):
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -86,6 +87,7 @@ def prepared(
     size = getattr(config, "decoder", config).head_dim
     few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
     more: Any = {"recurrent": launcher.CudaRecurrent(module), "encoder": encoder.CudaEncoder(module)}
+    more["prefill"] = prefill.CudaPrefill(module)
     kernels = StepKernels(few, many, **more)
     only = () if way is None else (way,)
     choice, reason = kernel_choice(config, shape, "float16", shared_limit, packed=packed, only=only)

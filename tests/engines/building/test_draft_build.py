@@ -17,7 +17,7 @@ from edgellm.commands.app import create_app
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan
 from edgellm.engines.backends.platform import load_tensorrt
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.planning import refresh_plans
@@ -28,6 +28,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
+from tools.demo_model.describe import describe_in_place
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 

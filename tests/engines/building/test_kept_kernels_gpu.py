@@ -11,7 +11,7 @@ import pytest
 
 from edgellm import LLM, SamplingParams
 from edgellm.engines.backends import platform
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -21,6 +21,7 @@ from edgellm.kernels.compiler import CompiledModule, ModuleSource
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.gpu import find_gpu
 from edgellm.opened_model import SHIPPED_MODEL
+from tools.demo_model.describe import describe_in_place
 
 pytestmark = pytest.mark.gpu
 

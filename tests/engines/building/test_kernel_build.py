@@ -18,7 +18,7 @@ from tiny_families import FAMILIES, RECURRENT
 from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.building import kernels as building
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, engine_shapes, needed_modules
 from edgellm.engines.building.planning import add_targets
 from edgellm.engines.building.targets import BOARDS, Target, read_targets
@@ -37,6 +37,7 @@ from edgellm.kernels.kept import read_manifest
 from edgellm.kernels.sampling import launcher as sampling
 from edgellm.kernels.tree import launcher as tree
 from edgellm.opened_model import SHIPPED_MODEL
+from tools.demo_model.describe import describe_in_place
 
 TARGET = "sm_86:46"
 

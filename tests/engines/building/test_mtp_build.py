@@ -23,7 +23,7 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building import shipped_draft
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -42,6 +42,7 @@ from edgellm.engines.quantizer.rounding import quantize_rows
 from edgellm.engines.quantizer.written_layout import StoredTensor, packed_tensors, write_tensors
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.quantization.packed_weight import WeightFormat
+from tools.demo_model.describe import describe_in_place
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=16)
 PLAIN = EngineLimits(1, 16, 96)

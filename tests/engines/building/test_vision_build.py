@@ -17,7 +17,7 @@ from edgellm.commands.app import create_app
 from edgellm.engines.backends.plan_files import network_digest
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.building.plans import build_plans
@@ -25,6 +25,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.model.limits import EngineLimits, vision_shape
 from edgellm.multimodal.vision_layout import window_rows
+from tools.demo_model.describe import describe_in_place
 
 needs_tensorrt = pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed")
 LIMITS = EngineLimits(1, 16, 64, image_rows=(64, 128))

@@ -139,6 +139,6 @@ def test_values_that_contain_themselves_end(tmp_path: Path) -> None:
 
 def test_endless_programs_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_pickle, "MOST_INSTRUCTIONS", 100)
-    assert read_pickle(b"N" * 99 + b".", 0, 100, "x") == (None, 100)
+    assert read_pickle(b"N" * 99 + b".", "x") == (None, 100)
     with pytest.raises(CheckpointError, match="more than 100 instructions"):
-        read_pickle(b"N" * 100 + b".", 0, 101, "x")
+        read_pickle(b"N" * 100 + b".", "x")

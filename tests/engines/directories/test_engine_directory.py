@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from checkpoint_tensors import read_tensor
 
-from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
+from tools.demo_model.describe import describe_in_place
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

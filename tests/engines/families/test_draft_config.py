@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import DraftReader, read_draft
-from edgellm.engines.families.other_drafts import other_draft
+from edgellm.engines.families.drafts import other_draft, read_draft
+from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 
@@ -229,18 +229,21 @@ def test_configurations_that_do_not_fit(problem: str, draft: Path, tiny_checkpoi
 DFLASH = {"mask_token_id": 318, "target_layer_ids": [0, 1]}
 #: What other drafts are published with, and what they are said to be.
 OTHER_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "z-lab's DFlash": (
-        {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 5, "block_size": 16}
-        | {"dflash_config": DFLASH},
-        'a DFlash draft (architectures has "DFlashDraftModel")',
+    "EAGLE-4": (
+        {"architectures": ["LlamaForCausalLMEagle4"], "efficient_lm_head_config": {"type": "low_rank"}},
+        'an EAGLE-4 draft (architectures has "LlamaForCausalLMEagle4")',
     ),
-    "a DFlash draft by its fields": (
-        {"architectures": None, "dflash_config": DFLASH},
-        "a DFlash draft (config.json has dflash_config)",
+    "EAGLE-4 by its fields": (
+        {"efficient_lm_head_config": {"type": "low_rank"}},
+        "an EAGLE-4 draft (config.json has efficient_lm_head_config)",
     ),
-    "speculators' DFlash": (
-        {"architectures": None, "speculators_model_type": "dflash", "transformer_layer_config": {}},
-        'a DFlash draft (speculators_model_type is "dflash")',
+    "z-lab's DFlash2": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": DFLASH},
+        'a DFlash2 draft (architectures has "DFlash2DraftModel")',
+    ),
+    "speculators' DFlash2": (
+        {"architectures": None, "speculators_model_type": "dflash2", "transformer_layer_config": {}},
+        'a DFlash2 draft (speculators_model_type is "dflash2")',
     ),
     "SpecForge's Domino": (
         {"architectures": ["DominoDraftModel"], "dflash_config": DFLASH | {"projector_type": "domino"}},
@@ -283,7 +286,7 @@ def refusal_of_other_draft(draft: Path, base: Path) -> str:
         read(draft, base)
     message = str(caught.value)
     assert str(draft) in message
-    assert "heads of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can" in message
+    assert "DFlash and heads of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can" in message
     assert "layers" not in message
     return message
 
@@ -297,8 +300,9 @@ def test_other_drafts_are_refused_as_what_they_are(kind: str, draft: Path, tiny_
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        ("hidden_norm.weight", "a DFlash draft (the weights have hidden_norm.weight)"),
-        ("model.hidden_norm.weight", "a DFlash draft (the weights have model.hidden_norm.weight)"),
+        ("efficient_lm_head.weight", "an EAGLE-4 draft (the weights have efficient_lm_head.weight)"),
+        ("lilicorr_query.weight", "a LiLiCorr draft (the weights have lilicorr_query.weight)"),
+        ("candidate_selector.successor_codebook", "a DFlash2 draft (the weights have candidate_selector.successor_"),
         ("prefix_gru.weight_ih_l0", "a Domino draft (the weights have prefix_gru.weight_ih_l0)"),
         ("logit_head.prefix_gru.weight_ih_l0", "a Domino draft (the weights have logit_head.prefix_gru.weight_ih_l0)"),
         ("markov_head.markov_w1.weight", "a DSpark draft (the weights have markov_head.markov_w1.weight)"),

@@ -27,13 +27,12 @@ from golden_images import FOLDER, TOLERANCE, GoldenModel, assert_close, prepared
 from golden_vision import open_vision
 
 from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.gguf_folder import checkpoint_folder, draft_folder
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
@@ -41,6 +40,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
+from tools.demo_model.describe import describe_in_place
 
 DRAFTS = golden_folder("draft")
 CONVERTED = json.loads((golden_folder("mmproj") / "converted.json").read_text())

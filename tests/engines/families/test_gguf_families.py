@@ -20,7 +20,7 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
-from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.gguf.weights import open_gguf_weights
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.rotary import inverse_frequencies
@@ -39,7 +39,10 @@ LOST = {
 MORE = {
     "gemma3_old_layout": {"gemma3.attention.sliding_window_pattern": 2},
     "starcoder2": {"starcoder2.attention.sliding_window": 5},
+    "lfm2_moe": {"lfm2moe.expert_weights_scale": 1.5},
 }
+#: What files have no place for, and published models have all alike.
+OWN = {"gpt_oss": {"swiglu_limit": 1.5}}
 
 
 def _names() -> list[str]:
@@ -58,7 +61,7 @@ def as_folder(checkpoint: Path, folder: Path, **more: Any) -> Path:
     """A checkpoint whose weights are in a GGUF file."""
     folder.mkdir(exist_ok=True)
     file = write_model(checkpoint, folder / "model.gguf", MORE.get(checkpoint.name), **more)
-    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file)) | OWN.get(checkpoint.name, {})))
     for name in ("expected.safetensors", "generation_config.json"):
         if (checkpoint / name).exists():
             (folder / name).write_bytes((checkpoint / name).read_bytes())
@@ -190,7 +193,7 @@ WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"],
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "starcoder2"]
+    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "gpt_oss"]
 )
 def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
     file = write_model(GOLDENS / name, tmp_path / "model.gguf")
@@ -232,12 +235,16 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     [
         ("qwen3", {"qwen3.attention.causal": False}, "its tokens see later ones"),
         ("lfm2", {"lfm2.attention.sliding_window": 5}, "its layers look back on a window"),
+        ("lfm2_moe", {"lfm2moe.expert_gating_func": 1}, "'expert_gating_func' of its experts is 1, supported is 2"),
+        ("olmoe", {"olmoe.expert_weights_scale": 2.5}, r"'expert_weights_scale' of its experts is 2\.5, supp"),
+        ("granitemoe", {"granitemoe.expert_shared_feed_forward_length": 16}, "it has a shared expert"),
+        ("olmoe", {"olmoe.expert_used_count": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
         ("qwen3", {"qwen3.rope.dimension_count": 8}, r"partial_rotary_factor is 0\.5, which is not supported"),
     ],
 )
 def test_what_is_not_supported_of_an_architecture(tmp_path: Path, name: str, more: Any, expected: str) -> None:
     file = write_model(GOLDENS / name, tmp_path / "model.gguf", more)
-    with pytest.raises(UnsupportedModelError, match=expected):
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=expected):
         decoder_config(model_config(open_split(file)))
 
 
@@ -265,6 +272,61 @@ def test_a_head_for_multi_token_prediction_comes_along(tmp_path: Path) -> None:
         assert len(own) > 10
         for tensor in own:
             np.testing.assert_allclose(_values(found, tensor), _values(published, tensor), rtol=0, atol=1e-6)
+
+
+def test_experts_are_slices_of_their_stacks(tmp_path: Path) -> None:
+    """In files of their own, too: gate and up of gpt-oss are in two of them."""
+    file = write_model(GOLDENS / "gpt_oss", tmp_path / "model.gguf")
+    whole, tensors = open_gguf_weights(file)[0], {}
+    for name, info in GgufFile(file).tensors.items():
+        tensors[name] = Tensor(info.dtype, info.shape, GgufFile(file).bytes_of(info).tobytes())
+    parts = [{name: each for name, each in tensors.items() if ("ffn_up" in name) == later} for later in (False, True)]
+    for number, own in enumerate(parts):
+        metadata = (GgufFile(file).metadata if number == 0 else {}) | {
+            "split.no": Typed(2, bytes([number, 0])),
+            "split.count": Typed(2, bytes([2, 0])),
+            "split.tensors.count": Typed(5, len(tensors).to_bytes(4, "little")),
+        }
+        write_gguf(tmp_path / f"split-0000{number + 1}-of-00002.gguf", metadata, own)
+    first, second = open_gguf_weights(tmp_path / "split-00001-of-00002.gguf")
+    assert not second.tensors and first.tensors.keys() == whole.tensors.keys()
+    name = "model.layers.1.mlp.experts.3.gate_up_proj.weight"
+    info = first.tensors[name]
+    assert (info.name, info.shape, info.nbytes) == (name, (32, 24), 2 * 32 * 24)
+    assert not whole.bytes_of(whole.tensors[name.replace("gate_up", "down")]).flags.writeable  # nothing was copied
+    for name, info in whole.tensors.items():
+        np.testing.assert_array_equal(first.bytes_of(first.tensors[name]), whole.bytes_of(info))
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "change", "problem"),
+    [
+        (
+            "olmoe",
+            "blk.1.ffn_up_exps.weight",
+            lambda each: None,
+            "missing: model.layers.1.mlp.experts.0.up_proj.weight",
+        ),
+        ("olmoe", "blk.1.ffn_gate_inp.weight", lambda each: each[:4], r"gate\.weight is \[4, 24\], expected \[6, 24\]"),
+        ("olmoe", "blk.1.ffn_up_exps.weight", lambda each: each[:4], "missing: model.layers.1.mlp.experts.4.up_proj"),
+        ("olmoe", "blk.0.ffn_up_exps.weight", lambda each: each[0], r"unknown: blk\.0\.ffn_up_exps\.weight"),
+        ("olmoe", "blk.0.ffn_up_exps.bias", lambda each: np.ones((6, 16)), r"unknown: blk\.0\.ffn_up_exps\.bias"),
+        ("gpt_oss", "blk.0.ffn_up_exps.weight", lambda each: each[:, :8], r"unknown: blk\.0\.ffn_up_exps\.weight"),
+        ("gpt_oss", "blk.0.ffn_gate_exps.bias", lambda each: None, r"unknown: blk\.0\.ffn_up_exps\.bias"),
+        ("olmoe", "blk.0.ffn_up_exps.weight", lambda each: np.zeros((5000, 1, 1)), r"unknown: blk\.0\.ffn_up_exps"),
+    ],
+)
+def test_stacks_that_do_not_fit_are_named(tmp_path: Path, name: str, stack: str, change: Any, problem: str) -> None:
+    folder = as_folder(GOLDENS / name, tmp_path / "model")
+    file = GgufFile(folder / "model.gguf")
+    tensors = {key: Tensor(info.dtype, info.shape, file.bytes_of(info).tobytes()) for key, info in file.tensors.items()}
+    old = tensors.pop(stack, None)
+    values = change(np.zeros(old.shape if old else 1, np.float32))
+    if values is not None:
+        tensors[stack] = dense(values.astype(np.float32))
+    write_gguf(folder / "model.gguf", file.metadata, tensors)
+    with Checkpoint.open(folder) as found, pytest.raises(CheckpointError, match=problem):
+        found.check(decoder_weights(decoder_config(found.config)))
 
 
 @pytest.mark.parametrize("name", ["llama_biases_head_dim_10", "lfm2", "qwen2", "olmo2"])

@@ -19,7 +19,7 @@ from tiny_families import TOLERANCES
 from tiny_multimodal import TEXT, WHOLE_IMAGES, logits_beside_a_text, prompt_with_images, stored, tiny_image
 
 from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -30,6 +30,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from tools.demo_model.describe import describe_in_place
 
 pytestmark = pytest.mark.gpu
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_models import write_model
+from gguf_writing import Tensor
 from golden_answers import (
     ANSWER,
     GOLDENS,
@@ -22,6 +25,7 @@ from golden_answers import (
 )
 from golden_sequences import Sequences
 from packed_checkpoints import write_packed
+from published_families import LFM2_8B_A1B, QWEN3_5_35B_A3B
 from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
 
@@ -42,13 +46,14 @@ from edgellm.engines.errors import (
     UnsupportedModelError,
 )
 from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.steps import Experts
-from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 #: The golden models with mixtures.
 NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text"]
@@ -217,8 +222,21 @@ def test_sessions_snapshots_adapters_and_drafts(
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
+def blocks_of_gguf(name: str, packed: dict[str, np.ndarray]) -> Tensor | None:
+    """A stack of gpt-oss's blocks as GGUF has them: of 32 columns the scale, then a byte of columns i and 16 + i."""
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name)
+    if match is None:
+        return None
+    module = f"model.layers.{match[1]}.mlp.experts.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+    own = slice(None) if match[2] == "down" else slice(int(match[2] == "up"), None, 2)
+    blocks, scales = (packed[f"{module}_{kind}"][:, own] for kind in ("blocks", "scales"))
+    codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(*blocks.shape[:3], 32)
+    data = np.concatenate((scales[..., None], codes[..., :16] | codes[..., 16:] << 4), axis=-1)
+    return Tensor("mxfp4", (*blocks.shape[:2], 32 * blocks.shape[2]), data.tobytes())
+
+
 def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Experts in blocks and scales, and the same numbers dense and transposed, as either is published."""
+    """Experts in blocks and scales, the same numbers dense and transposed, as either is published, and in GGUF."""
     source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["gpt_oss"], dtype="float32", torch_dtype=None)
     tensors, random, packed, twin = load_file(source / MODEL), np.random.default_rng(3), {}, {}
     for name in [each for each in tensors if each.endswith("experts.0.gate_up_proj.weight")]:
@@ -243,7 +261,13 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
         engines = tmp_path / f"{folder}_engines"
         build_engine_directory(tmp_path / folder, engines, EngineLimits(3, 32, 128), [], "float16")
         found.append(answers(engines))
-    assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
+    folder = shutil.copytree(tmp_path / "packed", tmp_path / "gguf")
+    file = write_model(tmp_path / "twin", folder / "model.gguf", kinds=lambda name, _: blocks_of_gguf(name, packed))
+    (folder / MODEL).unlink()
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    build_engine_directory(folder, tmp_path / "gguf_engines", EngineLimits(3, 32, 128), [], "float16")
+    found.append(answers(tmp_path / "gguf_engines"))
+    assert found[0] == found[1] == found[2] and len(set(found[0])) == len(TEXTS)
     scales = packed["model.layers.2.mlp.experts.down_proj_scales"]
     scales[5, 3, 1] = 255
     save_file(tensors | packed, tmp_path / "packed" / MODEL)
@@ -308,33 +332,7 @@ def test_configurations_that_are_refused(changed: dict[str, object], problem: st
 
 def test_the_largest_lfm2_has_the_published_number_of_parameters() -> None:
     """8,339,929,856 parameters, and a bias of each expert beside them, which transformers calls a buffer."""
-    published = {
-        "architectures": ["Lfm2MoeForCausalLM"],
-        "model_type": "lfm2_moe",
-        "bos_token_id": 1,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "dtype": "bfloat16",
-        "eos_token_id": 7,
-        "hidden_size": 2048,
-        "intermediate_size": 7168,
-        "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
-        "max_position_embeddings": 128000,
-        "moe_intermediate_size": 1792,
-        "norm_eps": 1e-05,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_dense_layers": 2,
-        "num_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 8,
-        "rope_theta": 1000000.0,
-        "routed_scaling_factor": 1.0,
-        "use_expert_bias": True,
-        "vocab_size": 65536,
-    }
-    config = decoder_config(published)
+    config = decoder_config(LFM2_8B_A1B)
     assert config.mixture == Mixture(32, 4, 1792, "sigmoid", True, True, 1e-6, 1.0, (0, 1))
     assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == 8_339_929_856 + 22 * 32
     for changed, problem in (
@@ -343,7 +341,7 @@ def test_the_largest_lfm2_has_the_published_number_of_parameters() -> None:
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0, expected a number above 0"),
     ):
         with pytest.raises(CheckpointError, match=problem):
-            decoder_config(published | changed)
+            decoder_config(LFM2_8B_A1B | changed)
 
 
 def test_clipped_projections_are_refused() -> None:
@@ -387,6 +385,54 @@ def test_nan_in_an_expert_is_found_where_it_is_loaded(tmp_path: Path) -> None:
     assert "'model.layers.2.mlp.experts.5.up_proj.weight'" in said and "nan at [3, 4]" in said
 
 
+def test_scores_that_are_no_numbers_fail_their_request_alone(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One token's embedding has an element that no other has, and that the first router multiplies by 1e38."""
+    more = {**MIXTURES["qwen3_moe"], "dtype": "float32", "torch_dtype": None}
+    source = make_checkpoint(tmp_path / "model", 4, **more)
+    tensors, token = load_file(source / MODEL), 40
+    tensors["model.embed_tokens.weight"][:, 5] = 0
+    tensors["model.embed_tokens.weight"][token, 5] = 1000
+    tensors["model.layers.0.self_attn.o_proj.weight"][5] = 0
+    tensors["model.layers.0.post_attention_layernorm.weight"][5] = 1
+    tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
+    save_file(tensors, source / MODEL)
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], "float32")
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    good, bad = (Request([7, 9, 11, last], None, greedy) for last in (12, token))
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        (alone,) = llm.handle([good])
+        assert token not in alone.token_ids
+        failed, beside = llm.handle([bad, good])
+        assert isinstance(failed, EngineError) and "logits behind this text are infinite or NaN" in str(failed)
+        assert beside.token_ids == alone.token_ids
+        assert llm.handle([good])[0].token_ids == alone.token_ids
+
+
+def test_experts_of_different_formats_are_as_the_settings_say(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """One expert is dense: ignored by name it is read, otherwise it is said to lack what it should have."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["qwen3_moe"])
+    packed, twin = write_packed(source, tmp_path / "packed", tmp_path / "twin")
+    dense, tensors = load_file(twin / MODEL), load_file(packed / MODEL)
+    modules = [f"model.layers.2.mlp.experts.5.{part}_proj" for part in ("gate", "up", "down")]
+    for name in [name for name in tensors if name.rpartition(".")[0] in modules]:
+        del tensors[name]
+    save_file(tensors | {f"{module}.weight": dense[f"{module}.weight"] for module in modules}, packed / MODEL)
+    with pytest.raises(CheckpointError, match=r"missing: model.layers.2.mlp.experts.5.gate_proj.weight_packed"):
+        build_engine_directory(packed, tmp_path / "refused", EngineLimits(3, 32, 128), [], "float16")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["ignore"] += modules
+    (packed / "config.json").write_text(json.dumps(config))
+    found = []
+    for model in (packed, twin):
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(tmp_path / f"{model.name}_engines"))
+    assert found[0] == found[1]
+
+
 def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
     build_engine_directory(source, tmp_path / "engines", EngineLimits(1, 16, 96), [])
@@ -404,7 +450,7 @@ def test_damaged_descriptions(make_checkpoint: Callable[..., Path], tmp_path: Pa
             EngineDirectory.open(tmp_path / "engines")
 
 
-def test_adapters_of_experts_and_quantizing_are_refused_by_name(
+def test_adapters_of_experts_are_refused_by_name(
     make_checkpoint: Callable[..., Path], make_adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "model", **MIXTURES["qwen3_moe"])
@@ -420,8 +466,6 @@ def test_adapters_of_experts_and_quantizing_are_refused_by_name(
     save_file(tensors, adapter / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"it adapts a mixture's experts \(2 tensors, the first is"):
         LoraAdapter.read(adapter, config)
-    with pytest.raises(CheckpointError, match="is a mixture of experts, which is not quantized here so far"):
-        quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
 
 
 def test_tensorrt_has_nothing_for_experts() -> None:
@@ -429,3 +473,9 @@ def test_tensorrt_has_nothing_for_experts() -> None:
     (step, *_) = (each for each in program.steps if isinstance(each, Experts))
     with pytest.raises(EngineError, match="TensorRT has nothing for the mixture of experts model"):
         TensorRTOperations.experts(None, step)  # type: ignore[arg-type]
+
+
+def test_the_published_qwen3_5_has_its_parameters() -> None:
+    """Those of the language model, as transformers counts them."""
+    specs = decoder_weights(decoder_config(QWEN3_5_35B_A3B))
+    assert sum(math.prod(spec.shape) for spec in specs) == 34_660_610_688

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from golden_images import TOLERANCE, WHOLE_IMAGES, GoldenModel, assert_close
+from runner_steps import take_step
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -162,7 +163,7 @@ def test_trees_give_the_tokens_of_plain_decoding(golden: GoldenModel, kv_cache: 
         runner = DecodingRunner(NumpyBackend(config), config, None, own, checkpoint, None)
     plain = runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait().tolist()
     while len(plain) < 90:
-        plain += runner.decode(1).wait()[0]
+        plain += take_step(runner, 1, None).wait()[0]
     runner.stop(0)
     said, rounds = runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait().tolist(), 0
     rng = np.random.default_rng(3)

@@ -16,6 +16,7 @@ from golden_answers import (
     expected,
     make_runner,
 )
+from runner_steps import take_step
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ def test_a_slot_that_is_moved_copied_and_exchanged_goes_on(name: str) -> None:
     said = runner.start(1, prompt, 0, SamplingValues()).wait().tolist()
     runner.move(1, 0)
     while len(said) < 20:
-        said += runner.decode(1).wait()[0]
+        said += take_step(runner, 1, None).wait()[0]
     runner.stop(0)
     runner.copy_rows(0, 1)
     answer(runner, prompt[::-1], 30)

@@ -18,7 +18,7 @@ from edgellm.engines.backends.executors import kernel_refusal, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
-from edgellm.engines.building.builder import build_engine_directory, describe_in_place
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.planning import refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
@@ -28,6 +28,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from tools.demo_model.describe import describe_in_place
 
 LIMITS = EngineLimits(2, 16, 96, max_lora_rank=12, lora_slots=2)
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from runner_steps import take_step
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -61,7 +62,7 @@ def answers(
         runner.base.set_adapter(slot, name)
         found.append(runner.start(slot, prompt, 0, sampling).wait().tolist())
     while min(map(len, found)) < COUNT:
-        for tokens, emitted in zip(found, runner.step(len(names), plan).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, len(names), plan).wait(), strict=True):
             tokens.extend(emitted)
     for slot in range(len(names)):
         runner.stop(slot)

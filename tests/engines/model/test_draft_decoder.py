@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_files import golden_folder
+from golden_files import golden_folder, largest_difference
 from safetensors import safe_open
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.model.config import DRAFT_EMBEDDING
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_program, draft_weights
@@ -40,8 +40,8 @@ def expected_of(name: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == np.float32
     assert found.shape == expected.shape
-    largest = float(np.abs(expected).max())  # up to 80, where processors without AVX-512 are 1.1e-5 of it apart
-    assert np.abs(found - expected).max() <= max(TOLERANCE, 2e-5 * largest)
+    largest = float(np.nanmax(np.abs(expected)))  # up to 80, where processors without AVX-512 are 1.1e-5 of it apart
+    assert largest_difference(found, expected) <= max(TOLERANCE, 2e-5 * largest)
 
 
 def positions_of(table: np.ndarray, starts: np.ndarray, depths: np.ndarray, visible: np.ndarray) -> dict:
@@ -171,7 +171,7 @@ def test_prefill_accept_and_propose_equal_the_reference(name: str) -> None:
     head = Head(name, batch=2)
     expected, prefilled = head.expected, len(head.expected["prefill_logits"])
     length = prefilled + len(expected["accept_logits"])
-    assert expected["prefill_logits"].std() > 0.5
+    assert np.nanstd(expected["prefill_logits"]) > 0.5
     assert set(head.metadata) >= {"torch", "transformers"}
     assert json.loads(head.metadata["layers"]) == list(head.config.feature_layers)
     logits, hidden = head.feed("prefill", slice(0, prefilled))
@@ -212,7 +212,7 @@ def test_another_residual_would_be_noticed(name: str) -> None:
     head = Head(name)
     head.config = replace(head.config, norm_before_residual=not head.config.norm_before_residual)
     logits, _ = head.feed("prefill", slice(0, len(head.expected["prefill_logits"])))
-    assert np.abs(logits - head.expected["prefill_logits"]).max() > 100 * TOLERANCE
+    assert largest_difference(logits, head.expected["prefill_logits"]) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("changes", [{"truncated_vocab_size": 48, "architectures": ["LlamaForCausalLM"]}, {}])

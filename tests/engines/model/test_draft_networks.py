@@ -17,7 +17,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.model.config import DecoderConfig, DraftConfig

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.draft_decoder import draft_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape

@@ -24,7 +24,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.tensors import convert
-from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.gguf.model_config import model_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.gguf_blocks import BlockLayout

@@ -6,7 +6,6 @@ import fcntl
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_multimodal
+from quantized_checkpoints import dense_again, stored
 from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILIES, RECURRENT
 
@@ -33,46 +33,7 @@ from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_ch
 TEXTS = [[(7 * index + 3) % 250 for index in range(60)], [(11 * index + 5) % 250 for index in range(50)]]
 INT4, INT8 = QuantizationOptions(4, 32), QuantizationOptions(8, None)
 Make = Callable[..., Path]
-
-
-def stored(directory: Path) -> dict[str, np.ndarray]:
-    """All tensors by their names, as the index has them."""
-    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-    files = {name: load_file(directory / name) for name in set(index.values())}
-    assert sorted(index) == sorted(name for tensors in files.values() for name in tensors)
-    return {name: files[file][name] for name, file in index.items()}
-
-
-def unpacked(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """Integers from 0 up [R, columns] of int32 [R, words], the lowest bits first."""
-    words = words.astype(np.int64) & 0xFFFFFFFF
-    parts = [words >> shift & (1 << bits) - 1 for shift in range(0, 32, bits)]
-    return np.stack(parts, -1).reshape(len(words), -1)[:, :columns]
-
-
-def dequantized(tensors: dict[str, np.ndarray], module: str, bits: int) -> np.ndarray:
-    rows, columns = tensors[f"{module}.weight_shape"].tolist()
-    scales = tensors[f"{module}.weight_scale"].astype(np.float32)
-    zeros = tensors.get(f"{module}.weight_zero_point")
-    middle = np.full(scales.shape, 1 << bits - 1) if zeros is None else unpacked(zeros.T, bits, rows).T
-    width = columns // scales.shape[1]
-    codes = unpacked(tensors[f"{module}.weight_packed"], bits, columns) - np.repeat(middle, width, 1)
-    return (codes * np.repeat(scales, width, 1)).astype(np.float16)
-
-
 FINAL_NORMS = ("model.norm.weight", "model.embedding_norm.weight")
-
-
-def dense_again(source: Path, quantized: Path, target: Path, bits: int) -> Path:
-    """The checkpoint with dequantized weights in place of packed ones."""
-    tensors = stored(quantized)
-    modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
-    dense = {name: each for name, each in tensors.items() if name.rpartition(".")[0] not in modules or "bias" in name}
-    dense |= {f"{module}.weight": dequantized(tensors, module, bits) for module in modules}
-    target.mkdir()
-    save_file(dense, target / "model.safetensors")
-    shutil.copy(source / "config.json", target)
-    return target
 
 
 def hidden_states(directory: Path) -> np.ndarray:
@@ -206,7 +167,7 @@ def kill(*_):
 def progress(stage, done, total):
     if done == int(sys.argv[3]):
         if sys.argv[4] == "writing":  # half of the next layer is there
-            work_folder.write_tensors = lambda path, tensors: (path.write_bytes(b"half"), kill())
+            work_folder.write_tensors = lambda path, tensors, *_: (path.write_bytes(b"half"), kill())
         else:
             kill()
 

@@ -163,7 +163,7 @@ UNREAD = [
         "'bitsandbytes', which is not read; read are compressed-tensors",
     ),
     ("ct_w4_group32", {"format": "int-quantized"}, "8-bit integers with 8-bit activations (W8A8) is not read"),
-    ("ct_w4_group32", {"format": "mxfp4-pack-quantized"}, "MXFP4 is not read"),
+    ("ct_w4_group32", {"format": "mxfp6-pack-quantized"}, "MXFP6 is not read"),
     ("ct_w4_group32", {"config_groups/group_0/input_activations": {"num_bits": 8}}, "'input_activations' is"),
     ("ct_w4_group32", {f"{WEIGHTS}num_bits": 3}, "'num_bits' is 3, expected 4 or 8"),
     ("ct_w4_group32", {"transform_config": {"config_groups": {"u": {}}}}, "rotated weights are not read"),

@@ -54,7 +54,7 @@ def plain_steps(states: ModelStates, slot: int, kept: dict[str, np.ndarray], pat
     for node in path:
         for name, array in one.items():
             array[...] = kept[name][slot : slot + 1, node : node + 1]
-        commit = states.commit_step(slice(slot, slot + 1), np.ones(1, np.int32), one)
+        (commit,) = states.commit_step(slice(slot, slot + 1), np.ones(1, np.int32), one)
         assert commit is not None
         commit()
 
@@ -83,7 +83,7 @@ def test_what_a_step_that_is_committed_later_is_bound_to() -> None:
 def test_models_that_attend_alone_keep_and_commit_nothing() -> None:
     states = ModelStates(NumpyBackend(CONFIG), LAYERS[1:2], SLOTS, ROWS, np.arange(SLOTS, dtype=np.int32))
     assert not states.is_recurrent and states.kept_inputs(SLOTS, NODES).of(2, 5) == {}
-    assert states.commit_step(slice(0, 2), np.ones(2, np.int32), {}) is None
+    assert states.commit_step(slice(0, 2), np.ones(2, np.int32), {}) == []
     assert list(states.recurrent_of_slot(0)) == [] and states.cut(9, 4) == 4
 
 
@@ -92,7 +92,7 @@ def test_steps_of_others_change_nothing_of_an_idle_slot() -> None:
     before = copies(states)
     kept = states.kept_inputs(SLOTS, 1).of(SLOTS, 1)
     fill(kept, random)
-    commit = states.commit_step(slice(0, SLOTS), np.asarray([1, 0, 1], np.int32), kept)
+    (commit,) = states.commit_step(slice(0, SLOTS), np.asarray([1, 0, 1], np.int32), kept)
     assert commit is not None
     for _ in range(4):
         commit()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from block_checkpoints import write_block_draft
 from fixed_shape_backend import FixedShapeBackend
 from mtp_checkpoints import TINY, add_head
 from safetensors.numpy import load_file, save_file
@@ -131,7 +132,8 @@ def make_engines(
     """(generation, agreeing, limits, draft weights) to an engine directory without plans; the same arguments give the
     same one.
 
-    Of the generation "mtp" the head is inside a checkpoint of Qwen3.5, and proposes 300 of 320 tokens."""
+    Of the generation "mtp" the head is inside a checkpoint of Qwen3.5, and proposes 300 of 320 tokens; "dflash"
+    and "jetspec" are drafts of blocks, the second with a causal mask."""
     made: dict[tuple[int | str, bool, EngineLimits, str], EngineDirectory] = {}
 
     def make(
@@ -145,6 +147,12 @@ def make_engines(
             (folder / "ids.json").write_text(json.dumps([*range(0, 320, 2), *range(319, 39, -2)]))
             ids = folder / "ids.json"
             build_engine_directory(base, folder / "engines", limits, [], draft_vocabulary=ids, **options)
+            made[key] = EngineDirectory.open(folder / "engines")
+        elif key not in made and generation in ("dflash", "jetspec"):
+            folder = tmp_path_factory.mktemp("dflash")
+            base = write_base(make_checkpoint, folder / "base", agreeing, num_key_value_heads=HEADS)
+            draft = write_block_draft(folder / "draft", base, agreeing, is_causal=generation == "jetspec")
+            build_engine_directory(base, folder / "engines", limits, [], draft=draft, **options)
             made[key] = EngineDirectory.open(folder / "engines")
         elif key not in made:
             assert isinstance(generation, int)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 from token_rules import VOCABULARY, RandomRules, RuledSequence, ruled_answers, rules
 
 from edgellm.decoding.sequence import StepMasks
@@ -130,7 +131,7 @@ def test_a_dead_end_is_found_where_plain_decoding_finds_it(eagle: DecodingRunner
         tokens = eagle.start(0, PROMPTS[0], 0, SAMPLINGS["greedy"], None, StepMasks([sequence])).wait().tolist()
         sequence.know(tokens)
         while sequence.failure is None and len(tokens) < 40:
-            for token in eagle.step(1, plan, StepMasks([sequence])).wait()[0]:
+            for token in take_step(eagle, 1, plan, StepMasks([sequence])).wait()[0]:
                 if sequence.failure is not None or not sequence.constraint.try_advance(token):
                     break
                 tokens.append(token)
@@ -157,7 +158,7 @@ def test_masks_keep_what_is_not_read(eagle: DecodingRunner) -> None:
     sequence = RuledSequence(RandomRules(VOCABULARY, 1, 0.5))
     sequence.know(eagle.start(0, PROMPTS[0], 0, SAMPLINGS["greedy"], None, StepMasks([sequence])).wait().tolist())
     for _ in range(4):
-        sequence.know(eagle.step(1, PLANS[1], Watched([sequence])).wait()[0])
+        sequence.know(take_step(eagle, 1, PLANS[1], Watched([sequence])).wait()[0])
     eagle.stop(0)
     for (tokens, parents), rows, masks, before in seen:
         for node in range(tokens.shape[1]):
@@ -185,7 +186,7 @@ def exact_law(runner: DecodingRunner, sampling: SamplingValues) -> np.ndarray:
 
     def law(rule: RandomRules, tokens: list[int]) -> np.ndarray:
         runner.start(0, [*PROMPTS[0], *tokens], 0, SamplingValues()).wait()
-        values = runner.logits(0, 1)[0].astype(np.float64) / sampling.temperature
+        values = runner.base.logits(0).astype(np.float64) / sampling.temperature
         values[~rule.allowed()] = -np.inf
         weights = np.exp(values - values.max())
         return weights / weights.sum()
@@ -215,7 +216,7 @@ def drawn(runner: DecodingRunner, plan: DraftPlan | None, count: int, late: int 
             reused = len(PROMPTS[0]) - 1 if first else 0
             tokens.append(runner.start(slot, PROMPTS[0], reused, sampling, None, StepMasks([sequence])).wait().tolist())
             sequence.know(tokens[-1])
-        for got, emitted in zip(tokens, runner.step(4, plan, StepMasks(sequences)).wait(), strict=True):
+        for got, emitted in zip(tokens, take_step(runner, 4, plan, StepMasks(sequences)).wait(), strict=True):
             found[got[0] % _CELLS, emitted[0] % _CELLS] += 1
         for slot in range(4):
             runner.stop(slot)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from runner_steps import take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -76,7 +77,7 @@ def answers(
         plan = choose(steps)
         if plan is not None:
             plan = plan.fitting(room)
-        for tokens, emitted in zip(found, runner.step(len(prompts), plan).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan).wait(), strict=True):
             tokens.extend(emitted)
         steps += 1
     for slot in range(len(prompts)):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from runner_steps import take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model import limits
@@ -34,10 +35,10 @@ COUNT = 32
 def answers(runner: DecodingRunner, sampling: SamplingValues, plans: Sequence[DraftPlan | None]) -> list[list[int]]:
     """The first tokens of all prompts together, the plans in turn, each step launched before the last one is read."""
     found = [runner.start(slot, prompt, 0, sampling).wait().tolist() for slot, prompt in enumerate(PROMPTS)]
-    steps = [runner.step(len(PROMPTS), plans[0])]
+    steps = [take_step(runner, len(PROMPTS), plans[0])]
     count = 1
     while min(map(len, found)) < COUNT:
-        steps.append(runner.step(len(PROMPTS), plans[count % len(plans)]))
+        steps.append(take_step(runner, len(PROMPTS), plans[count % len(plans)]))
         count += 1
         for tokens, emitted in zip(found, steps.pop(0).wait(), strict=True):
             tokens.extend(emitted)
@@ -136,7 +137,7 @@ def test_a_round_is_not_ready_before_it_is_captured(
         runner.start(0, PROMPTS[0], 0, SamplingValues()).wait()
         assert runner.is_ready(1, small) and not runner.is_ready(1, large) and not runner.is_ready(1, small, True)
         for plan in (None, small, None, None, small):
-            runner.step(1, plan).wait()
+            take_step(runner, 1, plan).wait()
         assert len(runner.backend.captures) == count
         runner.stop(0)
         while runner.capture_next():
@@ -147,6 +148,6 @@ def test_a_round_is_not_ready_before_it_is_captured(
         for values in (SAMPLINGS["greedy"], SAMPLINGS["sampled"], SamplingValues(logit_bias=((7, 2.0),))):
             runner.start(0, PROMPTS[0], 0, values).wait()
             for plan in (None, small, large, None, large):
-                runner.step(1, plan).wait()
+                take_step(runner, 1, plan).wait()
             runner.stop(0)
         assert len(runner.backend.captures) == count

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -75,7 +76,7 @@ def answers(
             room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
             plan = plan.fitting(room)
             trees = None if plan is None else trees
-        for tokens, emitted in zip(found, runner.step(len(prompts), plan, None, trees).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
             tokens.extend(emitted)
         steps += 1
     for slot in range(len(prompts)):
@@ -107,7 +108,7 @@ def guesses(
 
 
 def plans_of(runner: DecodingRunner) -> list[DraftPlan]:
-    return [*GIVEN, *([] if runner.draft is None else JOINT)]
+    return [*GIVEN, *([] if not runner.draft.has_model else JOINT)]
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -131,7 +132,7 @@ def test_right_candidates_are_accepted_whole(runner: DecodingRunner) -> None:
         following = expected[len(said[0]) : len(said[0]) + 4]
         return plan, [GivenTree(following, range(-1, len(following) - 1))]
 
-    for plan in (given(4, 4), *([] if runner.draft is None else JOINT[:3])):
+    for plan in (given(4, 4), *([] if not runner.draft.has_model else JOINT[:3])):
         step = lambda number, said, plan=plan: right(plan, said)  # noqa: E731
         assert answers(runner, [SAMPLINGS["sampled"]], step, 1 + 5 * 5) == ([expected], 5), plan.name
 
@@ -148,7 +149,7 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
         ]
         return plan, trees
 
-    for plan in (GIVEN[2], *([] if runner.draft is None else JOINT)):
+    for plan in (GIVEN[2], *([] if not runner.draft.has_model else JOINT)):
         assert answers(runner, samplings, partial(some, plan))[0] == expected, plan.name
         nothing = plan, [NOTHING] * 4
         assert answers(runner, samplings, lambda *_, nothing=nothing: nothing)[0] == expected, plan.name
@@ -157,7 +158,7 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_draft_goes_on_behind_a_chain_that_leads(runner: DecodingRunner, name: str) -> None:
     """The same tokens, whether the chain is right or not; and more of them a round than of the chain alone."""
-    if runner.draft is None:
+    if not runner.draft.has_model:
         pytest.skip("there is no draft model")
     expected = plain(runner, [SAMPLINGS[name]] * 2)
     rng = np.random.default_rng(6)
@@ -186,7 +187,7 @@ def test_the_draft_goes_on_behind_a_chain_that_leads(runner: DecodingRunner, nam
 
 
 def test_a_joint_tree_without_given_nodes_is_the_drafts_own(runner: DecodingRunner) -> None:
-    if runner.draft is None:
+    if not runner.draft.has_model:
         pytest.skip("there is no draft model")
     for own in (tree(4, 4, 16), chain(4)):
         joint = own.joined(7, 4, 16)
@@ -199,7 +200,7 @@ def test_a_joint_tree_without_given_nodes_is_the_drafts_own(runner: DecodingRunn
 
 def test_mixed_with_plain_steps_and_the_drafts_own_rounds(runner: DecodingRunner) -> None:
     """So that entries that the draft has not seen wait for longer than it has room for."""
-    own = [None] if runner.draft is None else [None, chain(4), tree(4, 4, 16)]
+    own = [None] if not runner.draft.has_model else [None, chain(4), tree(4, 4, 16)]
     rng, plans = np.random.default_rng(9), plans_of(runner)
     for name in ("greedy", "everything"):
         samplings = [SAMPLINGS[name]] * 2
@@ -234,16 +235,16 @@ def test_to_the_end_of_the_context(runner: DecodingRunner) -> None:
 def test_what_is_not_given_is_refused(runner: DecodingRunner) -> None:
     runner.start(0, PROMPTS[0], 0, SamplingValues()).wait()
     with pytest.raises(EngineError, match="given 3: trees are given to a plan of given candidates, and to no other"):
-        runner.step(1, given(3, 3))
-    if runner.draft is not None:
+        take_step(runner, 1, given(3, 3))
+    if runner.draft.has_model:
         with pytest.raises(EngineError, match="chain 2: trees are given to a plan of given candidates"):
-            runner.step(1, chain(2), None, [NOTHING])
+            take_step(runner, 1, chain(2), None, [NOTHING])
         with pytest.raises(EngineError, match=r"chain 2 \+ given 3: trees are given to a plan of given candidates"):
-            runner.step(1, JOINT[3])
+            take_step(runner, 1, JOINT[3])
         deep = chain(2).joined(3, 5, 16)
         assert runner.takes_given(1, JOINT[3]) and not runner.takes_given(1, deep)
         with pytest.raises(EngineError, match="draft_steps is 5 for a chain: the engines were built for at most 4"):
-            runner.step(1, deep, None, [NOTHING])
+            take_step(runner, 1, deep, None, [NOTHING])
     assert not runner.takes_given(1, given(40, 16))
     assert not runner.takes_given(1, given(7, 17))
     runner.stop(0)

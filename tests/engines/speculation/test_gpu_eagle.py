@@ -81,6 +81,36 @@ def test_a_head_that_ships_with_its_model_changes_no_token(
                 assert answers(runner, PROMPTS[:2], [sampling] * 2, plan) == plain, plan.name
 
 
+@pytest.mark.parametrize("weights", ["as-published", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["dflash", "jetspec"])
+def test_a_draft_of_blocks_changes_no_token(
+    kind: str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    """Of two slots; and a chain that is drawn at temperature 0."""
+    with open_eagle(make_engines(kind, True, weights=weights), "tensorrt") as runner:
+        for sampling in (GREEDY, SAMPLED):
+            plain = answers(runner, PROMPTS[:2], [sampling] * 2, None)
+            for plan in PLANS:
+                assert answers(runner, PROMPTS[:2], [sampling] * 2, plan) == plain, plan.name
+        plain = answers(runner, PROMPTS[:2], [GREEDY] * 2, None)
+        assert answers(runner, PROMPTS[:2], [GREEDY] * 2, chain(3, sampled=True)) == plain
+
+
+@pytest.mark.parametrize("kind", ["dflash", "jetspec"])
+def test_what_a_block_says_agrees_with_numpy(
+    kind: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> None:
+    """Logits of all its places, and the candidates of a chain, behind the same prompt."""
+    directory, found = make_engines(kind, False), []
+    for backend in ("numpy", "tensorrt"):
+        with open_eagle(directory, backend) as runner:
+            runner.start(0, PROMPTS[0], 0, GREEDY).wait()
+            runner.round(1, chain(4)).wait()
+            logits = runner.draft.logits(1, directory.limits.draft_block - 1)
+            found.append(runner.backend.read(logits).wait()[0].astype(np.float32))
+    assert np.linalg.norm(found[1] - found[0]) < 0.02 * np.linalg.norm(found[0])
+
+
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.name)
 def test_slots_of_different_lengths_and_samplings(
     directory: EngineDirectory, runner: DecodingRunner, plan: DraftPlan
@@ -103,7 +133,7 @@ def test_the_draft_and_the_verified_tree_agree_with_numpy(
             values.append(one.backend.read(one.draft.logits(1, 1)).wait())
             one.round(1, chain(4)).wait()
             trees = one.verification.tree(
-                chain(4), one.prepare_round(1, chain(4)).key[-1], one.base.sequences(slice(0, 1))
+                chain(4), one.prepare_round(1, chain(4)).key.verify_range, one.base.sequences(slice(0, 1))
             )
             values.append(one.backend.read(trees.logits.logits).wait()[:, :1])
         for expected, found in (values[0::2], values[1::2]):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fixed_shape_backend import host_view
 from mtp_checkpoints import add_head
+from runner_steps import take_step
 from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_image
 
@@ -82,7 +83,7 @@ def answers(runner: DecodingRunner, prompts: list, sampling: SamplingValues, pla
     found = [runner.start(slot, ids, 0, sampling, images).wait().tolist() for slot, (ids, images) in enumerate(prompts)]
     steps = 0
     while min(map(len, found)) < COUNT:
-        for tokens, emitted in zip(found, runner.step(len(prompts), plan).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan).wait(), strict=True):
             tokens.extend(emitted)
         steps += 1
     for slot in range(len(prompts)):
@@ -175,8 +176,8 @@ def test_rows_of_prefill_and_of_rounds_are_the_same(
         ids, images = prompts_of(runner, seed=2)[0]
         tokens = runner.start(0, ids, 0, GREEDY, images).wait().tolist()
         while len(tokens) < COUNT:
-            tokens += runner.step(1, tree(4, 4, 16)).wait()[0]
-        runner.step(1, tree(4, 4, 16)).wait()
+            tokens += take_step(runner, 1, tree(4, 4, 16)).wait()[0]
+        take_step(runner, 1, tree(4, 4, 16)).wait()
         rows = len(ids) + COUNT - 1
         grown = [cache[0, :, : rows - 1].copy() for cache in host_caches(runner)]
         runner.stop(0)

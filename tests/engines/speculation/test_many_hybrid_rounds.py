@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mtp_checkpoints import TINY, add_head
+from runner_steps import take_step
 from tiny_families import RECURRENT
 
 from edgellm.engines.backends.opening import open_backend
@@ -83,7 +84,7 @@ class Said:
 def conversations(runner: DecodingRunner, context: int, rounds: int) -> Iterator[int]:
     """So many rounds of conversations of several turns, each of which goes on where the slot stands, until the context
     is full: the number of the present one."""
-    plan = chain(1) if runner.draft is not None else given(3, 2)
+    plan = chain(1) if runner.draft.has_model else given(3, 2)
     said, number, start = Said(), 0, 0
     while number < rounds:
         text, reused, start = [start % 250, *PROMPT], 0, start + 1
@@ -93,10 +94,10 @@ def conversations(runner: DecodingRunner, context: int, rounds: int) -> Iterator
                 if runner.base.lengths[0] + plan.longest > context or number == rounds:
                     break
                 trees = [said.tree(found[-1])] if plan.is_given else None
-                found += runner.step(1, plan, None, trees).wait()[0]
+                found += take_step(runner, 1, plan, None, trees).wait()[0]
                 number += 1
                 yield number
-            runner.complete_draft(0, 1)
+            runner.draft.complete(0, 1)
             runner.stop(0)
             said.learn(found)
             text, reused = [*text, *found, 9, 17], len(text) + len(found) - 1
@@ -162,11 +163,11 @@ def test_states_after_rounds_are_those_of_plain_decoding(
         states: dict[int, np.ndarray] = {}
         while number < rounds:
             while len(wanted) < len(found) + 4:  # what is given is what will be drawn
-                wanted += plain.step(1, None).wait()[0]
+                wanted += take_step(plain, 1, None).wait()[0]
                 states[len(wanted)] = recurrent(plain)
             plan, step = plans[step % len(plans)], step + 1
             trees = [branching(wanted[len(found) : len(found) + 2], random)] if plan and plan.is_given else None
-            found += runner.step(1, plan, None, trees).wait()[0]
+            found += take_step(runner, 1, plan, None, trees).wait()[0]
             number += plan is not None
             assert found == wanted[: len(found)], f"{number:,} rounds"
             difference = float(np.abs(recurrent(runner) - states[len(found)]).max())

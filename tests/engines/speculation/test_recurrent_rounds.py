@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 from tiny_families import RECURRENT
 
 from edgellm.engines.building.builder import build_engine_directory
@@ -95,7 +96,7 @@ def answers(
         if plan is not None and plan.is_given:
             assert trees is not None and runner.takes_given(len(prompts), plan)
             proposed = trees(found, plan)
-        for tokens, emitted in zip(found, runner.step(len(prompts), plan, None, proposed).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, proposed).wait(), strict=True):
             tokens.extend(emitted)
         step += 1
     for slot in range(len(prompts)):
@@ -170,7 +171,7 @@ def test_states_are_those_of_plain_decoding(runner: DecodingRunner, expected: li
         while len(found) < 24:
             plan = plans[step % len(plans)]
             proposed = None if plan is None or not plan.is_given else trees([found], plan)
-            found += runner.step(1, plan, None, proposed).wait()[0]
+            found += take_step(runner, 1, plan, None, proposed).wait()[0]
             step += 1
         assert found == expected[0][: len(found)]
         held.append((len(found), recurrent(runner, 0)))
@@ -178,7 +179,7 @@ def test_states_are_those_of_plain_decoding(runner: DecodingRunner, expected: li
     for count, states in held:
         found = runner.start(0, PROMPTS[0], 0, SAMPLINGS[0]).wait().tolist()
         while len(found) < count:
-            found += runner.step(1, None).wait()[0]
+            found += take_step(runner, 1, None).wait()[0]
         assert_same(runner, states, recurrent(runner, 0))
         runner.stop(0)
 
@@ -207,9 +208,9 @@ def test_a_dropped_forward_pass_changes_nothing(runner: DecodingRunner, expected
         if len(found) % 3:
             plan = given(8, 4).fitting(LIMITS.kv_capacity - max(runner.base.lengths))
             assert plan is not None
-            found += runner.step(1, plan, None, trees([found], plan)).wait()[0]
+            found += take_step(runner, 1, plan, None, trees([found], plan)).wait()[0]
         else:
-            found += runner.step(1, None, None, None, begun).wait()[0]
+            found += take_step(runner, 1, None, None, None, begun).wait()[0]
     assert found[:COUNT] == expected[0]
     runner.stop(0)
 
@@ -220,9 +221,9 @@ def test_what_gave_way_goes_on(runner: DecodingRunner, expected: list[list[int]]
     keeper = RowKeeper(runner, 1 << 24)
     found = runner.start(0, PROMPTS[1], 0, SAMPLINGS[1]).wait().tolist()
     while len(found) < 12:
-        found += runner.step(1, plan).wait()[0]
+        found += take_step(runner, 1, plan).wait()[0]
     rows = len(PROMPTS[1]) + len(found) - 1
-    draft_rows = runner.draft_rows(0)
+    draft_rows = runner.draft.rows(0)
     kept = keeper.keep(0, rows, draft_rows)
     assert kept is not None
     runner.stop(0)
@@ -231,7 +232,7 @@ def test_what_gave_way_goes_on(runner: DecodingRunner, expected: list[list[int]]
     keeper.put_back(1, kept)
     runner.resume(1, [*PROMPTS[1], *found], len(found), draft_rows, SAMPLINGS[1])
     while len(found) < 24:
-        for tokens, emitted in zip((other, found), runner.step(2, plan).wait(), strict=True):
+        for tokens, emitted in zip((other, found), take_step(runner, 2, plan).wait(), strict=True):
             tokens.extend(emitted)
     assert found == expected[1][: len(found)] and other == expected[2][: len(other)]
     for slot in (1, 0):

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from runner_steps import take_step
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -34,7 +35,7 @@ def rounds(runner: DecodingRunner, count: int, plan: object = PLANS[1], batch: i
     """The tokens of each slot in `count` rounds of `plan` (None: plain steps)."""
     found: list[list[int]] = [[] for _ in range(batch)]
     for _ in range(count):
-        for tokens, emitted in zip(found, runner.step(batch, plan).wait(), strict=True):
+        for tokens, emitted in zip(found, take_step(runner, batch, plan).wait(), strict=True):
             tokens.extend(emitted)
     return found
 
@@ -42,7 +43,7 @@ def rounds(runner: DecodingRunner, count: int, plan: object = PLANS[1], batch: i
 def draft_state(runner: DecodingRunner, slot: int = 0) -> dict[str, np.ndarray]:
     """The draft's committed rows, once it has taken what is pending, and the logits that follow."""
     length = runner.base.lengths[slot]
-    tokens = runner.draft.accept_shape_tokens(slot + 1, runner._progress.pending[slot])
+    tokens = runner.draft.taken(slot + 1)
     runner.draft.accept_step(slot + 1, tokens, 128)()
     rows = {name: cache[slot, :, :length].copy() for name, cache in runner.draft.states.tensors.items()}
     return rows | {"logits": runner.draft.logits(slot + 1, 1)[slot, 0].copy()}
@@ -80,16 +81,16 @@ def test_a_reused_prefix_changes_nothing(runner: DecodingRunner, reused: int) ->
 
 def test_what_the_draft_has_committed_is_known_once_a_step_was_read(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
-    assert runner.draft_rows(0) == len(PROMPT) - 1
+    assert runner.draft.rows(0) == len(PROMPT) - 1
     first = runner.round(1, PLANS[1])
-    assert runner.draft_rows(0) == len(PROMPT) - 1
+    assert runner.draft.rows(0) == len(PROMPT) - 1
     count = len(first.wait()[0])
-    assert runner.draft_rows(0) == len(PROMPT)
+    assert runner.draft.rows(0) == len(PROMPT)
     plain = runner.limits.accept_tokens - count  # until its pending entries are full
     rounds(runner, plain, None)
-    assert runner.draft_rows(0) == len(PROMPT)
+    assert runner.draft.rows(0) == len(PROMPT)
     rounds(runner, 1, None)
-    assert runner.draft_rows(0) == len(PROMPT) + count + plain
+    assert runner.draft.rows(0) == len(PROMPT) + count + plain
 
 
 def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: DecodingRunner) -> None:
@@ -110,7 +111,7 @@ def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: DecodingRunner) -> Non
 def test_an_idle_slot_among_others_keeps_its_rows_and_emits_nothing(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT[:20], 0, GREEDY).wait()
     rounds(runner, 3)
-    kept, committed = runner.base.lengths[0], runner.draft_rows(0)
+    kept, committed = runner.base.lengths[0], runner.draft.rows(0)
     runner.stop(0)
     before = [cache[0, :, :kept].copy() for cache in runner.base.states.tensors.values()]
     drafted = [cache[0, :, :committed].copy() for cache in runner.draft.states.tensors.values()]

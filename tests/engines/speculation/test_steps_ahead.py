@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from runner_steps import watch_steps
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.drafting import learner
@@ -37,18 +38,18 @@ class Watch:
 
     def _attach(self, runtime: Any) -> None:
         runner, index = runtime._runner, runtime._drafters.index
-        step, start = runner.step, runner.start
+        start = runner.start
 
         def started(*arguments: Any) -> Any:
             found = start(*arguments)
             self.ahead.append(-1)
             return SimpleNamespace(wait=lambda: (self.ahead.remove(-1), found.wait())[1])
 
-        def watched(batch: int, plan: Any, *more: Any) -> Any:
+        def watched(take: Callable[[], Any], batch: int, plan: Any) -> Any:
             number, self._launched = self._launched, self._launched + 1
             self.events.append(("launch", PLAIN if plan is None else plan.name))
             self.ahead.append(number)
-            found = step(batch, plan, *more)
+            found = take()
             wait = found.wait
 
             def waited() -> Any:
@@ -62,7 +63,8 @@ class Watch:
             found.wait = waited
             return found
 
-        runner.step, runner.start = watched, started
+        watch_steps(runner, watched)
+        runner.start = started
         if index is not None:
             propose = index.propose
             index.propose = lambda *each: (self.asked.append((len(self.ahead), self._was_round)), propose(*each))[1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.tree.contract import candidate_count, level_start
+from edgellm.kernels.tree.contract import Block, candidate_count, level_start
 from edgellm.kernels.tree.log_softmax import CHUNK, LogSoftmax
 from edgellm.kernels.tree.twin import NumpyTree, largest
 
@@ -195,6 +195,51 @@ def test_static_round_by_recursion(seed, batch, top_k, steps, kind):
         static[b, : chosen.size] = chosen
     candidates, _ = verify(drafting, rng, size + 1, size + 2, static=static)
     assert (candidates.selected == static).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
+def test_a_block_is_the_round_whose_nodes_all_have_their_places_logits(seed, batch, top_k, steps, kind):
+    """Level by level, with the logits of a level's place behind every node: dynamic and static, wide and narrow; then
+    the same tree is verified."""
+    rng = np.random.default_rng(seed)
+    width, dynamic, rows = int(rng.integers(1, top_k + 1)), bool(seed % 2), steps + int(rng.integers(0, 4))
+    vocabulary = int(rng.integers(1, 40))
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
+    logits = reference.random_block(rng, drafting, rows, kind)
+    found = type(drafting.candidates)(*(array.copy() for array in drafting.candidates))
+    KERNELS.expand_block(drafting.level(steps, dynamic), logits, found, drafting.expansion)
+    for level in range(1, steps + 1):
+        expand(drafting, level, dynamic)
+        if level < steps:
+            propose(drafting, level, dynamic)
+    for name, one, other in zip(found._fields, found, drafting.candidates, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+    if dynamic:
+        size = int(rng.integers(2, candidate_count(steps, top_k) + 3))
+        expected = verify(drafting, np.random.default_rng(1), size, size)[1]
+        drafting.candidates = found
+        for one, other in zip(expected, verify(drafting, np.random.default_rng(1), size, size)[1], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("sees_all", [True, False])
+@pytest.mark.parametrize("committed", [0, 17, 66, 70, -3])
+def test_what_is_read_of_a_block(committed, sees_all):
+    """The last token, then mask tokens, at the end of the key range too."""
+    drafting = reference.random_drafting(np.random.default_rng(3), 2, 3, 1, 20, keys=70)
+    drafting.committed[:] = committed, 5
+    inputs, ids = drafting.inputs(6, drafting.committed), np.asarray([[7], [99]], np.int32)
+    KERNELS.prepare_block(Block(11, sees_all), ids, drafting.tables, inputs)
+    tables = drafting.tables
+    for b, t in np.ndindex(2, 6):
+        token, first = int(ids[b, 0]) if t == 0 else 11, int(drafting.committed[b])
+        known = tables.embedding[token] if token < len(tables.embedding) else 0
+        assert (inputs.inputs_embeds[b, t] == known).all()
+        position = first + t + int(tables.position_offsets[b])
+        assert (inputs.rope_rotary_cos_sin[b, t] == reference.rotary_row(tables.rotary, position)).all()
+        last = first + (5 if sees_all else t)
+        assert inputs.attention_mask[b, 0, t].tolist() == [key <= last for key in range(70)]
 
 
 def drafted(rng, batch: int, top_k: int, steps: int, vocabulary: int, kind: str = "ordinary", width: int | None = None):
@@ -494,6 +539,10 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         given = reference.random_given(rng, drafting.candidates, nodes, 9)
         with pytest.raises(KernelError, match=rf"J = {nodes} given nodes; expected at most 64, and fewer than T ="):
             verify(drafting, rng, 5, tokens, level=2, given=given)
+    with pytest.raises(KernelError, match=r"1 rows a sequence; expected one for each of 2 levels"):
+        KERNELS.expand_block(
+            drafting.level(2), drafting.logits[1][:, :1].copy(), drafting.candidates, drafting.expansion
+        )
     for width in (0, 4):
         with pytest.raises(KernelError, match=rf"a tree of width {width}; expected 1 to K = 3"):
             drafting.width = width

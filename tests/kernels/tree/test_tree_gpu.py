@@ -12,7 +12,7 @@ from gpu_timing import microseconds
 from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.tree.contract import HiddenRows, candidate_count, level_start
+from edgellm.kernels.tree.contract import Block, HiddenRows, candidate_count, level_start
 from edgellm.kernels.tree.twin import NumpyTree
 
 pytestmark = pytest.mark.gpu
@@ -197,6 +197,53 @@ def test_static_round(gpu, seed):
         selected[b, : chosen.size] = chosen
     gpu.upload(twins.device["candidates"].selected, selected)
     twins.round(dynamic=False)
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "ties", "equal", "awkward"])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("batch", "top_k", "width", "steps", "rows", "vocabulary"),
+    [
+        (1, 4, 4, 15, 15, 32_000),
+        (2, 1, 1, 7, 15, 9001),
+        (3, 10, 6, 5, 5, 900),
+        (2, 64, 33, 3, 4, 5000),
+        (1, 5, 5, 1, 1, 3),
+    ],
+)
+def test_blocks(gpu, batch, top_k, width, steps, rows, vocabulary, dynamic, kind):
+    """What a block's places become, twice, and the tree that is verified of it."""
+    rng = np.random.default_rng(top_k)
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, 300, width=width)
+    logits = reference.random_block(rng, drafting, rows, kind)
+    twins = Twins(gpu, drafting, min(32, candidate_count(steps, top_k) + 1), 40)
+    size = gpu.draft_tree.expand_workspace_size(batch, vocabulary, top_k, rows)
+    twins.use_workspace(gpu.zeros((size,), "uint8"))
+    twins.host["block"], twins.device["block"] = logits, on_device(gpu, logits)
+    if not dynamic:
+        twins.host["candidates"].selected[...] = -1
+        gpu.upload(twins.device["candidates"].selected, twins.host["candidates"].selected)
+    for _ in range(2):
+        for kernels, arrays in twins._sides():
+            own = drafting.level(steps, dynamic)
+            kernels.expand_block(own, arrays["block"], arrays["candidates"], arrays["expansion"])
+        twins._compare("expand_block", ("candidates",))
+        twins.verify(dynamic, expanded=False)
+
+
+@DTYPES
+@pytest.mark.parametrize("sees_all", [True, False])
+@pytest.mark.parametrize("committed", [0, 60, 66, 70, -3])
+def test_what_is_read_of_a_block(gpu, committed, sees_all, compute):
+    rng = np.random.default_rng(1)
+    drafting = reference.random_drafting(rng, 2, 3, 1, 900, "ordinary", 70, compute, (64, 48, 32))
+    drafting.committed[:] = committed, 5
+    ids = np.asarray([[7], [1 << 20]], np.int32)
+    host = ids, drafting.tables, drafting.inputs(6, drafting.committed)
+    device = on_device(gpu, host)
+    for kernels, arrays in ((TWIN, host), (gpu.draft_tree, device)):
+        kernels.prepare_block(Block(11, sees_all), *arrays)
+    assert_same(gpu, device[2], host[2], "prepare_block")
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "ties", "awkward"])

@@ -1,0 +1,125 @@
+"""Answers of gpt-oss, which are messages in channels, "harmony" (https://github.com/openai/harmony): what the model
+thinks, what it says, and calls of functions, each behind a header.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.errors import shown
+from edgellm.text.channels import CALL, CHANNEL, END, MARKS, MESSAGE, ROLE, START
+from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, joined_deltas
+from edgellm.tool_calls.reader import OpenCall
+
+_MARK = re.compile("|".join(map(re.escape, (START, END, CALL))))
+_CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
+#: How a header names the function that it calls.
+RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]*)")
+#: What headers begin with; any other beginning of an answer is text without a header.
+_BEGINNINGS = (CHANNEL, MESSAGE, START, "to=", ROLE)
+
+
+class HarmonyReader:
+    """Reads one answer: `push` and `finish` return what the model says, `thoughts` are pieces of what it thinks, and
+    calls come from `take_deltas`. See `edgellm.tool_calls.reader.ToolReader`."""
+
+    def __init__(self, schemas: Mapping[str, Any], ids: Mapping[str, int], in_text: bool = False) -> None:
+        """`schemas` are those of the tools that may be called, by name; with `in_text` the answer goes on with what the
+        model says."""
+        self.shown_ids = frozenset(ids.values())
+        self.thoughts: list[str] = []
+        #: Of each token whether it is of what is said.
+        self.said: list[bool] = []
+        self.thinking_tokens = 0
+        self.error: str | None = None
+        self._schemas = schemas
+        self._buffer = ""
+        self._kind = "said" if in_text else "header"
+        self._calls: list[OpenCall] = []
+        self._deltas: list[ToolCallDelta] = []
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls so far."""
+        return tuple(each.call() for each in self._calls)
+
+    def take_deltas(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of calls since this was last asked for."""
+        found, self._deltas = joined_deltas(self._deltas), []
+        return found
+
+    def push(self, token_id: int, text: str) -> str:
+        """Add a token's text; return the text to show."""
+        self._buffer += text
+        before = self._kind
+        taken = self._take(ends=False)
+        if token_id >= 0:
+            is_mark = token_id in self.shown_ids
+            self.said.append(self._kind == "said" and not is_mark)
+            self.thinking_tokens += "thought" in (before, self._kind)
+        return taken
+
+    def finish(self) -> str:
+        """The answer has ended; return the text that was held back."""
+        return self._take(ends=True)
+
+    def _take(self, ends: bool) -> str:
+        """What is certain of the buffer, by its kind, as far as it goes."""
+        said: list[str] = []
+        while True:
+            if self._kind == "header":
+                if not self._read_header(ends):
+                    break
+                continue
+            found = _MARK.search(self._buffer)
+            stop = found.start() if found else len(self._buffer) if ends else _certain(self._buffer)
+            body, self._buffer = self._buffer[:stop], self._buffer[stop:]
+            self._add(body, said)
+            if found is None:
+                break
+            self._kind = "header"
+            self._buffer = self._buffer.removeprefix(END).removeprefix(CALL)
+        return "".join(said)
+
+    def _read_header(self, ends: bool) -> bool:
+        """Read a header, if it is there: the kind of its message is known then."""
+        header, message, rest = self._buffer.partition(MESSAGE)
+        text = header.lstrip()
+        if not message:
+            is_header = any(text.startswith(each) or each.startswith(text) for each in _BEGINNINGS)
+            if is_header and not (ends and text and CHANNEL not in text):
+                return False
+            self._kind = "said"
+            return True
+        self._buffer = rest
+        channel, recipient = _CHANNEL_NAME.search(header), RECIPIENT.search(header)
+        self._kind = "thought" if channel is not None and channel[1] == "analysis" else "said"
+        if recipient is not None and recipient[1] in self._schemas:
+            self._kind = "call"
+            self._calls.append(OpenCall(recipient[1]))
+            self._deltas.append(ToolCallDelta(len(self._calls) - 1, self._calls[-1].id, recipient[1], ""))
+        elif "to=" in header:
+            self.error = f"a call has the header {shown(header)}, which names no tool of the request"
+        return True
+
+    def _add(self, body: str, said: list[str]) -> None:
+        if not body:
+            return
+        if self._kind == "thought":
+            self.thoughts.append(body)
+        elif self._kind == "said":
+            said.append(body)
+        else:
+            self._calls[-1].pieces.append(body)
+            self._deltas.append(ToolCallDelta(len(self._calls) - 1, None, None, body))
+
+
+def _certain(text: str) -> int:
+    """How many characters of a text are not the beginning of a mark."""
+    start = text.rfind("<")
+    return start if start >= 0 and any(mark.startswith(text[start:]) for mark in MARKS) else len(text)

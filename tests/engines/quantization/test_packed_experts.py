@@ -1,0 +1,167 @@
+"""Mixtures whose experts are packed as others publish them: MXFP4, NVFP4, FP8 in blocks, AutoRound and GPTQ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quantized_checkpoints import logits
+from safetensors.numpy import load_file
+from tiny_families import MIXTURES
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
+
+Make = Callable[..., Path]
+#: A layer's tensors by the endings of their names, and the values that they stand for.
+Packed = tuple[dict[str, StoredTensor], np.ndarray]
+MODEL, KEPT = "model.safetensors", r".*(self_attn\..*|mlp\.gate|lm_head)$"
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _e4m3(bits: np.ndarray) -> np.ndarray:
+    """The 8-bit floats of OCP: 1 sign, 4 bits of exponent that count from 7, 3 of mantissa; no infinities."""
+    sign, exponent, mantissa = np.where(bits >> 7, -1.0, 1.0), bits >> 3 & 15, bits & 7
+    small = mantissa / 8 * 2.0**-6
+    return (sign * np.where(exponent == 0, small, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))).astype(np.float32)
+
+
+def _four_bits(rows: int, columns: int, random: np.random.Generator) -> tuple[StoredTensor, np.ndarray]:
+    codes = random.integers(0, 16, (rows, columns), np.uint8)
+    return StoredTensor("uint8", codes[:, ::2] | codes[:, 1::2] << 4), E2M1[codes]
+
+
+def _mxfp4(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    packed, values = _four_bits(rows, columns, random)
+    scales = random.integers(119, 123, (rows, columns // 32), np.uint8)
+    own = {"weight_packed": packed, "weight_scale": StoredTensor("uint8", scales)}
+    return own, values * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=1)
+
+
+def _nvfp4(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    packed, values = _four_bits(rows, columns, random)
+    scales, whole = random.integers(40, 60, (rows, columns // 16), np.uint8), np.array([32.0], np.float32)
+    own = {
+        "weight_packed": packed,
+        "weight_scale": StoredTensor("float8_e4m3", scales),
+        "weight_global_scale": StoredTensor("float32", whole),
+    }
+    return own, values * np.repeat(_e4m3(scales) / whole, 16, axis=1)
+
+
+def _fp8(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    codes = random.integers(0, 256, (rows, columns), np.uint8)
+    codes[codes & 127 == 127] = 0  # which are no numbers
+    codes = np.where(codes >> 3 & 15 > 8, codes & 0xBF, codes).astype(np.uint8)
+    scales = random.uniform(0.05, 0.2, (rows // 32, columns // 32)).astype(np.float32)
+    own = {"weight": StoredTensor("float8_e4m3", codes), "weight_scale_inv": StoredTensor("float32", scales)}
+    return own, _e4m3(codes) * np.repeat(np.repeat(scales, 32, axis=0), 32, axis=1)
+
+
+def _gptq(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    codes = random.integers(0, 16, (rows, columns)).astype(np.uint32)
+    shifts = np.arange(0, 32, 4, dtype=np.uint32)
+    words = (codes.T.reshape(columns // 8, 8, rows) << shifts[None, :, None]).sum(1, dtype=np.uint32)
+    scales = random.uniform(0.01, 0.05, (columns // 32, rows)).astype(np.float16)
+    own = {
+        "qweight": StoredTensor("int32", words.view(np.int32)),
+        "qzeros": StoredTensor("int32", np.full((columns // 32, rows // 8), 0x77777777, np.int32)),
+        "scales": StoredTensor("float16", scales),
+        "g_idx": StoredTensor("int32", (np.arange(columns) // 32).astype(np.int32)),
+    }
+    return own, (codes.astype(np.float32) - 8) * np.repeat(scales.astype(np.float32).T, 32, axis=1)
+
+
+def _without_groups(rows: int, columns: int, random: np.random.Generator) -> Packed:
+    own, values = _gptq(rows, columns, random)
+    return {name: each for name, each in own.items() if name != "g_idx"}, values
+
+
+def _compressed(kind: str, group: int) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": group}
+    weights["strategy"] = "group" if group == 32 else "tensor_group"
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": [f"re:{KEPT}"]}
+
+
+_GPTQ = {"bits": 4, "group_size": 32, "sym": True}
+METHODS: dict[str, tuple[dict[str, Any], Callable[..., Packed]]] = {
+    "mxfp4": (_compressed("mxfp4-pack-quantized", 32), _mxfp4),
+    "nvfp4": (_compressed("nvfp4-pack-quantized", 16), _nvfp4),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": []}, _fp8),
+    "auto-round": ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | _GPTQ, _without_groups),
+    "gptq": ({"quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False, "dynamic": {}} | _GPTQ, _gptq),
+}
+
+
+def write(source: Path, folder: Path, method: str, routers_are_named: bool) -> tuple[Path, Path]:
+    """A checkpoint whose MLPs and experts are packed at random, and its dense twin in float32."""
+    settings, pack = METHODS[method]
+    config = json.loads((source / "config.json").read_text())
+    random, tensors, twin = np.random.default_rng(7), {}, {}
+    kept = []
+    for name, values in sorted(load_file(source / MODEL).items()):
+        module = name.removesuffix(".weight")
+        if values.ndim < 2 or "embed" in name or re.fullmatch(KEPT, module):
+            tensors[name] = twin[name] = StoredTensor("float16", values.astype(np.float16))
+            kept += [module] if values.ndim == 2 and (routers_are_named or not module.endswith("mlp.gate")) else []
+            continue
+        own, dense = pack(*values.shape, random)
+        tensors |= {f"{module}.{ending}": each for ending, each in own.items()}
+        twin[name] = StoredTensor("float32", np.ascontiguousarray(dense, np.float32))
+    if method == "fp8":
+        settings = settings | {"modules_to_not_convert": kept}
+    elif method == "auto-round":
+        settings = settings | {"extra_config": {module: {"bits": 16} for module in kept}}
+    elif method == "gptq":
+        settings = settings | {"dynamic": {f"-:{re.escape(module)}$": {} for module in kept}}
+    for target, own in ((folder / "packed", tensors), (folder / "twin", twin)):
+        shutil.copytree(source, target)
+        write_tensors(target / MODEL, own)
+    (folder / "packed/config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return folder / "packed", folder / "twin"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_experts_are_their_dense_twin(method: str, make_checkpoint: Make, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", 6, **MIXTURES["qwen3_moe"])
+    packed, twin = write(source, tmp_path, method, routers_are_named=method not in ("gptq", "auto-round"))
+    rounded = method != "mxfp4"  # products are rounded as the packages do
+    with Checkpoint.open(packed) as found, Checkpoint.open(twin) as expected:
+        for expert in (0, 5):
+            for part, shape in (("gate", (32, 64)), ("down", (64, 32))):
+                name = f"model.layers.2.mlp.experts.{expert}.{part}_proj.weight"
+                weight = found.packed(name, shape)
+                assert weight is not None
+                np.testing.assert_allclose(weight.values(), expected.raw(name), rtol=2**-8 if rounded else 1e-6)
+    ours, wanted = (logits(each, [range(3, 40)]) for each in (packed, twin))
+    assert np.abs(ours - wanted).max() <= (0.2 if rounded else 1e-4) * np.abs(wanted).max()
+
+
+def test_damaged_experts_are_named(make_checkpoint: Make, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", 6, **MIXTURES["qwen3_moe"])
+    packed, _ = write(source, tmp_path, "mxfp4", routers_are_named=True)
+    path = packed / "config.json"
+    config = json.loads(path.read_text())
+    name = "model.layers.2.mlp.experts.5.down_proj"
+    with Checkpoint.open(packed) as checkpoint:
+        place = checkpoint.info(f"{name}.weight_scale").offset
+    with (packed / MODEL).open("r+b") as file:
+        file.seek(place + 7)
+        file.write(b"\xff")
+    with (
+        Checkpoint.open(packed) as checkpoint,
+        pytest.raises(CheckpointError, match=r"weight_scale' holds 255 at \[7, 0"),
+    ):
+        checkpoint.stored(f"{name}.weight", (64, 32))
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 16
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="'group_size' is 16, expected 32"):
+        Checkpoint.open(packed)

@@ -1,0 +1,40 @@
+"""Plain steps and rounds of a runner alike: the tokens of each slot as a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from edgellm.engines.runners.base_runner import StepKey
+from edgellm.engines.runners.sampling_state import StepRules
+from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.runner import DecodingRunner
+
+
+class _Step(NamedTuple):
+    readback: Any
+
+    def wait(self) -> list[list[int]]:
+        """None for an idle slot."""
+        found = self.readback.wait()
+        return found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
+
+
+def take_step(
+    runner: DecodingRunner,
+    batch: int,
+    plan: DraftPlan | None,
+    rules: StepRules | None = None,
+    trees: Sequence[GivenTree] | None = None,
+    begun: StepKey | None = None,
+) -> _Step:
+    """A round of a plan, or without one a plain step."""
+    return _Step(runner.decode(batch, rules, begun) if plan is None else runner.round(batch, plan, rules, trees))
+
+
+def watch_steps(runner: DecodingRunner, watched: Callable[[Callable[[], Any], int, DraftPlan | None], Any]) -> None:
+    """Let `watched(take, batch, plan)` give what `take()` does for each step of a runner (plan None: a plain one)."""
+    decode, drafted = runner.decode, runner.round
+    runner.decode = lambda batch, *more: watched(lambda: decode(batch, *more), batch, None)
+    runner.round = lambda batch, plan, *more: watched(lambda: drafted(batch, plan, *more), batch, plan)

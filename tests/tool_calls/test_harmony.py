@@ -1,0 +1,193 @@
+"""gpt-oss's answers in channels: what it thinks, says and calls, wherever they are cut; calls and structures kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from golden_files import golden_folder
+from tiny_families import MIXTURES
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.speculation.constraints import mask_words
+from edgellm.errors import RequestError
+from edgellm.http.answers import AnswerReader
+from edgellm.requests import Chunk, TokenLogprobs
+from edgellm.structure.answers import RuleMaker
+from edgellm.structure.description import Structure
+from edgellm.structure.grammar import GrammarVocabulary
+from edgellm.text.channels import MARKS, harmony_ids
+from edgellm.text.messages import checked_tools
+from edgellm.text.output import OutputText
+from edgellm.text.tokenizer import Tokenizer
+from edgellm.tool_calls.calls import checked_choice
+from edgellm.tool_calls.formats import checkpoint_format
+from edgellm.tool_calls.harmony import HarmonyReader
+from edgellm.tool_calls.harmony_rules import harmony_constraint
+
+IDS = {mark: 300 + number for number, mark in enumerate(MARKS)}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks at a thing.",
+            "parameters": {
+                "type": "object",
+                "properties": {"at": {"enum": ["cup", "plate"]}},
+                "required": ["at"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {"name": "stop", "description": "Ends it.", "parameters": {"type": "object", "properties": {}}},
+    },
+]
+THINKS = "<|channel|>analysis<|message|>We look, 1 < 2.<|end|><|start|>assistant"
+CALLS = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "cup"}<|call|>'
+#: Answers, and what is thought, said and called in them.
+ANSWERS = {
+    f"{THINKS}<|channel|>final<|message|>On the <table>.": ("We look, 1 < 2.", "On the <table>.", []),
+    "<|channel|>final<|message|>Yes": ("", "Yes", []),
+    f"{THINKS}{CALLS}": ("We look, 1 < 2.", "", [("look", '{"at": "cup"}', True)]),
+    CALLS.removesuffix("<|call|>"): ("", "", [("look", '{"at": "cup"}', True)]),
+    ' to=functions.look<|channel|>commentary json<|message|>{"at"': ("", "", [("look", '{"at"', False)]),
+    f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALLS}": (
+        "",
+        "I look.",
+        [("look", '{"at": "cup"}', True)],
+    ),
+    "<|channel|>commentary to=functions.fly<|message|>{}<|call|>": ("", "{}", []),
+    "Just text <|": ("", "Just text <|", []),
+    "as it is": ("", "as it is", []),
+    "": ("", "", []),
+    "<|channel|>analysis<|message|>cut sho": ("cut sho", "", []),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_is_read_wherever_it_is_cut(answer: str, size: int) -> None:
+    thought, said, called = ANSWERS[answer]
+    reader = HarmonyReader({"look": {}, "stop": {}}, IDS)
+    pieces = [answer[start : start + size] for start in range(0, len(answer), size)]
+    text = "".join(reader.push(0, piece) for piece in pieces) + reader.finish()
+    assert ("".join(reader.thoughts), text) == (thought, said)
+    assert [(call.name, call.arguments, call.complete) for call in reader.calls] == called
+    deltas = reader.take_deltas()
+    assert [(delta.name, delta.arguments) for delta in deltas] == [(name, arguments) for name, arguments, _ in called]
+    assert (reader.error is not None) == ("fly" in answer)
+
+
+@pytest.fixture(scope="module")
+def directory(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny gpt-oss with its published template and tokens."""
+    place = tmp_path_factory.mktemp("harmony")
+    more = {"max_position_embeddings": 4096, "eos_token_id": [257, 264]}
+    source = make_checkpoint(place / "model", 3, **MIXTURES["gpt_oss"] | more)
+    tokenizer = LibraryTokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.add_special_tokens([*MARKS, "<|return|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    golden = json.loads((golden_folder("published") / "harmony.json").read_text(encoding="utf-8"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": golden["template"]}))
+    assert checkpoint_format(source, None) == "harmony"
+    build_engine_directory(source, place / "engines", EngineLimits(2, 512, 2048), [])
+    return place / "engines"
+
+
+ASKED = [{"role": "user", "content": "Where is the cup?"}]
+
+
+def test_calls_that_are_required_are_made(directory: Path) -> None:
+    with LLM(directory, backend="numpy") as llm:
+        ids = harmony_ids(llm.tokenizer)
+        assert ids is not None
+        params = SamplingParams(temperature=0.0, max_tokens=80, logit_bias={ids["<|end|>"]: 60.0})  # think briefly
+        for choice in ("required", "look"):
+            response = llm.chat(ASKED, params, tools=TOOLS, tool_choice=choice)
+            (call,) = response.tool_calls
+            assert call.complete and response.finish_reason == "tool_calls" and response.text == ""
+            assert choice == "required" or call.name == "look"
+            assert call.name == "stop" or call.parsed in ({"at": "cup"}, {"at": "plate"})
+        with pytest.raises(RequestError, match="ask for a structure, or for tools"):
+            llm.chat(ASKED, SamplingParams(structure=Structure(json_object=True)), tools=TOOLS)
+
+
+def test_thoughts_are_apart_in_http_and_hidden_in_text(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = harmony_ids(tokenizer)
+    assert ids is not None
+    channels = HarmonyReader({"look": {}}, ids)
+    answer = OutputText(tokenizer.detokenizer(shown_ids=channels.shown_ids), ["stop <|"], (), [257, 264], 200, channels)
+    sequence: Any = SimpleNamespace(calls=channels, answer=answer)
+    reader = AnswerReader.of(tokenizer, sequence, Request(None, ASKED))
+    pieces = []
+    for token in [
+        *tokenizer.encode(f"{THINKS}<|channel|>final<|message|>On the table.", add_special_tokens=False),
+        257,
+    ]:
+        logprobs = (TokenLogprobs(token, -1.0, ()),)
+        pieces.append(reader.read(Chunk(answer.push(token), (token,), (False,), logprobs, channels.take_deltas())))
+    assert "".join(piece.reasoning for piece in pieces) == "We look, 1 < 2."
+    assert "".join(piece.content for piece in pieces) == answer.text == "On the table."
+    assert answer.finish_reason == "stop" and reader.reasoning_tokens > len("We look, 1 < 2.")
+    assert sum(len(piece.logprobs) for piece in pieces) == len("On the table.")
+    thinking = [place for place, piece in enumerate(pieces) if piece.reasoning]
+    assert len(thinking) > 10 and max(thinking) < min(place for place, piece in enumerate(pieces) if piece.content)
+
+
+def test_rules_begin_in_headers_alone(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    ids = harmony_ids(tokenizer)
+    assert ids is not None
+    vocabulary = GrammarVocabulary.of_tokenizer(tokenizer, 320, [257, 264])
+    choice = checked_choice(checked_tools(TOOLS), "auto")
+    assert choice is not None
+
+    def fed(text: str) -> tuple[Any, set[int]]:
+        rules = harmony_constraint(choice, vocabulary, ids)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            assert rules.try_advance(token), text
+        row = np.zeros(mask_words(320), np.int32)
+        rules.fill_mask(row)
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[:320]
+        return rules, set(np.flatnonzero(bits).tolist())
+
+    first = {tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ls"}
+    for header in ("<|channel|>commentary to=functions.", f"{THINKS} to=functions.", " to=functions."):
+        rules, allowed = fed(header)
+        assert allowed == first and not rules.is_complete()
+    for free in ("<|channel|>analysis<|message|>to=functions.", "<|channel|>final<|message|>", ""):
+        rules, allowed = fed(free)
+        assert len(allowed) == 320 and rules.is_complete()
+    rules, allowed = fed('<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "')
+    assert allowed == {tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "cp"}
+    rules.rollback(len("at") + 6)
+    rules.rollback(30)
+    assert rules.is_complete()
+
+
+def test_a_structure_begins_in_the_final_channel(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    maker = RuleMaker(tokenizer, 320, [257, 264])
+    prompt = tokenizer.encode_chat(ASKED)
+    rules = maker.rules(SamplingParams(structure=Structure(json={"enum": ["ab"]})), prompt)
+    assert rules is not None
+    row = np.zeros(mask_words(320), np.int32)
+    for token in tokenizer.encode(f"{THINKS}<|channel|>final<|message|>", add_special_tokens=False):
+        rules.constraint.fill_mask(row)
+        assert (row == -1).all() and not rules.constraint.is_complete()
+        assert rules.constraint.try_advance(token)
+    for token in tokenizer.encode('"ab"', add_special_tokens=False):
+        assert not rules.constraint.is_complete() and rules.constraint.try_advance(token)
+    assert rules.constraint.is_complete() and rules.structured_from([]) == 0
