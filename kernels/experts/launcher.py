@@ -38,8 +38,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ADDING_THREADS = 64
-#: Blocks of one launch: so many times what the GPU has at once. A block's own place is found once it begins, so that few
-#: large shares wait longer than many small ones.
+#: Blocks of one launch: so many times what the GPU has at once, where pairs have work for as many.
 _ROUNDS = 2
 
 
@@ -80,11 +79,7 @@ _ROUTER_MACROS = (
     ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
     ("HOST_ADDING_THREADS", _ADDING_THREADS),
 )
-_PRODUCT_MACROS = (
-    *LINEAR_MACROS,
-    ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)),
-    ("HOST_SILU", ACTIVATIONS["silu"]),
-)
+_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)), ("HOST_SILU", ACTIVATIONS["silu"]))
 
 
 class CudaExperts:
@@ -184,9 +179,7 @@ class CudaExperts:
         linear.width = linear.rows
         stride = rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts)
         arguments = _Product(
-            linear,
-            *addresses(expert_ids, x, output),
-            *(stride, experts.experts, rows, sharing, limit),
+            linear, *addresses(expert_ids, x, output), *(stride, experts.experts, rows, sharing, limit)
         )
         kernel, grid, threads_bytes = self._way(kind, experts)
         # Each pair has its share of the blocks that the GPU has at once, in a few rounds.
@@ -230,5 +223,3 @@ def expert_bytes(layout: DeviceLayout, experts: int) -> int:
     """From one expert's packed weight to the next one's, of the layout of all."""
     (down, along), block = layout.blocks, layout.block_bytes
     return down // experts * along * block
-
-

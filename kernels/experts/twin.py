@@ -22,8 +22,8 @@ class NumpyExperts:
         correction: np.ndarray | None = None,
         shared: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> NumpyLaunch:
-        """What each row of `scores` [R, E] float32 chooses. `correction` float32 [E]. `shared`: rows [R, H] and the gate
-        [1, H] of the expert that every row goes through, both compute: sigmoid of their product is its share."""
+        """What each row of `scores` [R, E] float32 chooses. `correction` float32 [E]. `shared`: rows [R, H] and the
+        gate [1, H] of the expert that every row goes through, compute: sigmoid of their product is its share."""
 
         def compute() -> None:
             ids, weights = chosen_experts(rows_of(scores), routing, correction)
