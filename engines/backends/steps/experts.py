@@ -24,30 +24,30 @@ from edgellm.kernels.experts.launcher import dense_geometry, packed_way
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.row_runs import PackedLayout
 
-#: What stands between the steps of a mixture; that of all rows, and what each of its experts makes of a row.
-SCORES, GIVEN, INNER, OUTPUTS = "router_scores", "experts_input", "experts_inner", "experts_outputs"
-#: Which experts a row goes through, its shares of them, and of the one that every row goes through.
-IDS, SHARES, SHARED_SHARES = "expert_ids", "expert_weights", "shared_weights"
-#: What the shared expert makes of a row, within and in the end.
-SHARED_INNER, SHARED = "shared_inner", "shared_output"
-
 
 @dataclass(frozen=True)
 class ChooseExperts(Step):
-    """output = the ids of the experts that each row goes through by its `scores`; its shares of them, and with a `gate`
-    [1, H] its share of the shared expert, follow from `given`."""
+    """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
+    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`."""
 
+    shares: str
+    shared_shares: str
     scores: str = field(metadata=READS)
     given: str = field(metadata=READS)
     mixture: Mixture
     correction: WeightSpec | None = None
     gate: Linear | None = None
 
+    @property
+    def title(self) -> str:
+        """The choice in words."""
+        return f"the choice of experts for {self.output}"
+
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.scores][0][:-1]
         found: Edge = {self.output: ((*rows, self.mixture.chosen), "int32")}
-        found[SHARES] = (*rows, self.mixture.chosen), "float32"
-        return found if self.gate is None else found | {SHARED_SHARES: ((*rows, 1), "float32")}
+        found[self.shares] = (*rows, self.mixture.chosen), "float32"
+        return found if self.gate is None else found | {self.shared_shares: ((*rows, 1), "float32")}
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,14 @@ class MultiplyExperts(Step):
 @dataclass(frozen=True)
 class AddExperts(Step):
     """output = residual + scale * (what a row's experts give, times its shares, in order, then what the `shared` one
-    gives)."""
+    gives, times `shared_shares`)."""
 
     value: str = field(metadata=READS)
+    ids: str = field(metadata=READS)
+    shares: str = field(metadata=READS)
     residual: str = field(metadata=READS)
-    shared: str | None = field(metadata=READS)
+    shared: str | None = field(default=None, metadata=READS)
+    shared_shares: str = ""
     scale: float = 1.0
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
@@ -104,15 +107,20 @@ def for_kernels(program: Program) -> Program:
 
 
 def _steps_of(step: Experts) -> Iterator[Step]:
-    mixture, gate = step.mixture, step.shared[2] if step.shared else None
-    yield NormLinear(SCORES, (step.given,), step.router, keep=Keep(GIVEN))
-    yield ChooseExperts(IDS, SCORES, GIVEN, mixture, step.correction, gate)
+    """Values between them are named after the output, of which layers of all rows and of selected ones have others."""
+    names = "scores", "input", "ids", "shares", "inner", "products", "shared_inner", "shared", "shared_shares"
+    scores, given, ids, shares, inner, products, *shared = (f"{step.output}_{name}" for name in names)
+    mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
+    gate = step.shared[2] if step.shared else None
+    yield NormLinear(scores, (step.given,), step.router, keep=Keep(given))
+    yield ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
     if step.shared:
-        yield NormLinear(SHARED_INNER, (Input(GIVEN),), step.shared[0], "silu", gated=True)
-        yield NormLinear(SHARED, (Input(SHARED_INNER),), step.shared[1])
-    yield MultiplyExperts(INNER, GIVEN, IDS, step.gate_up, mixture, True)
-    yield MultiplyExperts(OUTPUTS, INNER, IDS, step.down, mixture, False)
-    yield AddExperts(step.output, OUTPUTS, step.residual, SHARED if step.shared else None, step.scale)
+        yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
+        yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
+    yield MultiplyExperts(inner, given, ids, step.gate_up, mixture, True)
+    yield MultiplyExperts(products, inner, ids, step.down, mixture, False)
+    last = (shared_output, shared_shares) if step.shared else (None, "")
+    yield AddExperts(step.output, products, ids, shares, step.residual, *last, step.scale)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
@@ -124,14 +132,14 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return experts_refusal(step.mixture.experts, step.mixture.chosen)
 
     def scratch(self, step: ChooseExperts, program: Program) -> Edge:
-        names = (step.output, SHARES) if step.gate is None else (step.output, SHARES, SHARED_SHARES)
-        return {name: program.kinds[name] for name in names}
+        names = step.output, step.shares, step.shared_shares
+        return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
 
     def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
         mixture, array = step.mixture, run.array
         correction = None if step.correction is None else array(step.correction.name)
         shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
-        routed = _routed(run, step.output, step.gate is not None)
+        routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
         return [run.kernels.experts.choose(array(step.scores), routing(mixture), routed, correction, shared)]
 
 
@@ -159,7 +167,7 @@ class MultiplyPairs(Implementation[MultiplyExperts]):
 
     def launches(self, step: MultiplyExperts, run: Launching, next_early: bool) -> list[Any]:
         kernels, array = run.kernels.experts, run.array
-        given, ids, output = run.sequences(step.value), array(step.ids), array(step.output)
+        given, ids, output = array(step.value), array(step.ids), array(step.output)
         weights = ExpertWeights(run.weights(step.linear), step.mixture.experts)
         if step.activated:
             return [kernels.gate_up(given, ids, weights, step.mixture.limit, output)]
@@ -173,9 +181,9 @@ class AddInOrder(Implementation[AddExperts]):
 
     def launches(self, step: AddExperts, run: Launching, next_early: bool) -> list[Any]:
         shared = None if step.shared is None else run.array(step.shared)
-        routed, residual = _routed(run, IDS, shared is not None), run.sequences(step.residual)
-        add = run.kernels.experts.add
-        return [add(run.array(step.value), routed, residual, run.array(step.output), step.scale, shared)]
+        routed = _routed(run, step.ids, step.shares, None if shared is None else step.shared_shares)
+        products, residual, output = map(run.array, (step.value, step.residual, step.output))
+        return [run.kernels.experts.add(products, routed, residual, output, step.scale, shared)]
 
 
 def routing(mixture: Mixture) -> Routing:
@@ -184,8 +192,8 @@ def routing(mixture: Mixture) -> Routing:
     return Routing(mixture.experts, mixture.chosen, *how)
 
 
-def _routed(run: Launching, ids: str, has_shared: bool) -> Routed:
-    return Routed(run.array(ids), run.array(SHARES), run.array(SHARED_SHARES) if has_shared else None)
+def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
+    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
 
 
 def _one(layout: PackedLayout | None) -> DeviceLayout | None:
