@@ -22,6 +22,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.steps.attention import PARTIAL
+from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
 from edgellm.engines.backends.steps.table import Choice, adapter_words, most_rows, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
@@ -60,9 +61,9 @@ class KernelEngine(BoundEngine):
         self.choice = choice
         self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
         self._kernels, self._prompt_step = kernels, prompt_step
-        programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
+        programs = [(slots, for_kernels(model_program(config, part))) for slots, part in passes(shape)]
         self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
-        self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
+        self._program = self._passes[0][1] if len(programs) == 1 else for_kernels(model_program(config, shape))
         super().__init__(shape, dtype, self._program.edge)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)

@@ -116,7 +116,8 @@ class _NormParts(ctypes.Structure):
 
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
-_LINEAR_MACROS = (
+#: What the kernels of few rows assert or take.
+LINEAR_MACROS = (
     ("HOST_NARROW_DEPTH", NARROW.depth),
     ("HOST_DEEP_DEPTH", DEEP.depth),
     ("HOST_WIDE_DEPTH", WIDE.depth),
@@ -140,7 +141,7 @@ _NORM_MACROS = (
 
 def linear_kernel(name: str, *types: str) -> Kernel:
     """A kernel of linear.cu, with the arguments of its template."""
-    return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", _LINEAR_MACROS)
+    return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", LINEAR_MACROS)
 
 
 def norm_kernel(name: str, kind: str) -> Kernel:
@@ -415,7 +416,7 @@ class CudaDecodeKernels:
             )
         if layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
-        kernel = packed_rows_kernel(name, self.dtype, way, layout, _LINEAR_MACROS)
+        kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
         return Launch(
             self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)

@@ -23,6 +23,9 @@ from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel,
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
+#: Of attention with sinks: whether several warps share spans, and whether there is a window.
+_SINKS = (False, True), (True, False)
+
 
 def decode_sources(dtype: str) -> list[ModuleSource]:
     """All modules of linear layers and attention for a dtype."""
@@ -42,6 +45,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
         attention_kernel(dtype, size, shares, int8, window=True)
         for size, shares, int8 in ((128, True, False), (256, False, False), (256, True, True))
     ]
+    kernels += [attention_kernel(dtype, 64, shares, window=window, sinks=True) for shares, window in _SINKS]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]

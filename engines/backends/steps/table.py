@@ -9,6 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
+from edgellm.engines.backends.steps.experts import (
+    AddExperts,
+    AddInOrder,
+    ChooseByRow,
+    ChooseExperts,
+    MultiplyExperts,
+    MultiplyPairs,
+    for_kernels,
+)
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
@@ -48,6 +57,9 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     ShortConvolution: (ConvolveColumns(),),
     GatedDelta: (UpdateMatrices(),),
     GatedNorm: (NormGated(),),
+    ChooseExperts: (ChooseByRow(),),
+    MultiplyExperts: (MultiplyPairs(),),
+    AddExperts: (AddInOrder(),),
 }
 
 
@@ -109,7 +121,7 @@ def kernel_choice(
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.model == "vision":
         return None, "vision encoders have kernels of their own"
-    program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
+    program = replace(for_kernels(model_program(config, passes(shape)[-1][1])), packed=packed or {})
     rows = most_rows(program)
     if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
         return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"

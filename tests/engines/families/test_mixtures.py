@@ -254,25 +254,28 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
         checkpoint.stored("model.layers.2.mlp.experts.5.down_proj.weight", (64, 128))
 
 
-def test_sinks_are_refused_by_kernels_and_unknown_slopes_by_name() -> None:
-    config = Sequences(GOLDENS / "gpt_oss").config
-    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
-    reason = kernel_refusal(replace(config, mixture=None), shape, "float16", 1 << 20)
-    assert reason is not None and reason.endswith("it has attention sinks, which kernels do not compute")
+def test_unknown_slopes_are_refused_by_name() -> None:
     values = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match=r"swiglu_alpha is 1.5, supported is 1.702"):
         decoder_config(values | {"swiglu_alpha": 1.5})
 
 
-def test_gpus_refuse_a_mixture_by_name() -> None:
-    config = Sequences(GOLDENS / "qwen3_moe").config
-    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
-    reason = kernel_refusal(config, shape, "float16", 1 << 20)
-    assert reason == "kernels cannot run the mixture of experts model.layers.0.mlp.gate: there is no kernel for it"
-    assert not splits_on(config, shape, "float16", "sm_90")
-    for packed in (False, True):
-        told = plan_refusal(config, shape, "float16", 1 << 20, packed)
-        assert told is not None and reason in told and told.endswith("run on NumPy so far: take --backend numpy")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+def test_kernels_run_mixtures_or_refuse_them_by_name(name: str) -> None:
+    """Each phase of an engine, where heads have sizes that kernels take; what is not done is said."""
+    config = Sequences(GOLDENS / name).config
+    shapes = EngineLimits(2, 128, 512, draft_top_k=4, draft_steps=3, verify_tree_size=12).engine_shapes()
+    for shape in (each for each in shapes if each.model == "base"):
+        assert kernel_refusal(config, shape, "float16", 1 << 20) is None
+        assert not splits_on(config, shape, "float16", "sm_90")
+        for change, reason in (
+            ({"experts": 1024}, "kernels choose up to 32 of up to 512 experts, not 2 of 1024"),
+            ({"size": 20}, "experts have widths in multiples of 8 and even numbers of rows, not [24, 20]"),
+        ):
+            assert config.mixture is not None
+            other = replace(config, mixture=replace(config.mixture, **change))
+            told = plan_refusal(other, shape, "float16", 1 << 20, False)
+            assert told is not None and reason in told and told.endswith("Take --backend numpy")
 
 
 def test_the_plan_counts_no_mapped_experts() -> None:

@@ -157,7 +157,7 @@ class Device:
             turns = own(arrays["turns"]) if prompt.rotary else None
             queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
             kernels.prepare_heads(own(qkv), norms, turns, rows, scales, part, queries)()
-            kernels.causal_attention(queries, rows, prompt.scale, context, scales, tiles)()
+            kernels.causal_attention(queries, rows, prompt.scale, context, scales, tiles=tiles)()
         return self._found()
 
     def _chunks(self, sizes: tuple[int, ...]) -> Iterator[slice]:

@@ -1,0 +1,207 @@
+"""Mixtures of experts by kernels: `Experts` as the steps that kernels run, and these.
+
+A router is a linear layer, whose norm it leaves for the experts; a row's experts are then chosen on the device, where
+their ids stay; their layers are two products of all pairs of rows and experts; and what these give is added in the
+order of ids. An expert that every row goes through is two linear layers more, like those of any MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from edgellm.engines.backends.steps.implementation import Implementation, step_rows, too_large
+from edgellm.engines.backends.steps.launching import Launching
+from edgellm.engines.model.config import Mixture, WeightSpec
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import READS, Experts, Input, Keep, Linear, NormLinear, Step
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.experts.contract import MAX_PAIRS, ExpertWeights, Routed, Routing, experts_refusal, matrix_refusal
+from edgellm.kernels.experts.launcher import dense_geometry, packed_way
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
+
+
+@dataclass(frozen=True)
+class ChooseExperts(Step):
+    """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
+    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`."""
+
+    shares: str
+    shared_shares: str
+    scores: str = field(metadata=READS)
+    given: str = field(metadata=READS)
+    mixture: Mixture
+    correction: WeightSpec | None = None
+    gate: Linear | None = None
+
+    @property
+    def title(self) -> str:
+        """The choice in words."""
+        return f"the choice of experts for {self.output}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = kinds[self.scores][0][:-1]
+        found: Edge = {self.output: ((*rows, self.mixture.chosen), "int32")}
+        found[self.shares] = (*rows, self.mixture.chosen), "float32"
+        return found if self.gate is None else found | {self.shared_shares: ((*rows, 1), "float32")}
+
+
+@dataclass(frozen=True)
+class MultiplyExperts(Step):
+    """output = the products of each row's experts beside each other, in float32: of the whole `value`, `activated`, as
+    gates and ups, or of each expert's own part of it."""
+
+    value: str = field(metadata=READS)
+    ids: str = field(metadata=READS)
+    linear: Linear = field()
+    mixture: Mixture
+    activated: bool
+
+    @property
+    def multiplies(self) -> None:
+        """No layer of all rows."""
+        return None
+
+    @property
+    def title(self) -> str:
+        return f"the experts' layer {self.linear.name}"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the matrix of one expert."""
+        rows, columns = self.linear.weight.shape
+        return rows // self.mixture.experts, columns
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        width = self.mixture.chosen * (self.mixture.size if self.activated else self.matrix[0])
+        return {self.output: ((*kinds[self.ids][0][:-1], width), "compute" if self.activated else "float32")}
+
+
+@dataclass(frozen=True)
+class AddExperts(Step):
+    """output = residual + scale * (what a row's experts give, times its shares, in order, then what the `shared` one
+    gives, times `shared_shares`)."""
+
+    value: str = field(metadata=READS)
+    ids: str = field(metadata=READS)
+    shares: str = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    shared: str | None = field(default=None, metadata=READS)
+    shared_shares: str = ""
+    scale: float = 1.0
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.residual][0], residual)}
+
+
+def for_kernels(program: Program) -> Program:
+    """The same with each mixture of experts as the steps that kernels run."""
+    if not any(isinstance(step, Experts) for step in program.steps):
+        return program
+    steps = (own for step in program.steps for own in (_steps_of(step) if isinstance(step, Experts) else (step,)))
+    return replace(program, steps=tuple(steps))
+
+
+def _steps_of(step: Experts) -> Iterator[Step]:
+    """Values between them are named after the output, of which layers of all rows and of selected ones have others."""
+    names = "scores", "input", "ids", "shares", "inner", "products", "shared_inner", "shared", "shared_shares"
+    scores, given, ids, shares, inner, products, *shared = (f"{step.output}_{name}" for name in names)
+    mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
+    gate = step.shared[2] if step.shared else None
+    yield NormLinear(scores, (step.given,), step.router, keep=Keep(given))
+    yield ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
+    if step.shared:
+        yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
+        yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
+    yield MultiplyExperts(inner, given, ids, step.gate_up, mixture, True)
+    yield MultiplyExperts(products, inner, ids, step.down, mixture, False)
+    last = (shared_output, shared_shares) if step.shared else (None, "")
+    yield AddExperts(step.output, products, ids, shares, step.residual, *last, step.scale)
+
+
+class ChooseByRow(Implementation[ChooseExperts]):
+    """Chooses for each row by itself."""
+
+    name = "kernels of experts"
+
+    def refusal(self, step: ChooseExperts, program: Program, limit: int) -> str | None:
+        return experts_refusal(step.mixture.experts, step.mixture.chosen)
+
+    def scratch(self, step: ChooseExperts, program: Program) -> Edge:
+        names = step.output, step.shares, step.shared_shares
+        return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
+
+    def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
+        mixture, array = step.mixture, run.array
+        correction = None if step.correction is None else array(step.correction.name)
+        shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
+        routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
+        return [run.kernels.experts.choose(array(step.scores), routing(mixture), routed, correction, shared)]
+
+
+class MultiplyPairs(Implementation[MultiplyExperts]):
+    """Multiplies each pair of a row and an expert by itself: rows that chose the same expert read it each."""
+
+    name = "kernels of experts"
+
+    def refusal(self, step: MultiplyExperts, program: Program, limit: int) -> str | None:
+        layout, (rows, columns) = program.packed.get(step.linear.weight.name), step.matrix
+        gated = step.activated and not step.mixture.limit
+        refused = _layout_refusal(layout) or matrix_refusal(rows, columns, gated, _one(layout))
+        pairs = step_rows(step, program) * step.mixture.chosen
+        if refused is None and pairs > MAX_PAIRS:
+            refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {pairs}"
+        if refused is not None:
+            return refused
+        if not isinstance(layout, DeviceLayout):
+            return too_large(dense_geometry(columns, gated, limit)[2], limit)
+        has_room = packed_way(replace(layout, rows=rows), Capacity(shared_limit=limit)) is not None
+        return None if has_room else f"blocks have no room for packed experts [{rows}, {columns}]"
+
+    def scratch(self, step: MultiplyExperts, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
+
+    def launches(self, step: MultiplyExperts, run: Launching, next_early: bool) -> list[Any]:
+        kernels, array = run.kernels.experts, run.array
+        given, ids, output = array(step.value), array(step.ids), array(step.output)
+        weights = ExpertWeights(run.weights(step.linear), step.mixture.experts)
+        if step.activated:
+            return [kernels.gate_up(given, ids, weights, step.mixture.limit, output)]
+        return [kernels.down(given, ids, weights, output)]
+
+
+class AddInOrder(Implementation[AddExperts]):
+    """Adds what a row's experts give in the order of their ids, which is that of its shares."""
+
+    name = "kernels of experts"
+
+    def launches(self, step: AddExperts, run: Launching, next_early: bool) -> list[Any]:
+        shared = None if step.shared is None else run.array(step.shared)
+        routed = _routed(run, step.ids, step.shares, None if shared is None else step.shared_shares)
+        products, residual, output = map(run.array, (step.value, step.residual, step.output))
+        return [run.kernels.experts.add(products, routed, residual, output, step.scale, shared)]
+
+
+def routing(mixture: Mixture) -> Routing:
+    """How a mixture's experts are chosen, as kernels take it."""
+    how = mixture.scores == "sigmoid", mixture.normalized, mixture.epsilon, mixture.scale
+    return Routing(mixture.experts, mixture.chosen, *how)
+
+
+def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
+    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
+
+
+def _one(layout: PackedLayout | None) -> DeviceLayout | None:
+    return layout if isinstance(layout, DeviceLayout) else None
+
+
+def _layout_refusal(layout: PackedLayout | None) -> str | None:
+    """Why experts that are packed in several ways are not multiplied; None for others."""
+    if layout is None or isinstance(layout, DeviceLayout):
+        return None
+    return f"experts have one format, not {' and '.join(str(run.format) for run in layout.runs[:2])}"
