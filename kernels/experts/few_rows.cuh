@@ -3,6 +3,7 @@
 // row of activations. So a pair has the bits of the dense layer that the expert is, and a captured graph serves any choice.
 #pragma once
 #include "decode/few_rows.cuh"
+#include "experts/outputs.cuh"
 
 namespace experts {
 
@@ -21,27 +22,19 @@ struct Product {
 };
 static_assert(sizeof(Product) == HOST_PRODUCT_BYTES, "as the host's structure");
 
-// What a product gives: silu(gate) up of gates, then ups; the same of those that alternate, by their own rule; or sums.
-enum Kind { GATED, ALTERNATING, SUMS };
-
-// (up + 1) gate sigmoid(1.702 gate) of a gate that is at most the limit and an up within it: columns n and n + 1.
+// `clamped` of columns n and n + 1.
 template <typename T> struct Clamped {
     T* output;
     float limit;
-    __device__ float value(float gate, float up) const {
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        return (up + 1.f) * (gate / (1.f + expf(-1.702f * gate)));
-    }
     __device__ float before(int, int, int) const { return 0.f; }
     // Of threads beside each other, the first has the gate, the second the up.
     __device__ void operator()(int, int n, int, const float (&sum)[1], float) const {
         const float up = __shfl_down_sync(3u << (threadIdx.x % 32 & ~1u), sum[0], 1);
-        if (n % 2 == 0) output[n / 2] = decode::from_float<T>(value(sum[0], up));
+        if (n % 2 == 0) output[n / 2] = decode::from_float<T>(clamped(sum[0], up, limit));
     }
     __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
     __device__ void two(int, int n, int, const float2 (&sum)[1], float2) const {
-        output[n / 2] = decode::from_float<T>(value(sum[0].x, sum[0].y));
+        output[n / 2] = decode::from_float<T>(clamped(sum[0].x, sum[0].y, limit));
     }
 };
 

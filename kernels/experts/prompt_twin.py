@@ -1,0 +1,70 @@
+"""Mixtures of experts for many rows in NumPy: the twin of `CudaSortedExperts`, which defines what it computes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch
+from edgellm.kernels.experts.contract import ExpertWeights
+from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted
+from edgellm.kernels.experts.twin import NumpyExperts
+
+
+class NumpySortedExperts:
+    """See `edgellm.kernels.experts.prompt_contract`."""
+
+    def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
+        """`sorted_pairs` of `expert_ids` [R, k] int32. A pair whose id no expert has is in none of the tiles."""
+        tile, chosen = check_sorted(sorted_pairs, expert_ids.size, experts), expert_ids.shape[-1]
+
+        def compute() -> None:
+            ids, place = expert_ids.reshape(-1), 0
+            for expert in range(experts):
+                own = np.flatnonzero(ids == expert)
+                end = place + -(-len(own) // tile) * tile
+                sorted_pairs.pairs[place:end] = sorted_pairs.rows[place:end] = -1
+                sorted_pairs.pairs[place : place + len(own)] = own
+                sorted_pairs.rows[place : place + len(own)] = own // chosen
+                sorted_pairs.expert[place // tile : end // tile] = expert
+                place = end
+            sorted_pairs.tiles[0] = place // tile
+
+        return NumpyLaunch(compute)
+
+    def sorted_gate_up(
+        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: np.ndarray
+    ) -> NumpyLaunch:
+        """`NumpyExperts.gate_up` of the pairs in the tiles, where each is in `output` [R, k I]."""
+        check_sorted(sorted_pairs, output.size * 2 // experts.shape[0], experts.experts)
+        given = x.reshape(-1, x.shape[-1])
+
+        def compute() -> None:
+            own, ids = _pairs_of(sorted_pairs)
+            found = np.empty((len(own), experts.shape[0] // 2), np.float32)
+            NumpyExperts().gate_up(given[sorted_pairs.rows[own]], ids, experts, limit, found)()
+            output.reshape(-1, found.shape[1])[sorted_pairs.pairs[own]] = found
+
+        return NumpyLaunch(compute)
+
+    def sorted_down(
+        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: np.ndarray
+    ) -> NumpyLaunch:
+        """`NumpyExperts.down` of the pairs in the tiles: from x [R, k I] to `output` [R, k N] float32."""
+        check_sorted(sorted_pairs, output.size // experts.shape[0], experts.experts)
+        given = x.reshape(-1, experts.shape[1])
+
+        def compute() -> None:
+            own, ids = _pairs_of(sorted_pairs)
+            found = np.empty((len(own), experts.shape[0]), np.float32)
+            pairs = sorted_pairs.pairs[own]
+            NumpyExperts().down(given[pairs], ids, experts, found)()
+            output.reshape(-1, found.shape[1])[pairs] = found
+
+        return NumpyLaunch(compute)
+
+
+def _pairs_of(given: SortedPairs) -> tuple[np.ndarray, np.ndarray]:
+    """The places of all that tiles hold, and the ids [.., 1] of their experts."""
+    tile = given.pairs.size // given.expert.size
+    own = np.flatnonzero(given.pairs[: given.tiles[0] * tile] >= 0)
+    return own, given.expert[own // tile, None]
