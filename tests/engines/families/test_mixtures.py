@@ -21,6 +21,7 @@ from golden_answers import (
     make_runner,
 )
 from golden_sequences import Sequences
+from mxfp4_checkpoints import write_mxfp4
 from packed_checkpoints import write_packed
 from safetensors.numpy import load_file, save_file
 from tiny_families import MIXTURES
@@ -213,40 +214,18 @@ def test_sessions_snapshots_adapters_and_drafts(
     assert said("style", None) == said("style", DRAFTING) != plain
 
 
-#: What the four bits of MXFP4 stand for, as the OCP's formats have them.
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
 def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Experts in blocks and scales, and the same numbers dense and transposed, as either is published."""
     source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["gpt_oss"], dtype="float32", torch_dtype=None)
-    tensors, random, packed, twin = load_file(source / MODEL), np.random.default_rng(3), {}, {}
-    for name in [each for each in tensors if each.endswith("experts.0.gate_up_proj.weight")]:
-        module = name.removesuffix(".0.gate_up_proj.weight")
-        for part in ("gate_up_proj", "down_proj"):
-            of_each = [tensors.pop(f"{module}.{expert}.{part}.weight") for expert in range(8)]
-            rows, columns = of_each[0].shape
-            codes = random.integers(0, 16, (8, rows, columns), np.uint8)
-            scales = random.integers(122, 126, (8, rows, columns // 32), np.uint8)
-            values = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=2)
-            twin[f"{module}.{part}"] = np.ascontiguousarray(values.transpose(0, 2, 1), np.float32)
-            blocks = codes[..., ::2] | codes[..., 1::2] << 4
-            packed |= {f"{module}.{part}_blocks": blocks.reshape(8, rows, -1, 16), f"{module}.{part}_scales": scales}
     found = []
-    for folder, experts in (("packed", packed), ("twin", twin)):
-        shutil.copytree(source, tmp_path / folder)
-        save_file(tensors | experts, tmp_path / folder / MODEL)
-        if folder == "packed":
-            path = tmp_path / folder / "config.json"
-            config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-            path.write_text(json.dumps(config))
-        engines = tmp_path / f"{folder}_engines"
-        build_engine_directory(tmp_path / folder, engines, EngineLimits(3, 32, 128), [], "float16")
+    for model in write_mxfp4(source, tmp_path):
+        engines = tmp_path / f"{model.name}_engines"
+        build_engine_directory(model, engines, EngineLimits(3, 32, 128), [], "float16")
         found.append(answers(engines))
     assert found[0] == found[1] and len(set(found[0])) == len(TEXTS)
-    scales = packed["model.layers.2.mlp.experts.down_proj_scales"]
-    scales[5, 3, 1] = 255
-    save_file(tensors | packed, tmp_path / "packed" / MODEL)
+    tensors = load_file(tmp_path / "packed" / MODEL)
+    tensors["model.layers.2.mlp.experts.down_proj_scales"][5, 3, 1] = 255
+    save_file(tensors, tmp_path / "packed" / MODEL)
     with (
         Checkpoint.open(tmp_path / "packed") as checkpoint,
         pytest.raises(CheckpointError, match=r"weight_scales' holds 255 at \[3, 1\].*, expected exponents below 255"),
