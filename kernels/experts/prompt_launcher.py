@@ -165,9 +165,7 @@ class CudaSortedExperts:
         reason = matrix_refusal(rows, columns, gated, layout)
         wanted = "float32" if kind == "sums" else self.dtype
         if reason is not None or (x.dtype, output.dtype) != (self.dtype, wanted):
-            raise KernelError(
-                reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}"
-            )
+            raise KernelError(reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}")
         if layout is not None and layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
         one = layout and replace(layout, rows=rows)

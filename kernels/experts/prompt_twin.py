@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch
-from edgellm.kernels.experts.contract import ExpertWeights
+from edgellm.kernels.experts.contract import MAX_PAIRS, ExpertWeights
 from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted
 from edgellm.kernels.experts.twin import NumpyExperts
 
@@ -34,15 +36,15 @@ class NumpySortedExperts:
     def sorted_gate_up(
         self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: np.ndarray
     ) -> NumpyLaunch:
-        """`NumpyExperts.gate_up` of the pairs in the tiles, where each is in `output` [R, k I]."""
+        """`NumpyExperts.gate_up` of the pairs in the tiles: of the rows of x [R, H], to `output` [R, k I]."""
         check_sorted(sorted_pairs, output.size * 2 // experts.shape[0], experts.experts)
-        given = x.reshape(-1, x.shape[-1])
+        given, results = x.reshape(-1, x.shape[-1]), output.reshape(-1, experts.shape[0] // 2)
 
         def compute() -> None:
-            own, ids = _pairs_of(sorted_pairs)
-            found = np.empty((len(own), experts.shape[0] // 2), np.float32)
-            NumpyExperts().gate_up(given[sorted_pairs.rows[own]], ids, experts, limit, found)()
-            output.reshape(-1, found.shape[1])[sorted_pairs.pairs[own]] = found
+            for own, ids in _parts_of(sorted_pairs):
+                found = np.empty((len(own), results.shape[1]), np.float32)
+                NumpyExperts().gate_up(given[sorted_pairs.rows[own]], ids, experts, limit, found)()
+                results[sorted_pairs.pairs[own]] = found
 
         return NumpyLaunch(compute)
 
@@ -51,20 +53,21 @@ class NumpySortedExperts:
     ) -> NumpyLaunch:
         """`NumpyExperts.down` of the pairs in the tiles: from x [R, k I] to `output` [R, k N] float32."""
         check_sorted(sorted_pairs, output.size // experts.shape[0], experts.experts)
-        given = x.reshape(-1, experts.shape[1])
+        given, results = x.reshape(-1, experts.shape[1]), output.reshape(-1, experts.shape[0])
 
         def compute() -> None:
-            own, ids = _pairs_of(sorted_pairs)
-            found = np.empty((len(own), experts.shape[0]), np.float32)
-            pairs = sorted_pairs.pairs[own]
-            NumpyExperts().down(given[pairs], ids, experts, found)()
-            output.reshape(-1, found.shape[1])[pairs] = found
+            for own, ids in _parts_of(sorted_pairs):
+                found = np.empty((len(own), results.shape[1]), np.float32)
+                NumpyExperts().down(given[sorted_pairs.pairs[own]], ids, experts, found)()
+                results[sorted_pairs.pairs[own]] = found
 
         return NumpyLaunch(compute)
 
 
-def _pairs_of(given: SortedPairs) -> tuple[np.ndarray, np.ndarray]:
-    """The places of all that tiles hold, and the ids [.., 1] of their experts."""
+def _parts_of(given: SortedPairs) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The places of what the tiles hold, and the ids [.., 1] of their experts, so many that `NumpyExperts` takes."""
     tile = given.pairs.size // given.expert.size
     own = np.flatnonzero(given.pairs[: given.tiles[0] * tile] >= 0)
-    return own, given.expert[own // tile, None]
+    for first in range(0, len(own), MAX_PAIRS):
+        part = own[first : first + MAX_PAIRS]
+        yield part, given.expert[part // tile, None]
