@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, check_room, decode_kernel, linear_argument, rows_of
+from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, check_room, decode_kernel, linear_argument
 from edgellm.kernels.decode.contract import ACTIVATIONS
 from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
