@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from edgellm.device.boards import Board
 from edgellm.engines.backends.device_layouts import PackedLayouts
-from edgellm.engines.backends.steps.experts import MultiplyExperts, for_kernels
+from edgellm.engines.backends.steps.experts import DownExperts, GateUpExperts, for_kernels
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
@@ -72,7 +72,9 @@ def step_cost(step: Step, shape: EngineShape, dtype: str, packed: Mapping[str, P
     nbytes = clocks = products = 0.0
     for spec in step.weights:
         layout, size, read, own_rows, times = packed.get(spec.name), math.prod(spec.shape), 1.0, rows, 1.0
-        if spec.experts and isinstance(step, MultiplyExperts):  # of experts chosen evenly each is read once, at best
+        if spec.experts and isinstance(
+            step, GateUpExperts | DownExperts
+        ):  # of experts chosen evenly each is read once, at best
             chosen = step.mixture.chosen / spec.experts
             read, own_rows, times = 1 - (1 - chosen) ** rows, 1, chosen * rows
         nbytes += read * (spec_bytes(spec, dtype) if layout is None else math.prod(layout.shape))

@@ -51,15 +51,13 @@ class ChooseExperts(Step):
 
 
 @dataclass(frozen=True)
-class MultiplyExperts(Step):
-    """output = the products of each row's experts beside each other, in float32: of the whole `value`, `activated`, as
-    gates and ups, or of each expert's own part of it."""
+class _OfExperts(Step):
+    """A layer of all experts, which the `ids` of a row choose."""
 
     value: str = field(metadata=READS)
     ids: str = field(metadata=READS)
     linear: Linear = field()
     mixture: Mixture
-    activated: bool
 
     @property
     def multiplies(self) -> None:
@@ -68,6 +66,7 @@ class MultiplyExperts(Step):
 
     @property
     def title(self) -> str:
+        """The layer in words."""
         return f"the experts' layer {self.linear.name}"
 
     @property
@@ -76,23 +75,30 @@ class MultiplyExperts(Step):
         rows, columns = self.linear.weight.shape
         return rows // self.mixture.experts, columns
 
+
+@dataclass(frozen=True)
+class GateUpExperts(_OfExperts):
+    """output = what each of a row's experts makes of its gates and ups of the row, beside each other."""
+
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        width = self.mixture.chosen * (self.mixture.size if self.activated else self.matrix[0])
-        return {self.output: ((*kinds[self.ids][0][:-1], width), "compute" if self.activated else "float32")}
+        return {self.output: ((*kinds[self.ids][0][:-1], self.mixture.chosen * self.mixture.size), "compute")}
 
 
 @dataclass(frozen=True)
-class AddExperts(Step):
-    """output = residual + scale * (what a row's experts give, times its shares, in order, then what the `shared` one
-    gives, times `shared_shares`)."""
+class DownExperts(_OfExperts):
+    """output = residual + scale * (the products of each of a row's experts and its own part of the `value`, times the
+    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`)."""
 
-    value: str = field(metadata=READS)
-    ids: str = field(metadata=READS)
     shares: str = field(metadata=READS)
     residual: str = field(metadata=READS)
     shared: str | None = field(default=None, metadata=READS)
     shared_shares: str = ""
     scale: float = 1.0
+
+    @property
+    def products(self) -> str:
+        """Where the products come together, float32 [R, k N]."""
+        return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.residual][0], residual)}
@@ -108,8 +114,8 @@ def for_kernels(program: Program) -> Program:
 
 def _steps_of(step: Experts) -> Iterator[Step]:
     """Values between them are named after the output, of which layers of all rows and of selected ones have others."""
-    names = "scores", "input", "ids", "shares", "inner", "products", "shared_inner", "shared", "shared_shares"
-    scores, given, ids, shares, inner, products, *shared = (f"{step.output}_{name}" for name in names)
+    names = "scores", "input", "ids", "shares", "inner", "shared_inner", "shared", "shared_shares"
+    scores, given, ids, shares, inner, *shared = (f"{step.output}_{name}" for name in names)
     mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
     gate = step.shared[2] if step.shared else None
     yield NormLinear(scores, (step.given,), step.router, keep=Keep(given))
@@ -117,10 +123,9 @@ def _steps_of(step: Experts) -> Iterator[Step]:
     if step.shared:
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
-    yield MultiplyExperts(inner, given, ids, step.gate_up, mixture, True)
-    yield MultiplyExperts(products, inner, ids, step.down, mixture, False)
+    yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
     last = (shared_output, shared_shares) if step.shared else (None, "")
-    yield AddExperts(step.output, products, ids, shares, step.residual, *last, step.scale)
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *last, step.scale)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
@@ -143,14 +148,14 @@ class ChooseByRow(Implementation[ChooseExperts]):
         return [run.kernels.experts.choose(array(step.scores), routing(mixture), routed, correction, shared)]
 
 
-class MultiplyPairs(Implementation[MultiplyExperts]):
+class _Pairs(Implementation[Any]):
     """Multiplies each pair of a row and an expert by itself: rows that chose the same expert read it each."""
 
     name = "kernels of experts"
 
-    def refusal(self, step: MultiplyExperts, program: Program, limit: int) -> str | None:
+    def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, (rows, columns) = program.packed.get(step.linear.weight.name), step.matrix
-        gated = step.activated and not step.mixture.limit
+        gated = isinstance(step, GateUpExperts) and not step.mixture.limit
         refused = _layout_refusal(layout) or matrix_refusal(rows, columns, gated, _one(layout))
         pairs = step_rows(step, program) * step.mixture.chosen
         if refused is None and pairs > MAX_PAIRS:
@@ -162,28 +167,38 @@ class MultiplyPairs(Implementation[MultiplyExperts]):
         has_room = packed_way(replace(layout, rows=rows), Capacity(shared_limit=limit)) is not None
         return None if has_room else f"blocks have no room for packed experts [{rows}, {columns}]"
 
-    def scratch(self, step: MultiplyExperts, program: Program) -> Edge:
+
+class GateUpPairs(_Pairs):
+    """Gates and ups, with their activation."""
+
+    def scratch(self, step: GateUpExperts, program: Program) -> Edge:
         return {step.output: program.kinds[step.output]}
 
-    def launches(self, step: MultiplyExperts, run: Launching, next_early: bool) -> list[Any]:
-        kernels, array = run.kernels.experts, run.array
-        given, ids, output = array(step.value), array(step.ids), array(step.output)
-        weights = ExpertWeights(run.weights(step.linear), step.mixture.experts)
-        if step.activated:
-            return [kernels.gate_up(given, ids, weights, step.mixture.limit, output)]
-        return [kernels.down(given, ids, weights, output)]
+    def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
+        given, ids, output = map(run.array, (step.value, step.ids, step.output))
+        return [run.kernels.experts.gate_up(given, ids, _weights(step, run), step.mixture.limit, output)]
 
 
-class AddInOrder(Implementation[AddExperts]):
-    """Adds what a row's experts give in the order of their ids, which is that of its shares."""
+class DownPairs(_Pairs):
+    """The products of all pairs, and their sums in the order of the experts' ids."""
 
-    name = "kernels of experts"
+    def scratch(self, step: DownExperts, program: Program) -> Edge:
+        rows, width = self._rows_of(step, program)
+        products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
+        return {step.output: ((rows, width), "float32"), step.products: products}
 
-    def launches(self, step: AddExperts, run: Launching, next_early: bool) -> list[Any]:
+    def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+        names = step.value, step.ids, step.products, step.residual, step.output
+        given, ids, products, residual, output = map(run.array, names)
         shared = None if step.shared is None else run.array(step.shared)
         routed = _routed(run, step.ids, step.shares, None if shared is None else step.shared_shares)
-        products, residual, output = map(run.array, (step.value, step.residual, step.output))
-        return [run.kernels.experts.add(products, routed, residual, output, step.scale, shared)]
+        kernels = run.kernels.experts
+        product = kernels.down(given, ids, _weights(step, run), products)
+        return [product, kernels.add(products, routed, residual, output, step.scale, shared)]
+
+
+def _weights(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeights:
+    return ExpertWeights(run.weights(step.linear), step.mixture.experts)
 
 
 def routing(mixture: Mixture) -> Routing:

@@ -10,12 +10,12 @@ from typing import Any
 
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
 from edgellm.engines.backends.steps.experts import (
-    AddExperts,
-    AddInOrder,
     ChooseByRow,
     ChooseExperts,
-    MultiplyExperts,
-    MultiplyPairs,
+    DownExperts,
+    DownPairs,
+    GateUpExperts,
+    GateUpPairs,
     for_kernels,
 )
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
@@ -58,8 +58,8 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     GatedDelta: (UpdateMatrices(),),
     GatedNorm: (NormGated(),),
     ChooseExperts: (ChooseByRow(),),
-    MultiplyExperts: (MultiplyPairs(),),
-    AddExperts: (AddInOrder(),),
+    GateUpExperts: (GateUpPairs(),),
+    DownExperts: (DownPairs(),),
 }
 
 

@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """But where NumPy's two likeliest tokens are as close as float16 tells them apart."""
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
-    limits = EngineLimits(1, prefill_chunk=16, kv_capacity=128, window_rows=0 if config.window is None else 64)
+    limits = EngineLimits(1, prefill_chunk=16, kv_capacity=128, window_rows=0 if config.window is None else 128)
     directory = EngineDirectory(GOLDENS / name, config, "float16", "auto", limits, {}, "", name)
     prompt, tokens = expected(name)
     with open_runner("tensorrt", directory) as runner:
