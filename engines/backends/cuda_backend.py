@@ -40,7 +40,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.encoder.launcher import CudaEncoder
-from edgellm.kernels.experts.launcher import CudaExperts
+from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -107,7 +107,7 @@ class CudaBackend(CudaDevice):
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
         self._encoder = CudaEncoder(self._module)
-        self._experts = CudaExperts(self._module, self.compute_dtype)
+        self._experts = CudaSortedExperts(self._module, self.compute_dtype)
 
     @cached_property
     def draft_tree(self) -> CudaTree:

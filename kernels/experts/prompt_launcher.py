@@ -18,7 +18,8 @@ from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import ExpertWeights, matrix_refusal
-from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted, most_tiles
+from edgellm.kernels.experts.launcher import CudaExperts
+from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted, most_tiles, rows_of_tiles
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -113,8 +114,8 @@ def product_kernel(
     return decode_kernel("experts/prompt_rows.cu", f"experts::prompt_rows<{arguments}>", macros)
 
 
-class CudaSortedExperts:
-    """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it.
+class CudaSortedExperts(CudaExperts):
+    """`CudaExperts`, and what many rows take; each kernel is loaded when a launch first needs it.
 
     `tiling`: other than the fastest, of the same rows.
     """
@@ -122,9 +123,17 @@ class CudaSortedExperts:
     tiling: PromptTiling | None = None
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        if dtype not in CUDA_TYPES:
-            raise KernelError(f"kernels of experts compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
-        self.module, self.dtype, self.gpu = module, dtype, capacity_of(module)
+        super().__init__(module, dtype)
+        self.gpu = capacity_of(module)
+
+    def load(
+        self, kind: str, pairs: int, experts: int, shape: tuple[int, int], layout: DeviceLayout | None = None
+    ) -> None:
+        """Compile and load what so many pairs need with matrices of a shape; `kind`: see `product_kernel`. `layout`: of
+        one expert's packed weight."""
+        self.module.load(SORTING.source)
+        tiling = expert_tiling(rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
+        self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
     def sort(self, expert_ids: DeviceArray, experts: int, sorted_pairs: SortedPairs) -> Launch:
         """See `NumpySortedExperts.sort`."""

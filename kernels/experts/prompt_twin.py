@@ -12,8 +12,8 @@ from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted
 from edgellm.kernels.experts.twin import NumpyExperts
 
 
-class NumpySortedExperts:
-    """See `edgellm.kernels.experts.prompt_contract`."""
+class NumpySortedExperts(NumpyExperts):
+    """`NumpyExperts`, and what many rows take: see `edgellm.kernels.experts.prompt_contract`."""
 
     def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
         """`sorted_pairs` of `expert_ids` [R, k] int32. A pair whose id no expert has is in none of the tiles."""
@@ -43,7 +43,7 @@ class NumpySortedExperts:
         def compute() -> None:
             for own, ids in _parts_of(sorted_pairs):
                 found = np.empty((len(own), results.shape[1]), np.float32)
-                NumpyExperts().gate_up(given[sorted_pairs.rows[own]], ids, experts, limit, found)()
+                self.gate_up(given[sorted_pairs.rows[own]], ids, experts, limit, found)()
                 results[sorted_pairs.pairs[own]] = found
 
         return NumpyLaunch(compute)
@@ -58,7 +58,7 @@ class NumpySortedExperts:
         def compute() -> None:
             for own, ids in _parts_of(sorted_pairs):
                 found = np.empty((len(own), results.shape[1]), np.float32)
-                NumpyExperts().down(given[sorted_pairs.pairs[own]], ids, experts, found)()
+                self.down(given[sorted_pairs.pairs[own]], ids, experts, found)()
                 results[sorted_pairs.pairs[own]] = found
 
         return NumpyLaunch(compute)

@@ -24,7 +24,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.encoder.launcher import CudaEncoder
-from edgellm.kernels.experts.launcher import CudaExperts
+from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -301,7 +301,7 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         CudaPromptLinear(module, dtype),
         CudaPrefill(module),
         CudaEncoder(module),
-        CudaExperts(module, dtype),
+        CudaSortedExperts(module, dtype),
     )
 
 

@@ -70,8 +70,8 @@ def step_rows(step: Step, program: Program) -> int:
 
 
 def packed_layout(step: Step, program: Program) -> PackedLayout | None:
-    """How a step's weight is packed, if it is."""
-    return None if step.multiplies is None else program.packed.get(step.multiplies.weight.name)
+    """How a step's weight is packed, if it is: that of a linear layer, or of a layer of experts."""
+    return next((program.packed[each.name] for each in step.weights if each.name in program.packed), None)
 
 
 def too_large(needed: int, limit: int) -> str | None:

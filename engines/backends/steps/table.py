@@ -23,6 +23,7 @@ from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows
+from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -58,8 +59,8 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     GatedDelta: (UpdateMatrices(),),
     GatedNorm: (NormGated(),),
     ChooseExperts: (ChooseByRow(),),
-    GateUpExperts: (GateUpPairs(),),
-    DownExperts: (DownPairs(),),
+    GateUpExperts: (GateUpSorted(), GateUpPairs()),
+    DownExperts: (DownSorted(), DownPairs()),
 }
 
 
