@@ -255,9 +255,13 @@ template <typename T, typename G> struct DenseCopies {
     }
 };
 
+// Which rows of the input those are that a thread copies, where rows are sorted.
+template <typename G, bool = G::SORTED> struct Sources {};
+template <typename G> struct Sources<G, true> { int sources[G::ROWS / G::AT_ONCE]; };
+
 // Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says
 // that it has come, and that the one before has been read: its stage is filled again.
-template <typename T, typename G, typename Weights> struct Copies {
+template <typename T, typename G, typename Weights> struct Copies : Sources<G> {
     OperandsOf<T, G>& operands;
     const Work& work;
     const char* memory;
@@ -267,7 +271,6 @@ template <typename T, typename G, typename Weights> struct Copies {
     Weights weights;
     const T* input;  // of the thread's first row, where the next chunk begins
     int input_rows;  // that exist from there on
-    int sources[G::SORTED ? G::ROWS / G::AT_ONCE : 1];  // of rows that are sorted those that the thread copies
 
     __device__ Copies(OperandsOf<T, G>& given, const Work& all, const char* shared)
         : operands(given), work(all), memory(shared), read_stage(-1), written_stage(0), tile(blockIdx.x), chunk(0) {
@@ -324,7 +327,7 @@ template <typename T, typename G, typename Weights> struct Copies {
             input = operands.input + own_column;
 #pragma unroll
             for (int row = 0; row < G::ROWS; row += G::AT_ONCE)
-                sources[row / G::AT_ONCE] = __ldcg(operands.sorted.source + place.row + own_row + row);
+                this->sources[row / G::AT_ONCE] = __ldcg(operands.sorted.source + place.row + own_row + row);
         }
     }
     __device__ const char* stage() const {
@@ -342,7 +345,7 @@ template <typename T, typename G, typename Weights> struct Copies {
     __device__ void copy_sorted(unsigned target, int first, bool exists) const {
 #pragma unroll
         for (int row = 0; row < G::ROWS; row += G::AT_ONCE) {
-            const int line = sources[row / G::AT_ONCE];
+            const int line = this->sources[row / G::AT_ONCE];
             const T* source = input + static_cast<size_t>(max(line, 0)) * operands.stride + first;
             copy_async_16(target + row * ROW_BYTES, source, exists && line >= 0);
         }
