@@ -314,7 +314,7 @@ class CudaBackend(CudaDevice):
         kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
-            choice.load_prompts(replace(for_kernels(program), packed=packed), kernels, prompt_step)
+            choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
         return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:

@@ -60,7 +60,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import InputPermutation
 
 
-class _NormLinear(ctypes.Structure):
+class NormLinearArgument(ctypes.Structure):
     """`NormLinear` of linear.cu."""
 
     _fields_ = [
@@ -127,7 +127,7 @@ LINEAR_MACROS = (
     ("HOST_WIDE_PAIRS_BYTES", WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
     ("HOST_STAGED_BYTES", NARROW.staged_bytes(2, _COLUMNS)),
     ("HOST_STREAMED_BYTES", WIDE.streamed_bytes(9)),
-    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
+    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
 _NORM_MACROS = (
@@ -191,7 +191,7 @@ class CudaDecodeKernels:
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
         batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, linear.width)
-        arguments = _NormLinear(
+        arguments = NormLinearArgument(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, widths[-1]),
@@ -214,7 +214,7 @@ class CudaDecodeKernels:
         is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
-        arguments = _NormLinear(
+        arguments = NormLinearArgument(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
             linear_argument(linear, batch, rows, 1.0),
             KeptArgument(),

@@ -283,8 +283,8 @@ __device__ __forceinline__ void multiply_staged(
 }
 
 // Activations as they are. A warp's share may be more than the slice that it stages.
-template <typename T, typename G>
-__device__ __forceinline__ void stage_input(const T* input, const SelectedRows& source, char* activations, const Linear& linear) {
+template <typename T, typename G, typename Rows>
+__device__ __forceinline__ void stage_input(const T* input, const Rows& source, char* activations, const Linear& linear) {
     stage_as_is(input, source, activations, G::ONE ? 1 : linear.batch, linear.columns, linear.steps);
     if (G::TEAMS > 1) __syncthreads();
 }

@@ -21,6 +21,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatri
 
 #: The most experts of a layer, each lane of a warp has so many 32nds of them, and the most that a row goes through.
 MAX_EXPERTS, MAX_CHOSEN = 512, 32
+#: The most rows that one launch routes: each of its blocks norms all of them.
+MAX_ROUTED_ROWS = 2
 #: The most pairs of a row and an expert of one launch: the second axis of its grid.
 MAX_PAIRS = 65_535
 

@@ -1,11 +1,10 @@
 // What stands around the products of a mixture of experts: which experts a row goes through and its shares of them, and the
 // sum of what they give.
-#include "decode/common.cuh"
+#include "decode/linear.cuh"
+#include "experts/addition.cuh"
 
 namespace experts {
 
-using decode::load8_float;
-using decode::to_float;
 using decode::unpack8;
 using decode::warp_max;
 using decode::warp_sum;
@@ -24,12 +23,10 @@ struct Choice {
 };
 static_assert(sizeof(Choice) == HOST_CHOICE_BYTES, "as the host's structure");
 
-// A warp chooses for row blockIdx.x; lane l has experts l, l + 32 and so on, EACH of them.
-template <typename T, int EACH> __global__ void __launch_bounds__(32) choose(const __grid_constant__ Choice given) {
-    const int lane = threadIdx.x, row = blockIdx.x;
+// A warp chooses for a row; lane l has experts l, l + 32 and so on, EACH of them.
+template <typename T, int EACH> __device__ __forceinline__ void choose_of_row(const Choice& given, int row) {
+    const int lane = threadIdx.x % 32;
     const float none = __uint_as_float(0xff800000u);
-    launch_next_kernel();
-    wait_for_previous_kernel();
     float score[EACH], judged[EACH], largest = none;
     bool is_nan = false;
 #pragma unroll
@@ -108,45 +105,32 @@ template <typename T, int EACH> __global__ void __launch_bounds__(32) choose(con
     if (lane == 0) given.shared[row] = 1.f / (1.f + expf(-product));
 }
 
-// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] and its weights [rows] (null: none).
-struct Addition {
-    const float *outputs, *weights, *shared, *shared_weights;
-    const void* residual;
-    float* output;
-    int chosen, width, residual_float;
-    float scale;
-};
-static_assert(sizeof(Addition) == HOST_ADDITION_BYTES, "as the host's structure");
-
-// output = residual + scale (the sum of outputs times weights, in order), of row blockIdx.y: a thread has eight columns.
-template <typename T> __global__ void __launch_bounds__(HOST_ADDING_THREADS) add(const __grid_constant__ Addition given) {
-    const int column = (blockIdx.x * HOST_ADDING_THREADS + threadIdx.x) * 8;
-    const size_t row = blockIdx.y, place = row * given.width + column;
+// Of scores that are there: a warp for each row.
+template <typename T, int EACH> __global__ void __launch_bounds__(32) choose(const __grid_constant__ Choice given) {
     launch_next_kernel();
     wait_for_previous_kernel();
-    if (column >= given.width) return;
-    float total[8] = {}, values[8];
-#pragma unroll 4
-    for (int number = 0; number < given.chosen; ++number) {
-        const size_t pair = row * given.chosen + number;
-        const float weight = __ldcg(given.weights + pair);
-        load8_float(given.outputs + pair * given.width + column, values);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) total[j] = fmaf(weight, values[j], total[j]);
-    }
-    if (given.shared != nullptr) {
-        const float weight = __ldcg(given.shared_weights + row);
-        load8_float(given.shared + place, values);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) total[j] = fmaf(weight, values[j], total[j]);
-    }
-    if (given.residual_float) load8_float(static_cast<const float*>(given.residual) + place, values);
-    else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(given.residual) + place)), values);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] += given.scale * total[j];
-    float4* target = reinterpret_cast<float4*>(given.output + place);
-    target[0] = make_float4(values[0], values[1], values[2], values[3]);
-    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+    choose_of_row<T, EACH>(given, blockIdx.x);
+}
+
+// scores = norm(input) weight^T + bias, as decode::norm_linear computes them, and with the last of them the choice.
+template <typename T, typename G, int EACH>
+__global__ void __launch_bounds__(decode::THREADS, G::BLOCKS)
+    route(const __grid_constant__ decode::NormLinear arguments, const __grid_constant__ Choice given, unsigned* counter) {
+    const decode::FloatOutput output = decode::float_output(arguments.output, arguments.linear);
+    const decode::NormInputs<T, 1> inputs = decode::one_input<T>(arguments);
+    decode::multiply_normalized<T, 1, G::HELD, G, false>(inputs, arguments.linear, output, arguments.next_early != 0);
+    if (!comes_last(counter, gridDim.x)) return;
+    for (int row = threadIdx.x / 32; row < arguments.linear.batch; row += decode::SLICES) choose_of_row<T, EACH>(given, row);
+}
+
+static_assert(sizeof(Addition) == HOST_ADDITION_BYTES, "as the host's structure");
+
+// Of row blockIdx.y: a thread has four columns.
+template <typename T> __global__ void __launch_bounds__(HOST_ADDING_THREADS) add(const __grid_constant__ Addition given) {
+    const int column = (blockIdx.x * HOST_ADDING_THREADS + threadIdx.x) * 4;
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    if (column < given.width) add_four<T>(given, blockIdx.y, column);
 }
 
 }  // namespace experts

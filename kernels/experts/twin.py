@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, gated, product, rows_of, write
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyLaunch, gated, product, rows_of, write
 from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, check_pairs
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
@@ -35,6 +35,24 @@ class NumpyExperts:
 
         return NumpyLaunch(compute)
 
+    def route(
+        self,
+        normed: NormedInput,
+        router: LinearWeights,
+        kept: Kept,
+        scores: np.ndarray,
+        routing: Routing,
+        routed: Routed,
+        counters: np.ndarray,
+        correction: np.ndarray | None = None,
+        shared: tuple[np.ndarray, np.ndarray] | None = None,
+        next_early: bool = True,
+    ) -> NumpyLaunch:
+        """`NumpyDecodeKernels.norm_linear` of what is `normed`, to `scores`, and what `choose` makes of them.
+        `counters` uint32: the first is zero before and after."""
+        scored = NumpyDecodeKernels().norm_linear([normed], router, scores, 1.0, kept)
+        return _one_after_the_other(scored, self.choose(scores, routing, routed, correction, shared))
+
     def gate_up(
         self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, limit: float, output: np.ndarray
     ) -> NumpyLaunch:
@@ -58,6 +76,22 @@ class NumpyExperts:
             write(output, products.reshape(len(products), -1))
 
         return NumpyLaunch(compute)
+
+    def down_add(
+        self,
+        x: np.ndarray,
+        experts: ExpertWeights,
+        products: np.ndarray,
+        routed: Routed,
+        residual: np.ndarray,
+        output: np.ndarray,
+        counters: np.ndarray,
+        scale: float = 1.0,
+        shared: np.ndarray | None = None,
+    ) -> NumpyLaunch:
+        """`down` to `products`, then `add`. `counters` uint32 [R, `counter_words`] are zero before and after."""
+        multiplied = self.down(x, routed.expert_ids, experts, products)
+        return _one_after_the_other(multiplied, self.add(products, routed, residual, output, scale, shared))
 
     def add(
         self,
@@ -109,6 +143,14 @@ def clamped(gate_up: np.ndarray, limit: float) -> np.ndarray:
     """gpt-oss's activation of gates and ups [.., 2 I], which alternate: see `NumpyExperts.gate_up`."""
     gate, up = np.minimum(gate_up[..., ::2], limit), np.clip(gate_up[..., 1::2], -limit, limit)
     return (up + 1) * gate * _sigmoid(np.float32(1.702) * gate)
+
+
+def _one_after_the_other(*launches: NumpyLaunch) -> NumpyLaunch:
+    def compute() -> None:
+        for launch in launches:
+            launch()
+
+    return NumpyLaunch(compute)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

@@ -57,9 +57,10 @@ __device__ __forceinline__ void write_part(
     const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
     int rows, const Sorted&... sorted) {
     for_each_sum<G>([&](int r, int c, int i) {
-        const int b = output_row(place.row + lane.row_of(r, i / 2), sorted...);
-        const int n = place.column + lane.weight_row_of(c) + i % 2;
-        if (c % G::SUMS != 0 || b >= batch || n >= rows || (G::SORTED && b < 0)) return;
+        const int row = place.row + lane.row_of(r, i / 2), n = place.column + lane.weight_row_of(c) + i % 2;
+        if (c % G::SUMS != 0 || row >= batch || n >= rows) return;
+        const int b = output_row(row, sorted...);
+        if (G::SORTED && b < 0) return;
         float one[G::SUMS];
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s) {

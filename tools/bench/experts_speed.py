@@ -6,8 +6,8 @@
 Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `skewed`: expert of rank r, another one in
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
 itself; GB/s are those of the weights of the experts that were chosen, each read once, and their share of what was read
-before and behind; TFLOP/s of the experts' products. From 65 rows on pairs are sorted by expert (`sort`); below that
-each pair is multiplied by itself. `--tilings`: every tiling of prompts, gates and ups, and downs. Needs pycuda and a
+before and behind; TFLOP/s of the experts' products. From 65 rows on pairs are sorted by expert (`sort`). Norms are left
+out but where a router has them inside (`route`). `--tilings`: every tiling of prompts, gates and ups, and downs. Needs pycuda and a
 GPU; all layers take 2.5 GB of it.
 """
 
@@ -30,9 +30,10 @@ from provenance import provenance
 from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, LinearWeights
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
-from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import MAX_ROUTED_ROWS, ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.launcher import counter_words
 from edgellm.kernels.experts.prompt_contract import TILES, rows_of_tiles, sorted_pairs, sorted_words
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
 from edgellm.kernels.launch import KernelModule, Launch
@@ -68,6 +69,7 @@ class Bench:
         )
         noise = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float16)
         self._noise, self._blocks = self.array_of(noise), self._random_blocks()
+        self.norm = self.array_of(np.ones(self.hidden, np.float16))
         self.layers = [self._layer() for _ in range(LAYERS)]
 
     def array_of(self, values: np.ndarray) -> DeviceArray:
@@ -150,6 +152,7 @@ class Step:
         self.routed = Routed(empty((self.rows, chosen), "int32"), empty((self.rows, chosen), "float32"))
         self.inner = bench.random(self.rows, chosen * bench.size)
         self.products = empty((self.rows, chosen * bench.hidden), "float32")
+        self.counters = bench.device.zeros((self.rows, counter_words(bench.hidden)), "uint32")
         self.sorted = self.room(rows_of_tiles(self.pairs, bench.experts)) if self.rows > MAX_TILED_ROWS else None
 
     def room(self, tile: int) -> Any:
@@ -161,16 +164,23 @@ class Step:
         """Those of a layer, in order."""
         bench, layer, ids = self.bench, self.bench.layers[number], self.ids[number]
         kernels, linears = bench.kernels, bench.linears[self.rows > MAX_TILED_ROWS]
-        found = {"router": linears.linear(self.x, LinearWeights(layer.router), self.scores)}
-        found["choose"] = kernels.choose(self.scores, Routing(bench.experts, bench.chosen), self.routed)
+        routing, router = Routing(bench.experts, bench.chosen), LinearWeights(layer.router)
+        if self.rows <= MAX_ROUTED_ROWS:
+            given = NormedInput(self.residual, bench.norm, 1e-6), router, Kept(self.x)
+            found = {"route": kernels.route(*given, self.scores, routing, self.routed, self.counters)}
+        else:
+            found = {"router": linears.linear(self.x, router, self.scores)}
+            found["choose"] = kernels.choose(self.scores, routing, self.routed)
         if self.sorted is None:
             found["gate_up"] = kernels.gate_up(self.x, ids, layer.gate_up, 0.0, self.inner)
-            found["down"] = kernels.down(self.inner, ids, layer.down, self.products)
+            routed = self.routed._replace(expert_ids=ids)
+            ends = self.residual, self.output, self.counters
+            found["down and add"] = kernels.down_add(self.inner, layer.down, self.products, routed, *ends)
         else:
             found["sort"] = kernels.sort(ids, bench.experts, self.sorted)
             found["gate_up"] = kernels.sorted_gate_up(self.x, self.sorted, layer.gate_up, 0.0, self.inner)
             found["down"] = kernels.sorted_down(self.inner, self.sorted, layer.down, self.products)
-        found["add"] = kernels.add(self.products, self.routed, self.residual, self.output)
+            found["add"] = kernels.add(self.products, self.routed, self.residual, self.output)
         return found
 
     def figures(self) -> dict[str, float]:

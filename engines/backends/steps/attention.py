@@ -27,6 +27,8 @@ from edgellm.kernels.recurrent.contract import GatedHeads
 
 #: Where gated attention finds its heads without the gates, and where parts of a row's keys leave what they found.
 UNGATED, PARTIAL = "qkv without gates", "partial"
+#: What counts the blocks that are done with a row's keys.
+COUNTERS = "counters"
 
 
 class _AnyAttention(Implementation[Attention]):
@@ -72,6 +74,9 @@ class FewTokens(_AnyAttention):
         partials = attention_partials(_attention_shape(step, program.shape))
         return super().scratch(step, program) | {PARTIAL: ((partials,), "float32")}
 
+    def counters(self, step: Attention, program: Program) -> Edge:
+        return {COUNTERS: ((step_rows(step, program), step.heads[1]), "uint32")}
+
     def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
         array = run.array
         mask = None if run.program.shape.phase == "decode" else array("attention_mask")
@@ -90,7 +95,7 @@ class FewTokens(_AnyAttention):
                 *(k_cache, v_cache, step.masks_all),
                 *(k_scale, v_scale, step.window),
             ),
-            AttentionScratch(array(PARTIAL), array("counters")),
+            AttentionScratch(array(PARTIAL), array(COUNTERS)),
             array(step.output),
         )
         return [attention]

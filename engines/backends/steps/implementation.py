@@ -47,6 +47,11 @@ class Implementation(Generic[StepKind]):
         and tensors at the engine's edge do not."""
         return {step.output: (self._rows_of(step, program), "float32")}
 
+    def counters(self, step: StepKind, program: Program) -> Edge:
+        """Shape and dtype of memory that is zero between its launches, which is no part of what engines share; of one
+        name the largest counts."""
+        return {}
+
     def launches(self, step: StepKind, run: Launching, next_early: bool) -> list[Any]:
         """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
         done."""

@@ -18,7 +18,7 @@ from edgellm.engines.model.config import Mixture
 from edgellm.kernels import nvrtc
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
-from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.experts import twin
 from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, experts_refusal, matrix_refusal
@@ -105,18 +105,24 @@ def test_what_kernels_do_not_take_is_refused_by_name() -> None:
         kernels.gate_up(x, ids, weights, 0.0, np.zeros((9000, 64), np.float32))()
 
 
-def asked(architecture: str, dtype: str, kinds: tuple[str, ...]) -> AbsentModule:
-    """A GPU that noted what products of experts of such formats ask for, which also counts their shared memory."""
+def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> AbsentModule:
+    """A GPU that noted what products of so many rows and experts of such formats ask for, which also counts their
+    shared memory."""
     module = AbsentModule(absent_gpu(architecture, 16, SHARED_MEMORY[architecture]))
     kernels = CudaExperts(module, dtype)  # type: ignore[arg-type]
 
     def array(*shape: int, kind: str = dtype) -> DeviceArray:
         return DeviceArray(1 << 20, shape, kind)
 
-    routed = Routed(array(3, 8, kind="int32"), array(3, 8, kind="float32"), array(3, kind="float32"))
-    scores, sums = array(3, 128, kind="float32"), array(3, 8 * 2048, kind="float32")
-    kernels.choose(scores, Routing(128, 8), routed, None, (array(3, 2048), array(1, 2048)))
-    kernels.add(sums, routed, array(3, 2048), array(3, 2048, kind="float32"))
+    routed = Routed(array(rows, 8, kind="int32"), array(rows, 8, kind="float32"), array(rows, kind="float32"))
+    scores, sums = array(rows, 128, kind="float32"), array(rows, 8 * 2048, kind="float32")
+    counters, total, x = array(rows, 256, kind="uint32"), array(rows, 2048, kind="float32"), array(rows, 2048)
+    if rows == 1:
+        router, kept = LinearWeights(array(128, 2048)), Kept(x)
+        kernels.route(NormedInput(x, array(2048)), router, kept, scores, Routing(128, 8), routed, counters)
+    else:
+        kernels.choose(scores, Routing(128, 8), routed, None, (x, array(1, 2048)))
+        kernels.add(sums, routed, x, total)
     for kind in kinds:
         sizes = ((16 * 1536, 2048), (16 * 2048, 768))
         if kind == "dense":
@@ -127,28 +133,32 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...]) -> AbsentModule
             packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
             both = [ExpertWeights(LinearWeights(each), 16) for each in packed]
         for limit in (0.0, 7.0):
-            kernels.gate_up(array(3, 2048), routed.expert_ids, both[0], limit, array(3, 8 * 768))
-        kernels.down(array(3, 8 * 768), routed.expert_ids, both[1], sums)
+            kernels.gate_up(x, routed.expert_ids, both[0], limit, array(rows, 8 * 768))
+        kernels.down_add(array(rows, 8 * 768), both[1], sums, routed, x, total, counters)
     return module
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "kinds"),
+    ("architecture", "dtype", "kinds", "rows"),
     [
-        ("sm_87", "float16", ("dense", "int4")),
-        ("sm_90", "bfloat16", ("int4", "mxfp4")),
-        ("sm_120", "bfloat16", ("dense", "q4_k")),
-        pytest.param("sm_110", "float16", ("dense", "int4", *GGUF_FORMATS), marks=pytest.mark.slow),
+        ("sm_87", "float16", ("dense", "int4"), 1),
+        ("sm_90", "bfloat16", ("dense", "mxfp4"), 16),
+        ("sm_120", "bfloat16", ("q4_k",), 64),
+        *(
+            pytest.param(name, "float16", ("dense", "int4", *GGUF_FORMATS), rows, marks=pytest.mark.slow)
+            for name in ("sm_87", "sm_110")
+            for rows in (1, 16)
+        ),
     ],
 )
 def test_modules_compile_within_the_shared_memory_of_each_device(
-    architecture: str, dtype: str, kinds: tuple[str, ...]
+    architecture: str, dtype: str, kinds: tuple[str, ...], rows: int
 ) -> None:
     try:
         nvrtc.find_nvrtc()
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
-    sources = asked(architecture, dtype, kinds).sources
-    assert len(sources) == 2 + 3 * len(kinds)
+    sources = asked(architecture, dtype, kinds, rows).sources
+    assert len(sources) == (1 if rows == 1 else 2) + 3 * len(kinds)
     for source in sources:
         assert compile_module(source, architecture).code.startswith(b"\x7fELF")

@@ -12,10 +12,10 @@ from expert_cases import ROUTINGS, dense_values, on_gpu, random_ids, random_laye
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS
 
-from edgellm.kernels.decode.contract import LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing
-from edgellm.kernels.experts.launcher import CudaExperts
+from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.experts.twin import NumpyExperts, clamped
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +74,39 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
             np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_router_in_one_launch_is_its_layer_and_the_choice(gpu, name: str, rows: int, dtype: str) -> None:
+    """Bit by bit, and again in the next launch; with a bias, a correction and a shared expert."""
+    own, hidden, random = ROUTINGS[name], 520, np.random.default_rng(3)
+    kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+
+    def given(*shape: int) -> Any:
+        return device_copy(gpu, to_bits(random.standard_normal(shape, np.float32), dtype))
+
+    normed = NormedInput(device_copy(gpu, random.standard_normal((rows, hidden), np.float32)), given(hidden), 1e-5)
+    router, gate = LinearWeights(given(own.experts, hidden), given(own.experts)), given(1, hidden)
+    correction, found = device_copy(gpu, random_scores(own, 1)[1]), []
+    kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
+    counters, routed = gpu.zeros((1,), "uint32"), routed_on(gpu, rows, own.chosen, True)
+    apart = (
+        dense.norm_linear([normed], router, scores, 1.0, Kept(kept)),
+        kernels.choose(scores, own, routed, correction, (kept, gate)),
+    )
+    route = kernels.route(normed, router, Kept(kept), scores, own, routed, counters, correction, (kept, gate))
+    for launches in (apart, (route,), (route,)):
+        for each in (kept, scores, *routed):
+            gpu.upload(each, np.zeros_like(gpu.download(each)))
+        for launch in launches:
+            launch()
+        found.append([gpu.download(each) for each in (kept, scores, *routed)])
+        assert not gpu.download(counters).any() and found[-1][1].any()
+    for others in found[1:]:
+        for expected, values in zip(found[0], others, strict=True):
+            np.testing.assert_array_equal(values, expected)
+
+
 def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
     kernels, routed = CudaExperts(gpu.kernel_module, "float16"), routed_on(gpu, 2, 3)
     scores = np.zeros((2, 70), np.float32)
@@ -113,9 +146,11 @@ def layers_of(gpu: Any, kind: str, rows: int, columns: int, dtype: str) -> tuple
     return on_gpu(gpu, weight, bias, EXPERTS, dtype), dense_values(weight, dtype), bias
 
 
+@pytest.mark.parametrize("rows", [1, 20, 65])
 @pytest.mark.parametrize(("kind", "hidden", "size", "dtype"), CASES)
-def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, size: int, dtype: str) -> None:
-    rows, kernels = 3, CudaExperts(gpu.kernel_module, dtype)
+def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, size: int, dtype: str, rows: int) -> None:
+    """Of one row, of rows of which more chose an expert than one block multiplies, and of more rows, each by itself."""
+    kernels = CudaExperts(gpu.kernel_module, dtype)
     ids = random_ids(EXPERTS, CHOSEN, rows)
     x = np.random.default_rng(4).standard_normal((rows, hidden), np.float32)
     on_device, given = device_copy(gpu, to_bits(x, dtype)), device_copy(gpu, ids)
@@ -157,7 +192,16 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         kernels.gate_up(device_copy(gpu, to_bits(x[rows], "float16")), own.expert_ids, layers[0], 0.0, inner)()
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
-        kernels.add(outputs, own, before, total, 0.25, device_copy(gpu, shared[rows].copy()))()
+        ends = 0.25, device_copy(gpu, shared[rows].copy())
+        kernels.add(outputs, own, before, total, *ends)()
+        if count <= MAX_TILED_ROWS:  # the same in one launch, twice
+            counters = gpu.zeros((count, counter_words(hidden)), "uint32")
+            products, at_once = gpu.empty(outputs.shape, "float32"), gpu.empty(total.shape, "float32")
+            for _ in range(2):
+                gpu.upload(at_once, np.full(total.shape, np.nan, np.float32))
+                kernels.down_add(inner, layers[1], products, own, before, at_once, counters, *ends)()
+                np.testing.assert_array_equal(gpu.download(at_once), gpu.download(total))
+                assert not gpu.download(counters).any()
         return gpu.download(outputs), gpu.download(total)
 
     products, total = computed(slice(0, most))
