@@ -78,9 +78,8 @@ SORTING = decode_kernel(
 def expert_tilings(tile: int, gpu: Capacity, layout: DeviceLayout | None) -> list[PromptTiling]:
     """Those of `tile` rows whose blocks find room in a GPU's shared memory, the largest first. `layout`: of packed
     weights."""
-    every = TILINGS
-    if layout is not None:
-        every = tuple(each._replace(block_bytes=layout.block_bytes) for each in PACKED_TILINGS)
+    block_bytes = 0 if layout is None else layout.block_bytes
+    every = [each._replace(block_bytes=block_bytes) for each in (TILINGS if layout is None else PACKED_TILINGS)]
     return [each for each in every if each.rows == tile and each.resident(2, gpu)]
 
 
@@ -147,7 +146,7 @@ class CudaSortedExperts(CudaExperts):
     ) -> Launch:
         """See `NumpySortedExperts.sorted_gate_up`."""
         kind, pairs = "alternating" if limit else "gated", output.size * 2 // experts.shape[0]
-        return self._product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
+        return self._sorted_product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
 
     def sorted_down(
         self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: DeviceArray
@@ -155,9 +154,9 @@ class CudaSortedExperts(CudaExperts):
         """See `NumpySortedExperts.sorted_down`."""
         pairs = output.size // experts.shape[0]
         check_room("x", x, pairs, experts.shape[1])
-        return self._product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)
+        return self._sorted_product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)
 
-    def _product(
+    def _sorted_product(
         self,
         kind: str,
         x: DeviceArray,

@@ -7,8 +7,8 @@ Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `s
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
 itself; GB/s are those of the weights of the experts that were chosen, each read once, and their share of what was read
 before and behind; TFLOP/s of the experts' products. From 65 rows on pairs are sorted by expert (`sort`). Norms are left
-out but where a router has them inside (`route`). `--tilings`: every tiling of prompts, gates and ups, and downs. Needs pycuda and a
-GPU; all layers take 2.5 GB of it.
+out but where a router has them inside (`route`). `--tilings`: every tiling of prompts, gates and ups, and downs. Needs
+pycuda and a GPU; all layers take 2.5 GB of it.
 """
 
 from __future__ import annotations

@@ -57,11 +57,8 @@ class GateUpSorted(_Sorted, GateUpPairs):
         return super().scratch(step, program) | {_words_of(step): words}
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
-        kernels, pairs, (given, ids, output) = (
-            run.kernels.experts,
-            self._pairs(step, run),
-            map(run.array, (step.value, step.ids, step.output)),
-        )
+        given, ids, output = map(run.array, (step.value, step.ids, step.output))
+        kernels, pairs = run.kernels.experts, self._pairs(step, run)
         product = kernels.sorted_gate_up(given, pairs, _weights(step, run), step.mixture.limit, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
 
@@ -72,7 +69,7 @@ class DownSorted(_Sorted, DownPairs):
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
         names = step.value, step.products, step.residual, step.output, step.ids, step.shares
         given, products, residual, output, ids, shares = map(run.array, names)
-        shared, own = (None, None) if step.shared is None else map(run.array, (step.shared, step.shared_shares))
+        shared, own = (None if name is None else run.array(name) for name in (step.shared, step.shared_shares))
         kernels = run.kernels.experts
         product = kernels.sorted_down(given, self._pairs(step, run), _weights(step, run), products)
         return [product, kernels.add(products, Routed(ids, shares, own), residual, output, step.scale, shared)]
