@@ -341,6 +341,8 @@ def test_mixtures_bring_the_kernels_of_their_experts(
     assert names <= {name for name, _ in compiled}
     kind = "packed-expert_" if packed else "experts-dense-"
     assert any("experts-choose" in name for name in names) and any(kind in name for name in names)
+    of_prompts = [name for name in names if "experts-prompt_rows" in name]
+    assert "experts-sort_pairs" in names and len(of_prompts) == 2
 
 
 @pytest.mark.parametrize("family", RECURRENT)
