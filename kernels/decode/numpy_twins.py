@@ -231,10 +231,10 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
             if step.window is not None:
                 rows = rows[-step.window :] % step.k_cache.shape[2]
-            kept = (step.k_cache, step.v_cache, step.k_scale, step.v_scale)
-            own = [None if cache is None else cache[b][:, rows] for cache in kept]
+            keys, values = (cache[b][:, rows] for cache in (step.k_cache, step.v_cache))
+            own_scales = [None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale)]
             sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1, 1)
-            attended = attend(query[b, t], own[0], own[1], own[2], own[3], sinks=sinks)
+            attended = attend(query[b, t], keys, values, own_scales[0], own_scales[1], sinks=sinks)
             context[b * tokens + t] = attended.reshape(-1)
 
 

@@ -322,8 +322,10 @@ def pairs_at_once(
             needed = dense_geometry(pairs, columns, gated, gpu.shared_limit)[2]
         else:
             way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False)
-            needed = None if way is None else way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
-        if needed is not None and needed + _GROUP_BYTES <= gpu.shared_limit:
+            if way is None:
+                continue
+            needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
+        if needed + _GROUP_BYTES <= gpu.shared_limit:
             return pairs
     return None
 

@@ -107,8 +107,7 @@ class NumpyExperts:
 
         def compute() -> None:
             weights = rows_of(routed.expert_weights)
-            each, total = outputs.reshape(*weights.shape, -1), np.zeros(residual.size, np.float32)
-            total = total.reshape(len(weights), -1)
+            each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(residual).shape, np.float32)
             for place in range(weights.shape[1]):
                 total += weights[:, place, None] * each[:, place]
             if shared is not None and routed.shared_weights is not None:

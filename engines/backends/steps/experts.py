@@ -174,8 +174,8 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
-    last = (shared_output, shared_shares) if step.shared else (None, None)
-    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *last, step.scale)
+    beside = {"shared": shared_output, "shared_shares": shared_shares} if step.shared else {}
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, scale=step.scale, **beside)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
