@@ -1,14 +1,15 @@
 """Times a mixture's layer by kernels, over the weights of several layers in turn: of decode steps, and of prompts.
 
     python tools/bench/experts_speed.py [--rows 1 4 16 64 512 4000] [--experts 128 --chosen 8 --hidden 2048 --size 768]
-                                        [--format int4 dense mxfp4] [--tilings] [--as orin [--alone]] [--output FILE]
+                                        [--format int4 dense mxfp4] [--sort-from 65] [--tilings]
+                                        [--as orin [--alone]] [--output FILE]
 
 Random weights in the shapes of Qwen3-30B-A3B; experts are chosen evenly, and `skewed`: expert of rank r, another one in
 each layer, is as likely as r^-0.8. Milliseconds of a layer, from CUDA graphs of all layers, and of its kernels each by
 itself; GB/s are those of the weights of the experts that were chosen, each read once, and their share of what was read
-before and behind; TFLOP/s of the experts' products. From 65 rows on pairs are sorted by expert (`sort`). Norms are left
-out but where a router has them inside (`route`). `--tilings`: every tiling of prompts, gates and ups, and downs. Needs
-pycuda and a GPU; all layers take 2.5 GB of it.
+before and behind; TFLOP/s of the experts' products. From 65 rows on, as in models, pairs are sorted by expert (`sort`),
+or `--sort-from` others. Norms are left out but where a router has them inside (`route`). `--tilings`: every tiling of
+sorted pairs, gates and ups, and downs. Needs pycuda and a GPU; all layers take 2.5 GB of it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Bench:
         self.experts, self.chosen, self.hidden, self.size = (
             getattr(options, each) for each in ("experts", "chosen", "hidden", "size")
         )
+        self.sort_from: int = options.sort_from
         noise = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float16)
         self._noise, self._blocks = self.array_of(noise), self._random_blocks()
         self.norm = self.array_of(np.ones(self.hidden, np.float16))
@@ -153,7 +155,7 @@ class Step:
         self.inner = bench.random(self.rows, chosen * bench.size)
         self.products = empty((self.rows, chosen * bench.hidden), "float32")
         self.counters = bench.device.zeros((self.rows, counter_words(bench.hidden)), "uint32")
-        self.sorted = self.room(rows_of_tiles(self.pairs, bench.experts)) if self.rows > MAX_TILED_ROWS else None
+        self.sorted = self.room(rows_of_tiles(self.pairs, bench.experts)) if self.rows >= bench.sort_from else None
 
     def room(self, tile: int) -> Any:
         """Sorted pairs in tiles of so many rows."""
@@ -227,6 +229,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 512, 4000])
     parser.add_argument("--format", nargs="+", type=one_of(*FORMATS), default=["int4"])
+    parser.add_argument("--sort-from", type=int, default=MAX_TILED_ROWS + 1, metavar="ROWS")
     parser.add_argument("--tilings", action="store_true")
     parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parse(parser)
@@ -240,7 +243,7 @@ def main() -> None:
                 step, distinct = Step(bench, ids), float(np.mean([len(np.unique(each)) for each in ids]))
                 label = f"{name}, {rows} rows{', skewed' if skewed else ''}"
                 result[label] = measured(bench, label, step.figures, distinct, ids[0].size)
-                if options.tilings and rows > MAX_TILED_ROWS:
+                if options.tilings and rows >= options.sort_from:
                     label += ", tilings"
                     result[label] = measured(bench, label, step.tilings, distinct, ids[0].size)
     if options.output:
