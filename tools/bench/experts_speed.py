@@ -70,7 +70,8 @@ class Bench:
         )
         self.sort_from: int = options.sort_from
         noise = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(np.float16)
-        self._noise, self._blocks = self.array_of(noise), self._random_blocks()
+        self._noise = self.array_of(noise)
+        self._blocks = self._random_blocks()
         self.norm = self.array_of(np.ones(self.hidden, np.float16))
         self.layers = [self._layer() for _ in range(LAYERS)]
 
