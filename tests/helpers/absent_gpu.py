@@ -29,6 +29,8 @@ from edgellm.kernels.recurrent.launcher import CudaRecurrent
 TARGET = "sm_86"
 DEVICE: Any = SimpleNamespace(
     zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    empty=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    upload=lambda array, values: None,
     part=lambda memory, offset, shape, dtype: DeviceArray(1 << 20, shape, dtype),
 )
 

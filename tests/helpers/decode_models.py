@@ -349,9 +349,8 @@ class Loaded:
         self.engine.attach(gpu, self.scratch)
         self.arrays: dict[str, DeviceArray] = {}
         for name in [name for name in arrays if name in self.engine.tensor_names]:
-            array = arrays[name]
-            self.arrays[name] = gpu.empty(array.shape, dtype if array.dtype == np.float32 else array.dtype.name)
-            self.upload(name, array)
+            self.arrays[name] = gpu.empty(arrays[name].shape, self.engine._tensors[name][1])
+            self.upload(name, arrays[name])
         for name in [name for name in self.arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
         for name, (size, kind) in program.outputs.items():
@@ -365,7 +364,8 @@ class Loaded:
 
     def upload(self, name: str, array: np.ndarray) -> None:
         """Set a tensor from float32 or other values of its shape."""
-        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if array.dtype == np.float32 else array)
+        own = self.arrays[name]
+        self.gpu.upload(own, to_bits(array, self.dtype) if own.dtype == self.dtype else array)
 
     def values(self, name: str) -> np.ndarray:
         return self._read(self.arrays[name])

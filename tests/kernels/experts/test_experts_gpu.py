@@ -1,5 +1,8 @@
 """The kernels of experts on the GPU: choices equal the twins', and each pair of a row and an expert has the bits of the
-dense layer that the expert is."""
+dense layer that the expert is.
+
+A launch has addresses alone: what it reads is held here until its results are there.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
     shared = device_copy(gpu, to_bits(x, "float16")), device_copy(gpu, to_bits(gate, "float16"))
     for added in (None, correction):
         routed, given = routed_on(gpu, rows, own.chosen, True), device_copy(gpu, scores)
-        kernels.choose(given, own, routed, None if added is None else device_copy(gpu, added), shared)()
+        more = None if added is None else device_copy(gpu, added)
+        kernels.choose(given, own, routed, more, shared)()
         expected = Routed(*(np.zeros_like(gpu.download(each)) for each in routed if each is not None))
         rounded = tuple(from_bits(to_bits(each, "float16"), "float16") for each in (x, gate))
         NumpyExperts().choose(scores, own, expected, added, rounded)()
@@ -69,7 +73,7 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
         for row in {0, rows - 1} - {rows // 2}:
             alone = routed_on(gpu, 1, own.chosen)
             one = device_copy(gpu, scores[row : row + 1].copy())
-            kernels.choose(one, own, alone, None if added is None else device_copy(gpu, added))()
+            kernels.choose(one, own, alone, more)()
             np.testing.assert_array_equal(gpu.download(alone.expert_ids)[0], ids[row])
             np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
 
@@ -111,7 +115,8 @@ def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
     kernels, routed = CudaExperts(gpu.kernel_module, "float16"), routed_on(gpu, 2, 3)
     scores = np.zeros((2, 70), np.float32)
     scores[1, [40, 69]] = 1
-    kernels.choose(device_copy(gpu, scores), Routing(70, 3), routed)()
+    given = device_copy(gpu, scores)
+    kernels.choose(given, Routing(70, 3), routed)()
     assert gpu.download(routed.expert_ids).tolist() == [[0, 1, 2], [0, 40, 69]]
 
 
@@ -169,7 +174,8 @@ def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, siz
     layer, values, bias = layers_of(gpu, kind, hidden, size, dtype)
     outputs = gpu.empty((rows, CHOSEN * hidden), "float32")
     y = np.random.default_rng(5).standard_normal((rows, CHOSEN, size), np.float32)
-    kernels.down(device_copy(gpu, to_bits(y, dtype)), given, layer, outputs)()
+    on_device = device_copy(gpu, to_bits(y, dtype))
+    kernels.down(on_device, given, layer, outputs)()
     expected = of_dense_layers(gpu, dtype, "sums", values, bias, y, ids)
     np.testing.assert_array_equal(gpu.download(outputs).reshape(expected.shape), expected)
 
@@ -189,7 +195,8 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         count = len(ids[rows])
         own = Routed(*(device_copy(gpu, each[rows].copy()) for each in (ids, weights, shares)))
         inner, outputs = gpu.empty((count, CHOSEN * size), "float16"), gpu.empty((count, CHOSEN * hidden), "float32")
-        kernels.gate_up(device_copy(gpu, to_bits(x[rows], "float16")), own.expert_ids, layers[0], 0.0, inner)()
+        given = device_copy(gpu, to_bits(x[rows], "float16"))
+        kernels.gate_up(given, own.expert_ids, layers[0], 0.0, inner)()
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
         ends = 0.25, device_copy(gpu, shared[rows].copy())
@@ -227,7 +234,7 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
         gpu.upload(given, ids)
         graph()
         found.append(gpu.download(captured))
-        again = gpu.empty((rows, CHOSEN * size), "float16")
-        kernels.gate_up(x, device_copy(gpu, ids), layer, 0.0, again)()
+        again, there = gpu.empty((rows, CHOSEN * size), "float16"), device_copy(gpu, ids)
+        kernels.gate_up(x, there, layer, 0.0, again)()
         np.testing.assert_array_equal(found[-1], gpu.download(again))
     assert (found[0] != found[1]).any()

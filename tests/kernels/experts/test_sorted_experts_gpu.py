@@ -52,8 +52,9 @@ def room(gpu: Any, pairs: int, experts: int, tile: int) -> SortedPairs:
 
 
 def sorted_on(gpu: Any, kernels: CudaSortedExperts, ids: np.ndarray, experts: int, tile: int) -> SortedPairs:
-    found = room(gpu, ids.size, experts, tile)
-    kernels.sort(device_copy(gpu, ids), experts, found)()
+    found, given = room(gpu, ids.size, experts, tile), device_copy(gpu, ids)  # of a launch, which has addresses alone
+    kernels.sort(given, experts, found)()
+    gpu.synchronize()  # before the ids go
     return found
 
 
@@ -162,8 +163,9 @@ def test_a_prompt_has_the_bits_of_its_parts(gpu, kind: str) -> None:
     rows, experts, chosen, hidden, size = 2000, 128, 8, 256, 128
     many, ids = CudaSortedExperts(gpu.kernel_module, "float16"), random_ids(experts, chosen, rows)
     weight = random_layer(experts, 2 * size, hidden, "float16", kind, 1)
-    layer, x = on_gpu(gpu, weight, None, experts, "float16"), np.random.default_rng(2).standard_normal((rows, hidden))
-    x_there = device_copy(gpu, x.astype(np.float16))
+    layer = on_gpu(gpu, weight, None, experts, "float16")
+    x = np.random.default_rng(2).standard_normal((rows, hidden), np.float32)
+    x_there = device_copy(gpu, to_bits(x, "float16"))
 
     def computed(own: slice) -> np.ndarray:
         count = len(ids[own])
@@ -177,7 +179,7 @@ def test_a_prompt_has_the_bits_of_its_parts(gpu, kind: str) -> None:
         np.testing.assert_array_equal(computed(own), whole[own])
     zeros = np.zeros((experts, 2 * size), np.float32)
     values = dense_values(weight, "float16")
-    dense = by_dense_prompts(gpu, "float16", values, zeros, x.astype(np.float32), ids, gated=True)
+    dense = by_dense_prompts(gpu, "float16", values, zeros, x, ids, gated=True)
     np.testing.assert_array_equal(dense.reshape(rows, -1), whole)
 
 
