@@ -350,7 +350,7 @@ class Loaded:
         self.arrays: dict[str, DeviceArray] = {}
         for name in [name for name in arrays if name in self.engine.tensor_names]:
             array = arrays[name]
-            self.arrays[name] = gpu.empty(array.shape, dtype if array.dtype == np.float32 else array.dtype.name)
+            self.arrays[name] = gpu.empty(array.shape, self.engine._tensors[name][1])
             self.upload(name, array)
         for name in [name for name in self.arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
@@ -365,7 +365,8 @@ class Loaded:
 
     def upload(self, name: str, array: np.ndarray) -> None:
         """Set a tensor from float32 or other values of its shape."""
-        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if array.dtype == np.float32 else array)
+        is_rounded = array.dtype == np.float32 and self.arrays[name].dtype != "float32"
+        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if is_rounded else array)
 
     def values(self, name: str) -> np.ndarray:
         return self._read(self.arrays[name])
