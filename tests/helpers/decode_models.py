@@ -24,7 +24,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.encoder.launcher import CudaEncoder
-from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
+from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -301,7 +301,7 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         CudaPromptLinear(module, dtype),
         CudaPrefill(module),
         CudaEncoder(module),
-        CudaSortedExperts(module, dtype),
+        CudaExperts(module, dtype),
     )
 
 
@@ -349,8 +349,9 @@ class Loaded:
         self.engine.attach(gpu, self.scratch)
         self.arrays: dict[str, DeviceArray] = {}
         for name in [name for name in arrays if name in self.engine.tensor_names]:
-            self.arrays[name] = gpu.empty(arrays[name].shape, self.engine._tensors[name][1])
-            self.upload(name, arrays[name])
+            array = arrays[name]
+            self.arrays[name] = gpu.empty(array.shape, self.engine._tensors[name][1])
+            self.upload(name, array)
         for name in [name for name in self.arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
         for name, (size, kind) in program.outputs.items():
@@ -364,8 +365,8 @@ class Loaded:
 
     def upload(self, name: str, array: np.ndarray) -> None:
         """Set a tensor from float32 or other values of its shape."""
-        own = self.arrays[name]
-        self.gpu.upload(own, to_bits(array, self.dtype) if own.dtype == self.dtype else array)
+        is_rounded = array.dtype == np.float32 and self.arrays[name].dtype != "float32"
+        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if is_rounded else array)
 
     def values(self, name: str) -> np.ndarray:
         return self._read(self.arrays[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ def random_ids(experts: int, chosen: int, rows: int, seed: int = 0) -> np.ndarra
     return ids
 
 
+@lru_cache(maxsize=2)
 def random_layer(
     experts: int, rows: int, columns: int, dtype: str, kind: str, seed: int = 0
 ) -> np.ndarray | PackedWeight:

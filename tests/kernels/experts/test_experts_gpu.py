@@ -34,9 +34,9 @@ CASES = [
     ("int4 with zeros", 2048, 512, "float16"),
     ("int4 with zeros", 2880, 96, "bfloat16"),
     ("int8", 1024, 768, "float16"),
-    ("mxfp4", 2880, 2880, "bfloat16"),
+    ("mxfp4", 2880, 288, "bfloat16"),
     *((kind, 512, 256, "float16") for kind in GGUF_FORMATS),
-    *((kind, 2048, 768, "bfloat16") for kind in ("q4_0", "q4_k", "q6_k", "iq4_xs")),
+    *((kind, 1024, 384, "bfloat16") for kind in ("q4_0", "q4_k", "q6_k", "iq4_xs")),
 ]
 
 
@@ -67,7 +67,7 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
         # NumPy's exponentials round otherwise: of neighbours that are as good as equal either is right.
         same = (ids == expected.expert_ids).all(axis=1)
         assert same.mean() > 0.97 and (np.diff(ids, axis=1) > 0).all()
-        np.testing.assert_allclose(weights[same], expected.expert_weights[same], rtol=3e-6, atol=1e-9)
+        np.testing.assert_allclose(weights[same], expected.expert_weights[same], rtol=1e-5, atol=1e-9)
         assert np.isnan(weights).any(axis=1).nonzero()[0].tolist() == [rows // 2]
         np.testing.assert_allclose(gpu.download(routed.shared_weights), expected.shared_weights, rtol=1e-5)
         for row in {0, rows - 1} - {rows // 2}:
