@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import DEVICE, Module, prepare
 from decode_models import (
     CHAIN,
     DRAFTS,
@@ -19,10 +21,12 @@ from decode_models import (
     RECURRENT,
     SCALED,
     TREE,
+    Loaded,
     draft_shape,
     random_adapters,
     random_draft,
     random_model,
+    step_shape,
 )
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
@@ -147,6 +151,20 @@ def test_mixtures_of_experts_are_what_operations_compute(family: str, step: str)
         arrays["last_token_ids"] = np.array([[len(parents) - 2]], np.int32)
     found, expected = launched(FewRows, config, shape, arrays), computed(config, shape, arrays)
     assert_equal(config, shape, found, expected)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
+    """On the memory and in the dtypes that tests on a GPU give them; prompts of few rows and of many."""
+    config, module = MIXED[family], Module()
+    gpu = SimpleNamespace(**vars(DEVICE), kernel_module=module)
+    if not config.is_recurrent:  # whose states are bound otherwise
+        for batch, parents in ((1, (None,)), (64, (None,)), (1, TREE)):
+            arrays = random_model(config, batch, 128, [3] * batch, parents)
+            assert Loaded(gpu, config, step_shape(arrays, 128), arrays, "float16").engine._prepare()
+    for tokens in (16, 65, 300):
+        assert prepare(module, config, EngineShape("prefill", 1, tokens, 320, 320), "bfloat16") == "kernels"
+    assert sum("experts" in source.name for source in module.sources) >= 6
 
 
 @WAYS

@@ -11,8 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from absent_gpu import DEVICE, Module, prepare
-from decode_models import DRAFTS, FAMILIES, LLAMA, MIXED, SCALED, TREE, Loaded, random_model, step_shape
+from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
@@ -352,17 +351,3 @@ def test_no_linear_layer_of_usual_models_needs_more_memory_than_devices_have(
         linear_layers = replace(program, steps=steps, inputs=inputs)
         choice, reason = choose(linear_layers, Capacity(shared_limit=shared_limit), shared_limit)
         assert choice is not None, (shape, reason)
-
-
-@pytest.mark.parametrize("family", MIXED)
-def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
-    """On the memory and in the dtypes that tests on a GPU give them; prompts of few rows and of many."""
-    config, module = MIXED[family], Module()
-    gpu = SimpleNamespace(**vars(DEVICE), kernel_module=module)
-    if not config.is_recurrent:  # whose states are bound otherwise
-        for batch, parents in ((1, (None,)), (64, (None,)), (1, TREE)):
-            arrays = random_model(config, batch, 128, [3] * batch, parents)
-            assert Loaded(gpu, config, step_shape(arrays, 128), arrays, "float16").engine._prepare()
-    for tokens in (16, 65, 300):
-        assert prepare(module, config, EngineShape("prefill", 1, tokens, 320, 320), "bfloat16") == "kernels"
-    assert sum("experts" in source.name for source in module.sources) >= 6
