@@ -59,7 +59,7 @@ def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
         np.testing.assert_array_equal(logits(chosen), together[chosen])
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # of those whose heads kernels take
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     """But where NumPy's two likeliest tokens are as close as float16 tells them apart."""
     with Checkpoint.open(GOLDENS / name) as checkpoint:
