@@ -157,7 +157,7 @@ class AttentionWeights(NamedTuple):
     """How a layer's heads are made ready: norms of q and k [D] (`offset` as in `NormedInput`), scale of the scores.
 
     `rotary` False: no rotary embedding. `rotary_part`: the first of the columns of the rotary rows that it takes, and
-    how many; None: all.
+    how many; None: all. `sinks` [n_q] compute are scores of each query head beside those of keys, which have no value.
     """
 
     q_norm: OwnArray | None
@@ -167,6 +167,7 @@ class AttentionWeights(NamedTuple):
     scale: float
     rotary: bool = True
     rotary_part: tuple[int, int] | None = None
+    sinks: OwnArray | None = None
 
 
 class AttentionStep(NamedTuple):
