@@ -153,7 +153,7 @@ def test_mixtures_of_experts_are_what_operations_compute(family: str, step: str)
     assert_equal(config, shape, found, expected)
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize("family", sorted(MIXED))
 def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
     """On the memory and in the dtypes that tests on a GPU give them; prompts of few rows and of many."""
     config, module = MIXED[family], Module()
