@@ -52,12 +52,12 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
 
 
 def mixture_in_words(config: Mapping[str, Any]) -> str:
-    """The mixture of experts of a `DecoderConfig` as a dictionary, and what runs it."""
+    """The mixture of experts of a `DecoderConfig` as a dictionary."""
     mixture = config["mixture"]
     layers = config["num_layers"] - len(mixture["dense_layers"])
     return (
         f"{layers} with mixtures of {mixture['experts']} experts of {mixture['size']}, {mixture['chosen']} for each "
-        "token, which run on NumPy so far"
+        "token"
     )
 
 

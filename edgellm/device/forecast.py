@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from edgellm.device.boards import Board
 from edgellm.engines.backends.device_layouts import PackedLayouts
+from edgellm.engines.backends.steps.experts import DownExperts, GateUpExperts, for_kernels
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
@@ -70,11 +71,16 @@ def step_cost(step: Step, shape: EngineShape, dtype: str, packed: Mapping[str, P
     rows = shape.selected if getattr(step, "selects", False) else shape.tokens
     nbytes = clocks = products = 0.0
     for spec in step.weights:
-        layout, size = packed.get(spec.name), math.prod(spec.shape)
-        nbytes += spec_bytes(spec, dtype) if layout is None else math.prod(layout.shape)
+        layout, size, read, own_rows, times = packed.get(spec.name), math.prod(spec.shape), 1.0, rows, 1.0
+        if spec.experts and isinstance(
+            step, GateUpExperts | DownExperts
+        ):  # of experts chosen evenly each is read once, at best
+            chosen = step.mixture.chosen / spec.experts
+            read, own_rows, times = 1 - (1 - chosen) ** rows, 1, chosen * rows
+        nbytes += read * (spec_bytes(spec, dtype) if layout is None else math.prod(layout.shape))
         if len(spec.shape) == 2:
-            clocks += size * CLOCKS["dense" if layout is None else "packed"].of(rows)
-            products += size * _padded(rows)
+            clocks += times * size * CLOCKS["dense" if layout is None else "packed"].of(own_rows)
+            products += times * size * _padded(own_rows)
     if isinstance(step, Attention):
         state = step.state(shape)
         reach = min(context, state.window) if isinstance(state, WindowRows) else context
@@ -124,7 +130,7 @@ def engine_costs(
     return [
         step_cost(step, shape, dtype, layouts.get(shape.model, {}), context)
         for shape in (plain_shapes(limits) if plan is None else round_shapes(limits, plan))
-        for step in model_program(models[shape.model], shape).steps
+        for step in for_kernels(model_program(models[shape.model], shape)).steps
     ]
 
 

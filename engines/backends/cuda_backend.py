@@ -21,6 +21,7 @@ from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
+from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
@@ -39,6 +40,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.encoder.launcher import CudaEncoder
+from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -105,6 +107,7 @@ class CudaBackend(CudaDevice):
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
         self._encoder = CudaEncoder(self._module)
+        self._experts = CudaSortedExperts(self._module, self.compute_dtype)
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -311,7 +314,7 @@ class CudaBackend(CudaDevice):
         kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
-            choice.load_prompts(replace(program, packed=packed), kernels, prompt_step)
+            choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
         return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
@@ -356,7 +359,7 @@ class CudaBackend(CudaDevice):
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        more = self.recurrent, self._any_rows, self._prefill, self._encoder
+        more = self.recurrent, self._any_rows, self._prefill, self._encoder, self._experts
         return StepKernels(few, self._many, capacity_of(self._module), *more)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:

@@ -86,6 +86,9 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
         known = [format for format in each_part if format is not None]
         format = next((each for each in known if layout_refusal(each, dtype) is not None), known[0])
         reason = layout_refusal(format, dtype)
+        if spec.experts and reason is None:
+            arranged = any(each.permuted or each.scaled for each in known)
+            reason = "experts whose inputs are permuted or scaled have no kernel" if arranged else None
         if len(formats) > 1 and (None in formats or not takes_runs(spec)):
             listed = " and ".join(sorted(str(each or "dense") for each in formats))
             reason = f"layers that are multiplied as one have one format there, not {listed}"
@@ -105,8 +108,9 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
 
 
 def takes_runs(spec: WeightSpec) -> bool:
-    """Whether the parts of a layer may be multiplied in launches of their own: where they have whole blocks of rows."""
-    return all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
+    """Whether the parts of a layer may be multiplied in launches of their own: where they have whole blocks of rows;
+    those of a mixture's experts may not."""
+    return not spec.experts and all(shape[0] % BLOCK_ROWS == 0 for _, shape in spec.parts)
 
 
 def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:

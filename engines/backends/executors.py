@@ -77,8 +77,8 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
     what to do; None if one does. `packed`: the model has packed weights."""
     if isinstance(config, DecoderConfig) and config.mixture is not None:
         return (
-            f"{shape.name} cannot run on a GPU: {kernel_refusal(config, shape, dtype, shared_limit)}, and TensorRT has "
-            "nothing for it. Models with mixtures of experts run on NumPy so far: take --backend numpy"
+            f"{shape.name} cannot run on this GPU: {kernel_refusal(config, shape, dtype, shared_limit)}, and TensorRT "
+            "has nothing for mixtures of experts. Take --backend numpy"
         )
     if shape.kv_cache != "compute":
         kernels = kernel_refusal(config, shape, dtype, shared_limit)

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.steps.attention import PARTIAL
+from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
-from edgellm.engines.backends.steps.table import Choice, adapter_words, most_rows, passes
+from edgellm.engines.backends.steps.table import Choice, adapter_words, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -60,9 +60,12 @@ class KernelEngine(BoundEngine):
         self.choice = choice
         self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
         self._kernels, self._prompt_step = kernels, prompt_step
-        programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
-        self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
-        self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
+        known = packed or {}
+        self._passes = [
+            (slots, for_kernels(replace(model_program(config, part), packed=known))) for slots, part in passes(shape)
+        ]
+        whole = for_kernels(replace(model_program(config, shape), packed=known))
+        self._program = self._passes[0][1] if len(self._passes) == 1 else whole
         super().__init__(shape, dtype, self._program.edge)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
@@ -78,9 +81,8 @@ class KernelEngine(BoundEngine):
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
-            if PARTIAL in arrays:  # not in the shared scratch: the counters must be zero between steps
-                most = max(step.heads[1] for step in program.attentions)
-                arrays["counters"] = device.zeros((most_rows(program), most), "uint32")
+            counters = self.choice.counters(program)  # not in the shared scratch: zero between steps
+            arrays |= {name: device.zeros(size, dtype) for name, (size, dtype) in counters.items()}
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]

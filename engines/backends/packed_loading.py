@@ -168,8 +168,12 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[_Prep
 
 
 def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
-    """A large weight, such as a head, some rows at a time where the file has each row's codes together."""
+    """A large weight some rows at a time: whole parts, such as experts, or of one part, such as a head, rows whose
+    codes are together in the file."""
     (part, *others), rows = weight.codes, weight.layout.rows
+    if others and all(each.shape[0] % BLOCK_ROWS == 0 for each in weight.codes):
+        yield from _whole_parts(weight)
+        return
     step = max(1, _PIECE // _row_bytes(part) // BLOCK_ROWS) * BLOCK_ROWS
     if others or part.arrangement not in ("bytes", "rows", *BLOCK_CODES) or rows <= step:
         yield weight
@@ -179,6 +183,17 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
         own = replace(part, data=part.data[first:stop], shape=(stop - first, part.shape[1]))
         tails = weight.tails[first // BLOCK_ROWS : -(-stop // BLOCK_ROWS)]
         yield weight._replace(layout=replace(weight.layout, rows=stop - first), codes=[own], tails=tails)
+
+
+def _whole_parts(weight: _Prepared) -> Iterator[_Prepared]:
+    own, first = list[StoredCodes](), 0
+    for number, part in enumerate(weight.codes):
+        own.append(part)
+        if sum(each.data.nbytes for each in own) >= _PIECE or number + 1 == len(weight.codes):
+            rows = sum(each.shape[0] for each in own)
+            tails = weight.tails[first // BLOCK_ROWS : (first + rows) // BLOCK_ROWS]
+            yield weight._replace(layout=replace(weight.layout, rows=rows), codes=own, tails=tails)
+            own, first = [], first + rows
 
 
 def _row_bytes(part: StoredCodes) -> int:

@@ -91,9 +91,10 @@ MACROS = (
 
 @cache
 def decode_kernel(file: str, expression: str, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
-    """A kernel of decode/`file` that is compiled alone: what no step asks for is never compiled."""
-    name = re.sub(r"\W+", "-", expression).strip("-")
-    return Kernel(ModuleSource(name, (f"decode/{file}",), (expression,), (*MACROS, *macros)), expression)
+    """A kernel of decode/`file`, or of a path below kernels/, that is compiled alone: what no step asks for is never
+    compiled."""
+    name, path = re.sub(r"\W+", "-", expression).strip("-"), file if "/" in file else f"decode/{file}"
+    return Kernel(ModuleSource(name, (path,), (expression,), (*MACROS, *macros)), expression)
 
 
 def kept_argument(kept: Kept | None, width: int) -> KeptArgument:

@@ -55,7 +55,7 @@ class _Attention(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
         *((name, ctypes.c_void_p) for name in ("context", "partial", "counters")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
@@ -206,12 +206,13 @@ def attention_kernel(
     window: bool = False,
     tile_warps: int | None = None,
     in_turn: bool = False,
+    sinks: bool = False,
     neighbours: bool = False,
     norms_behind: bool = False,
 ) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
     `window`: they are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see
-    `AttentionGeometry`; `neighbours`, `norms_behind`: see `AttentionWeights`."""
+    `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`: see `AttentionWeights`."""
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
@@ -227,6 +228,7 @@ def attention_kernel(
         ("HOST_WINDOW", int(window)),
         ("HOST_TILE_WARPS", tile_warps),
         ("HOST_IN_TURN", int(in_turn)),
+        ("HOST_SINKS", int(sinks)),
         ("HOST_NEIGHBOURS", int(neighbours)),
         ("HOST_NORMS_BEHIND", int(norms_behind)),
     )
@@ -268,6 +270,10 @@ def attention_launch(
             f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
             f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
         )
+    if weights.sinks is not None and (weights.sinks.shape, weights.sinks.dtype) != ((heads,), context.dtype):
+        raise KernelError(
+            f"sinks {weights.sinks.dtype} {list(weights.sinks.shape)} of {heads} heads; expected one each"
+        )
     shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows, int8, window)
     if geometry is None:
         geometry = attention_geometry(shape, module)
@@ -277,7 +283,7 @@ def attention_launch(
         *addresses(qkv, weights.q_norm, weights.k_norm),
         cos_sin.pointer + first * ITEM_SIZES[cos_sin.dtype],
         *addresses(step.kvcache_start_index, mask),
-        *addresses(step.k_cache, step.v_cache, step.k_scale, step.v_scale, context, *scratch),
+        *addresses(step.k_cache, step.v_cache, step.k_scale, step.v_scale, weights.sinks, context, *scratch),
         *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
         *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
@@ -285,7 +291,7 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, further, window, shape.window_bits if window else 0),
     )
-    kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn
+    kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
     kernel = attention_kernel(context.dtype, size, *kinds, weights.neighbours, weights.norms_behind)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)

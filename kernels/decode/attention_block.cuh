@@ -32,6 +32,9 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 // it sees nothing changes none of its sums: so a token's bits depend on its own position alone.
 constexpr bool WINDOW = HOST_WINDOW;
 
+// Whether each query head has a sink.
+constexpr bool SINKS = HOST_SINKS;
+
 // Whether neighbours of a head are rotated together, and whether the norms of queries and keys stand behind their rotation,
 // which changes no sum of squares: then their weights alone do.
 constexpr bool NEIGHBOURS = HOST_NEIGHBOURS, NORMS_BEHIND = HOST_NORMS_BEHIND;
@@ -52,6 +55,7 @@ template <typename T> struct Arguments {
     const unsigned char* mask;
     CacheElement<T>*k_cache, *v_cache;
     float *k_scale, *v_scale;  // null unless INT8
+    const T* sinks;  // of each query head, null unless SINKS
     T* context;
     float* partial;
     unsigned* counters;
@@ -233,6 +237,15 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     __device__ __forceinline__ size_t result_of(int row) const {
         const int token = token_of(row);
         return (sequence * tokens + first_token + token) * heads + kv_head * group + row - token * group;
+    }
+    // What weighted values of a row are multiplied by, whose largest score and sum of weights are known.
+    __device__ __forceinline__ float inverse_of(int row, float maximum, float total) const {
+        if constexpr (SINKS) {
+            const int head = kv_head * group + row - token_of(row) * group;
+            return inverse_with_sink(maximum, total, decode::to_float(Base::sinks[head]));
+        } else {
+            return 1.f / total;
+        }
     }
     __device__ __forceinline__ const unsigned char* mask_of(int t) const {
         return mask + static_cast<size_t>(sequence * tokens + first_token + t) * mask_keys;

@@ -28,7 +28,7 @@ template <typename T, int STEPS>
 __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row,
                                           int half) {
     T* context = block.context + block.result_of(row) * block.size + 64 * block.member;
-    const float inverse = 1.f / whole.total[half];
+    const float inverse = block.inverse_of(row, whole.maximum[half], whole.total[half]);
 #pragma unroll
     for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
         const int eight = 8 * block.member + i;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int f
             add_part(sum.x, values.x, factors), add_part(sum.y, values.y, factors);
             add_part(sum.z, values.z, factors), add_part(sum.w, values.w, factors);
         }
-        const float inverse = 1.f / total;
+        const float inverse = block.inverse_of(row, maximum, total);
         *reinterpret_cast<uint2*>(block.context + block.result_of(row) * size + column) =
             make_uint2(pack<T>(sum.x * inverse, sum.y * inverse), pack<T>(sum.z * inverse, sum.w * inverse));
     }

@@ -157,8 +157,9 @@ class AttentionWeights(NamedTuple):
     """How a layer's heads are made ready: norms of q and k [D] (`offset` as in `NormedInput`), scale of the scores.
 
     `rotary` False: no rotary embedding. `rotary_part`: the first of the columns of the rotary rows that it takes, and
-    how many; None: all. Queries take columns `query_columns` further on. `neighbours`: elements 2j and 2j + 1 are
-    rotated together; queries and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation.
+    how many; None: all. `sinks` [n_q] compute are scores of each query head beside those of keys, which have no value.
+    Queries take columns `query_columns` further on. `neighbours`: elements 2j and 2j + 1 are rotated together; queries
+    and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation.
     """
 
     q_norm: OwnArray | None
@@ -168,6 +169,7 @@ class AttentionWeights(NamedTuple):
     scale: float
     rotary: bool = True
     rotary_part: tuple[int, int] | None = None
+    sinks: OwnArray | None = None
     query_columns: int = 0
     neighbours: bool = False
     norms_behind: bool = False

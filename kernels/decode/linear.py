@@ -60,7 +60,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import InputPermutation
 
 
-class _NormLinear(ctypes.Structure):
+class NormLinearArgument(ctypes.Structure):
     """`NormLinear` of linear.cu."""
 
     _fields_ = [
@@ -116,7 +116,8 @@ class _NormParts(ctypes.Structure):
 
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
-_LINEAR_MACROS = (
+#: What the kernels of few rows assert or take.
+LINEAR_MACROS = (
     ("HOST_NARROW_DEPTH", NARROW.depth),
     ("HOST_DEEP_DEPTH", DEEP.depth),
     ("HOST_WIDE_DEPTH", WIDE.depth),
@@ -126,7 +127,7 @@ _LINEAR_MACROS = (
     ("HOST_WIDE_PAIRS_BYTES", WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
     ("HOST_STAGED_BYTES", NARROW.staged_bytes(2, _COLUMNS)),
     ("HOST_STREAMED_BYTES", WIDE.streamed_bytes(9)),
-    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
+    ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
 _NORM_MACROS = (
@@ -140,7 +141,7 @@ _NORM_MACROS = (
 
 def linear_kernel(name: str, *types: str) -> Kernel:
     """A kernel of linear.cu, with the arguments of its template."""
-    return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", _LINEAR_MACROS)
+    return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", LINEAR_MACROS)
 
 
 def norm_kernel(name: str, kind: str) -> Kernel:
@@ -190,7 +191,7 @@ class CudaDecodeKernels:
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
         batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, linear.width)
-        arguments = _NormLinear(
+        arguments = NormLinearArgument(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, widths[-1]),
@@ -213,7 +214,7 @@ class CudaDecodeKernels:
         is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
-        arguments = _NormLinear(
+        arguments = NormLinearArgument(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
             linear_argument(linear, batch, rows, 1.0),
             KeptArgument(),
@@ -415,7 +416,7 @@ class CudaDecodeKernels:
             )
         if layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
-        kernel = packed_rows_kernel(name, self.dtype, way, layout, _LINEAR_MACROS)
+        kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
         return Launch(
             self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)

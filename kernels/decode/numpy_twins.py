@@ -234,8 +234,10 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
             if step.window is not None:
                 rows = rows[-step.window :] % step.k_cache.shape[2]
-            kept = (step.k_cache, step.v_cache, step.k_scale, step.v_scale)
-            attended = attend(query[b, t], *(cache[b][:, rows] for cache in kept if cache is not None))
+            keys, values = (cache[b][:, rows] for cache in (step.k_cache, step.v_cache))
+            own_scales = [None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale)]
+            sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1, 1)
+            attended = attend(query[b, t], keys, values, own_scales[0], own_scales[1], sinks=sinks)
             context[b * tokens + t] = attended.reshape(-1)
 
 
@@ -246,18 +248,23 @@ def attend(
     key_scales: np.ndarray | None = None,
     value_scales: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """softmax(query keys^T) values of query [..., R, D], scaled, and rows [..., n, D], of int8 with scales [..., n, 1].
 
-    Keys are not seen where `hidden` [R, n] is True.
+    Keys are not seen where `hidden` [R, n] is True. `sinks` [..., R or 1, 1] are scores without a value.
     """
     scores = query @ keys.astype(np.float32, copy=False).swapaxes(-1, -2)
     if key_scales is not None:
         scores = scores * key_scales.swapaxes(-1, -2)
     if hidden is not None:
         scores[..., hidden] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares = weights / weights.sum(axis=-1, keepdims=True)
+    largest = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = np.maximum(largest, sinks)
+    weights = np.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    shares = weights / (total if sinks is None else total + np.exp(sinks - largest))
     if value_scales is not None:
         shares = shares * value_scales.swapaxes(-1, -2)
     return shares @ values.astype(np.float32, copy=False)

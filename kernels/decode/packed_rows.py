@@ -58,9 +58,15 @@ class PackedRows:
 
 
 def packed_rows_kernel(
-    name: str, dtype: str, way: PackedRows, layout: DeviceLayout, macros: tuple[tuple[str, int | str], ...]
+    name: str,
+    dtype: str,
+    way: PackedRows,
+    layout: DeviceLayout,
+    macros: tuple[tuple[str, int | str], ...],
+    file: str = "packed_rows.cu",
 ) -> Kernel:
-    """A kernel of packed_rows.cu; `macros` are those of the kernels of few rows."""
+    """A kernel of packed_rows.cu, or of another file by its device code; `macros` are those of the kernels of few
+    rows."""
     sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
     whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
@@ -71,7 +77,7 @@ def packed_rows_kernel(
         ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 4, 1).shared_bytes(528, 3 * 512, 5, True)),
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
-    return decode_kernel("packed_rows.cu", expression, (*macros, *own))
+    return decode_kernel(file, expression, (*macros, *own))
 
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:

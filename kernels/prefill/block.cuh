@@ -16,6 +16,9 @@ constexpr bool WINDOW = HOST_WINDOW;
 // tokens of an image see all of it; they never become fewer from query to query. A window, and spans, go by the query's own
 // row.
 constexpr bool AHEAD = HOST_AHEAD;
+// Whether each query head has a sink.
+constexpr bool SINKS = HOST_SINKS;
+static_assert(!(SINKS && AHEAD), "no model has both");
 #if HOST_AHEAD
 using Arguments = AttentionAheadArguments;
 #else

@@ -83,6 +83,8 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
     width = (heads + 2 * kv_heads) * size
     if sizes.get("W", width) != width:
         return f"qkv has {sizes['W']} columns; expected {width}, those of {heads} query and {kv_heads} key-value heads"
+    if sizes.get("N", heads) != heads:
+        return f"{sizes['N']} sinks of {heads} query heads; expected one of each"
     first, rotary = sizes.get("part.first", 0), sizes.get("part.size", sizes.get("R", 0))
     further = sizes.get("part.further", 0)
     if rotary > size or rotary % 4 or first % 4 or further % 4 or first + rotary + further > sizes.get("R", 0):
@@ -134,14 +136,15 @@ class PrefillKernels(Protocol):
         scale: float,
         context: Annotated[OwnArray, "BTE compute"],
         row_scales: RowScales | None,
+        sinks: Annotated[OwnArray, "N compute"] | None,
     ) -> Launchable:
         """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
 
         Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the bits
         of its decode step (`edgellm.kernels.decode`), whatever t is, so however a prompt is cut: keys are divided by
         how many a token sees, and a tile without a key that it sees changes nothing. With a window a token sees the
-        latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values. `context`
-        may be `queries` itself.
+        latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values. `sinks`
+        are scores of each query head beside those of keys, which have no value. `context` may be `queries` itself.
         """
 
     @limited(_check_heads)

@@ -29,7 +29,7 @@ _DEQUANTIZE_WARPS = 8
 #: Tiles of keys that have places in memory, by the size that heads are padded to.
 _STAGES = {64: 2, 128: 2, 256: 1}
 #: What an attention kernel is compiled for beside sizes.
-_KINDS = ("int8", "window", "ahead")
+_KINDS = ("int8", "window", "ahead", "sinks")
 
 
 class _Division(ctypes.Structure):
@@ -75,15 +75,22 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
 
 @lru_cache
 def attention_kernel(
-    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False
+    dtype: str,
+    size: int,
+    tiles: int,
+    int8: bool = False,
+    window: bool = False,
+    ahead: bool = False,
+    sinks: bool = False,
 ) -> Kernel:
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
-    `ahead`: `attention_ahead`."""
+    `ahead`: `attention_ahead`; `sinks`: each head has one."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
     own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
-    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)), ("HOST_AHEAD", int(ahead)))
-    kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead), strict=True) if is_so)
+    switches = dict(zip(_KINDS, (int8, window, ahead, sinks), strict=True))
+    host = (*sizes, *((f"HOST_{kind.upper()}", int(is_so)) for kind, is_so in switches.items()))
+    kinds = "".join(f"_{kind}" for kind, is_so in switches.items() if is_so)
     name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
@@ -127,10 +134,11 @@ class CudaPrefill:
         scale: float,
         context: DeviceArray,
         row_scales: RowScales | None = None,
+        sinks: DeviceArray | None = None,
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles)
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales, sinks), tiles)
 
     def attention_ahead(
         self,
@@ -146,7 +154,7 @@ class CudaPrefill:
         return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
 
     def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
-        queries, rows, _, _, row_scales, *_ = arguments
+        (queries, rows, _, _, row_scales, last), is_ahead = arguments, name == "attention_ahead"
         check_scales(rows, row_scales)
         sizes = self._check(name, *arguments)
         packed = self._check.pack(name, sizes, *arguments)
@@ -158,7 +166,8 @@ class CudaPrefill:
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
+        kinds = int8, rows.window > 0, is_ahead, not is_ahead and last is not None
+        kernel = attention_kernel(queries.dtype, size, tiles, *kinds)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
@@ -177,11 +186,13 @@ class CudaPrefill:
         int8: bool = False,
         window: bool = False,
         ahead: bool = False,
+        sinks: bool = False,
     ) -> None:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are;
-        `window`: tokens see a part of a ring; `ahead`: some see rows behind their own."""
+        `window`: tokens see a part of a ring; `ahead`: some see rows behind their own; `sinks`: each head has one."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        for kernel in (heads_kernel(dtype, size, int8), attention_kernel(dtype, size, tiles, int8, window, ahead)):
+        attention = attention_kernel(dtype, size, tiles, int8, window, ahead, sinks)
+        for kernel in (heads_kernel(dtype, size, int8), attention):
             self._module.load(kernel.source)
 
 

@@ -22,14 +22,15 @@ enum Totals { REGISTERS, SHARED, JOINED };
 // Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS
 // warps a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first
 // half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters. SCALES, MODE: of the format of
-// packed weights; of dense ones there are no SCALES.
+// packed weights; of dense ones there are no SCALES. SORTED: rows are `SortedRows`.
 template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_,
-          bool ADAPTED_, int SCALES_ = 0, int MODE_ = 0>
+          bool ADAPTED_, int SCALES_ = 0, int MODE_ = 0, bool SORTED_ = false>
 struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_;
     static constexpr int COLUMN_WARPS = COLUMN_WARPS_, TOTALS = TOTALS_;
     static constexpr int SCALES = SCALES_, MODE = MODE_;
     static constexpr bool PAIRED = PAIRED_, ADAPTED = ADAPTED_, IS_PACKED = SCALES > 0;
+    static constexpr bool SORTED = SORTED_;
     static constexpr int TEAMS = TOTALS == JOINED ? GROUPS : 1;
     static constexpr int TEAM = 32 * ROW_WARPS * COLUMN_WARPS, THREADS = TEAMS * TEAM;
     static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * COLUMN_WARPS;
@@ -158,6 +159,24 @@ template <typename T, typename G> struct DenseFragments {
     }
 };
 
+// The first row of activations, and the first output column, of a tile.
+struct Place {
+    int row, column;
+};
+
+// Rows of activations that go through a mixture's experts, each through several of them: sorted by the expert, so that
+// a tile has rows of one. Of each row of the `tiles` there is which row of the input it is, and which of the output it
+// becomes (-1: none); of each tile there is its expert. An expert's weights lie so many bytes behind those of the one
+// before, and its biases so many elements.
+struct SortedRows {
+    const int *source, *target, *expert, *tiles;
+    unsigned long long weight_bytes;
+    int bias_elements;
+    template <typename G> __device__ int expert_of(const Place& place) const {
+        return __ldcg(expert + place.row / G::ROWS);
+    }
+};
+
 // A matrix product's operands. weight: of T, or blocks of packed ones. rows: N, or half of it of gate and up. input:
 // rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a group of slices.
 template <typename T> struct Operands {
@@ -166,10 +185,24 @@ template <typename T> struct Operands {
     SelectedRows source;
 };
 
-// The first row of activations, and the first output column, of a tile.
-struct Place {
-    int row, column;
+// Those of rows that are sorted: the weight is that of a tile's expert.
+template <typename T, typename G> struct SortedOperands : Operands<T> {
+    SortedRows sorted;
+    const char* every_weight;
+
+    // What the tiles are is what the kernels before say: gives their rows.
+    __device__ int begin() {
+        wait_for_previous_kernel();
+        every_weight = reinterpret_cast<const char*>(this->weight);
+        return this->batch = __ldcg(sorted.tiles) * G::ROWS;
+    }
+    __device__ void begin_tile(const Place& place) {
+        const char* own = every_weight + sorted.expert_of<G>(place) * sorted.weight_bytes;
+        this->weight = reinterpret_cast<const T*>(own);
+    }
 };
+template <typename T, typename G>
+using OperandsOf = typename Choose<G::SORTED, SortedOperands<T, G>, Operands<T>>::type;
 
 // All tiles, in chunks of a stage's columns, those of a team. Blocks that run at once have tiles of few rows of
 // activations and few weight rows, which the second-level cache then gives to several: tiles go downwards within a band.
@@ -222,10 +255,14 @@ template <typename T, typename G> struct DenseCopies {
     }
 };
 
+// Which rows of the input those are that a thread copies, where rows are sorted.
+template <typename G, bool = G::SORTED> struct Sources {};
+template <typename G> struct Sources<G, true> { int sources[G::ROWS / G::AT_ONCE]; };
+
 // Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says
 // that it has come, and that the one before has been read: its stage is filled again.
-template <typename T, typename G, typename Weights> struct Copies {
-    const Operands<T>& operands;
+template <typename T, typename G, typename Weights> struct Copies : Sources<G> {
+    OperandsOf<T, G>& operands;
     const Work& work;
     const char* memory;
     int read_stage, written_stage, tile, chunk;
@@ -235,7 +272,7 @@ template <typename T, typename G, typename Weights> struct Copies {
     const T* input;  // of the thread's first row, where the next chunk begins
     int input_rows;  // that exist from there on
 
-    __device__ Copies(const Operands<T>& given, const Work& all, const char* shared)
+    __device__ Copies(OperandsOf<T, G>& given, const Work& all, const char* shared)
         : operands(given), work(all), memory(shared), read_stage(-1), written_stage(0), tile(blockIdx.x), chunk(0) {
         constexpr int STEPS = G::STAGE_STEPS;
         const int lane = threadIdx.x % 32, step = lane / 8 % STEPS, piece = lane % 4;
@@ -243,12 +280,14 @@ template <typename T, typename G, typename Weights> struct Copies {
         own_column = step * 32 + piece * 8;
         own = shared_address(shared) + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
         begin_tile();
-        Copies early = *this;  // weights come before what the previous kernel computes is there
+        if constexpr (!G::SORTED) {  // weights come before what the previous kernel computes is there
+            Copies early = *this;
 #pragma unroll 1
-        for (int i = 0; i < STAGES - 1; ++i) early.template copy<true, false>();
-        wait_for_previous_kernel();
+            for (int i = 0; i < STAGES - 1; ++i) early.template copy<true, false>();
+            wait_for_previous_kernel();
+        }
 #pragma unroll 1
-        for (int i = 0; i < STAGES - 1; ++i) copy<false, true>();
+        for (int i = 0; i < STAGES - 1; ++i) copy<G::SORTED, true>();
     }
     // Behind the last row and the last column are zeros, for which nothing is read.
     template <bool WEIGHTS = true, bool INPUT = true> __device__ void copy() {
@@ -262,7 +301,8 @@ template <typename T, typename G, typename Weights> struct Copies {
                 if (WEIGHTS) weights.copy(operands, team, chunk, stage, target, first < columns);
                 if (!INPUT) continue;
                 const unsigned rows = target + G::INPUT_BEGIN;
-                if (operands.source.selected == nullptr)
+                if constexpr (G::SORTED) copy_sorted(rows, first, first < columns);
+                else if (operands.source.selected == nullptr)
                     copy_rows<T, G, G::ROWS>(rows, input + first, operands.stride, first < columns ? input_rows : 0);
                 else copy_selected(rows, first, first < columns ? input_rows : 0);
             }
@@ -279,9 +319,16 @@ template <typename T, typename G, typename Weights> struct Copies {
     __device__ void begin_tile() {
         if (tile >= work.tiles) return;
         const Place place = work.place_of(tile);
+        if constexpr (G::SORTED) operands.begin_tile(place);
         weights.begin_tile(operands, place, own_row, own_column);
         input = operands.input + static_cast<size_t>(place.row + own_row) * operands.stride + own_column;
         input_rows = operands.batch - place.row - own_row;
+        if constexpr (G::SORTED) {
+            input = operands.input + own_column;
+#pragma unroll
+            for (int row = 0; row < G::ROWS; row += G::AT_ONCE)
+                this->sources[row / G::AT_ONCE] = __ldcg(operands.sorted.source + place.row + own_row + row);
+        }
     }
     __device__ const char* stage() const {
         return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
@@ -295,6 +342,14 @@ template <typename T, typename G, typename Weights> struct Copies {
     }
 
   private:
+    __device__ void copy_sorted(unsigned target, int first, bool exists) const {
+#pragma unroll
+        for (int row = 0; row < G::ROWS; row += G::AT_ONCE) {
+            const int line = this->sources[row / G::AT_ONCE];
+            const T* source = input + static_cast<size_t>(max(line, 0)) * operands.stride + first;
+            copy_async_16(target + row * ROW_BYTES, source, exists && line >= 0);
+        }
+    }
     __device__ void copy_selected(unsigned target, int first, int exist) const {
 #pragma unroll
         for (int row = 0; row < G::ROWS; row += G::AT_ONCE) {

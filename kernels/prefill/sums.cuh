@@ -235,7 +235,11 @@ __device__ __forceinline__ void write_results(const Sums<TILES, COLUMNS, SPANS>&
         for (int half = 0; half < 2; ++half) {
             const int own = row + 16 * m + 8 * half + threadIdx.x % 32 / 4, token = block.first_token + own;
             if (token >= block.tokens || block.bits_of(own) != bits) continue;
-            const float inverse = 1.f / sums.whole_total[m][half];
+            float inverse = 1.f / sums.whole_total[m][half];
+#if HOST_SINKS
+            const float sink = decode::to_float(reinterpret_cast<const T*>(block.arguments.sinks)[block.head]);
+            inverse = inverse_with_sink(sums.whole_maximum[m][half], sums.whole_total[m][half], sink);
+#endif
             const size_t place = static_cast<size_t>(block.sequence) * block.tokens + token;
             T* const context = reinterpret_cast<T*>(block.arguments.context) + place * block.arguments.E +
                                block.head * block.size + column;

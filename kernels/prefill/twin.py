@@ -49,11 +49,12 @@ class NumpyPrefill:
         scale: float,
         context: np.ndarray,
         row_scales: RowScales | None = None,
+        sinks: np.ndarray | None = None,
     ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
         check_scales(rows, row_scales)
-        _check("causal_attention", queries, rows, scale, context, row_scales)
-        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales))
+        _check("causal_attention", queries, rows, scale, context, row_scales, sinks)
+        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, sinks=sinks))
 
     def attention_ahead(
         self,
@@ -118,6 +119,7 @@ def _causal_attention(
     context: np.ndarray,
     row_scales: RowScales | None,
     last_seen: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens = context.shape[1]
@@ -136,7 +138,7 @@ def _causal_attention(
             hidden = positions > last
             if rows.window:
                 hidden |= positions <= own - rows.window
-            attended = attend(
-                query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale), keys, values, scales[0], scales[1], hidden
-            )
+            scaled = query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale)
+            own_sinks = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
+            attended = attend(scaled, keys, values, scales[0], scales[1], hidden, own_sinks)
             results[b, chosen] = attended.transpose(2, 0, 1, 3)

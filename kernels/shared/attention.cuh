@@ -183,4 +183,11 @@ __device__ __forceinline__ void add_part(float& whole, float part, float2 factor
     whole = fmaf(part, factors.y, __fmul_rn(whole, factors.x));
 }
 
+// What a row's weighted values are multiplied by in the end: the inverse of the sum of its weights. A sink is a score beside
+// those of keys, which has no value.
+__device__ __forceinline__ float inverse_with_sink(float maximum, float total, float sink) {
+    const float2 factors = next_maximum(maximum, sink * 1.4426950408889634f);
+    return factors.x / fmaf(total, factors.x, factors.y);
+}
+
 }  // namespace attending

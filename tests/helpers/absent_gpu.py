@@ -19,6 +19,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
+from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -28,6 +29,8 @@ from edgellm.kernels.recurrent.launcher import CudaRecurrent
 TARGET = "sm_86"
 DEVICE: Any = SimpleNamespace(
     zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    empty=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    upload=lambda array, values: None,
     part=lambda memory, offset, shape, dtype: DeviceArray(1 << 20, shape, dtype),
 )
 
@@ -49,6 +52,7 @@ def prepare(
     """Let the engine of a shape prepare its launches, on weights that are `packed` or dense; its name."""
     few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
     prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+    prompts["experts"] = CudaSortedExperts(module, dtype)
     kernels = StepKernels(few, many, recurrent=CudaRecurrent(module), encoder=CudaEncoder(module), **prompts)
     choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed)
     if choice is not None:

@@ -16,7 +16,7 @@ from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.adapted_projections import SCALES, adapted_projections
-from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig
+from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig, Mixture
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineShape
@@ -25,6 +25,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.encoder.launcher import CudaEncoder
+from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -93,6 +94,23 @@ RECURRENT["delta_nets_of_two_products"] = replace(
     delta_products=(0, 0, 1, 1),
 )
 
+
+#: Mixtures of experts: each kind of scores and of shares, layers with an MLP between them, an expert that all rows go
+#: through, and gpt-oss's, with sinks.
+MIXED = {
+    "qwen3_moe": replace(FAMILIES["qwen3"], mixture=Mixture(6, 2, 24, dense_layers=(1,))),
+    "olmoe": replace(SCALED["granite"], mixture=Mixture(40, 5, 32, normalized=False)),
+    "lfm2_moe": replace(LLAMA, mixture=Mixture(6, 3, 24, "sigmoid", True, True, 1e-6, 1.5)),
+    "gpt_oss": replace(
+        FAMILIES["llama_untied_biases"],
+        mlp_bias=False,
+        naming="gpt_oss",
+        attention_sinks=True,
+        mixture=Mixture(5, 2, 24, biases=True, limit=0.5),
+    ),
+    "qwen3_5_moe": replace(RECURRENT["delta_nets_of_two_products"], mixture=Mixture(6, 2, 24, shared_size=40)),
+    "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40)),
+}
 
 #: parent of each node of a verified tree (None: the root); siblings, a gap between parent and child, depth up to 4
 CHAIN = (None, 0, 1, 2, 3, 4, 5, 6)
@@ -313,6 +331,7 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         CudaPromptLinear(module, dtype),
         CudaPrefill(module),
         CudaEncoder(module),
+        CudaExperts(module, dtype),
     )
 
 
@@ -361,7 +380,7 @@ class Loaded:
         self.arrays: dict[str, DeviceArray] = {}
         for name in [name for name in arrays if name in self.engine.tensor_names]:
             array = arrays[name]
-            self.arrays[name] = gpu.empty(array.shape, dtype if array.dtype == np.float32 else array.dtype.name)
+            self.arrays[name] = gpu.empty(array.shape, self.engine._tensors[name][1])
             self.upload(name, array)
         for name in [name for name in self.arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]
@@ -377,7 +396,8 @@ class Loaded:
 
     def upload(self, name: str, array: np.ndarray) -> None:
         """Set a tensor from float32 or other values of its shape."""
-        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if array.dtype == np.float32 else array)
+        is_rounded = array.dtype == np.float32 and self.arrays[name].dtype != "float32"
+        self.gpu.upload(self.arrays[name], to_bits(array, self.dtype) if is_rounded else array)
 
     def values(self, name: str) -> np.ndarray:
         return self._read(self.arrays[name])

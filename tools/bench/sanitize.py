@@ -39,6 +39,7 @@ FILES = (
     "tests/kernels/prefill/test_prefill_attention_gpu.py",
     "tests/kernels/recurrent/test_recurrent_gpu.py",
     "tests/kernels/encoder/test_encoder_kernels_gpu.py",
+    "tests/kernels/experts/test_sorted_experts_gpu.py",
     "tests/engines/backends/test_kernel_engine_gpu.py",
     "tests/engines/backends/test_kernel_trees_gpu.py",
     "tests/engines/backends/test_recurrent_engines_gpu.py",

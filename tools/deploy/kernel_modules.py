@@ -13,6 +13,9 @@ from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
 from edgellm.kernels.encoder.launcher import attention_kernel as encoder_attention
 from edgellm.kernels.encoder.launcher import row_kernel
+from edgellm.kernels.experts.prompt_launcher import PACKED_TILINGS as PACKED_EXPERT_TILINGS
+from edgellm.kernels.experts.prompt_launcher import SORTING, product_kernel
+from edgellm.kernels.experts.prompt_launcher import TILINGS as EXPERT_TILINGS
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
@@ -22,6 +25,9 @@ from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
+
+#: Of attention with sinks: whether several warps share spans, and whether there is a window.
+_SINKS = (False, True), (True, False)
 
 
 def decode_sources(dtype: str) -> list[ModuleSource]:
@@ -43,6 +49,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
         attention_kernel(dtype, size, shares, int8, window=True)
         for size, shares, int8 in ((128, True, False), (256, False, False), (256, True, True))
     ]
+    kernels += [attention_kernel(dtype, 64, shares, window=window, sinks=True) for shares, window in _SINKS]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
@@ -129,8 +136,27 @@ def packed_prompt_sources(dtype: str) -> list[ModuleSource]:
     return found
 
 
+def sorted_expert_sources(dtype: str) -> list[ModuleSource]:
+    """Those of prompts that go through a mixture's experts: each tiling, dense and packed."""
+    found, formats = [SORTING.source], [WeightFormat("int4", 128, False, dtype), BlockLayout("mxfp4").format(dtype)]
+    for format in (None, *formats):
+        layout = None if format is None else DeviceLayout(format, 1536, 2048, dtype=dtype)
+        tilings = EXPERT_TILINGS if layout is None else PACKED_EXPERT_TILINGS
+        own = [each._replace(block_bytes=0 if layout is None else layout.block_bytes) for each in tilings]
+        pairs = [("gated", each) for each in own] + [(kind, own[-2]) for kind in ("sums", "alternating")]
+        found += [product_kernel(kind, dtype, tiling, 2, layout).source for kind, tiling in pairs]
+    return found
+
+
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
     dtypes = ("float16", "bfloat16")
-    every = decode_sources, encoder_sources, other_sources, packed_prompt_sources, recurrent_sources
+    every = (
+        decode_sources,
+        encoder_sources,
+        other_sources,
+        packed_prompt_sources,
+        recurrent_sources,
+        sorted_expert_sources,
+    )
     return [source for dtype in dtypes for sources in every for source in sources(dtype)]

@@ -27,6 +27,8 @@ from edgellm.kernels.recurrent.contract import GatedHeads
 
 #: Where gated attention finds its heads without the gates, and where parts of a row's keys leave what they found.
 UNGATED, PARTIAL = "qkv without gates", "partial"
+#: What counts the blocks that are done with a row's keys.
+COUNTERS = "counters"
 
 
 class _AnyAttention(Implementation[Attention]):
@@ -67,12 +69,15 @@ class FewTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape = program.shape
-        refused = _sink_refusal(step) or attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
         return refused or too_large(attention_shared_bytes(_attention_shape(step, shape)), limit)
 
     def scratch(self, step: Attention, program: Program) -> Edge:
         partials = attention_partials(_attention_shape(step, program.shape))
         return super().scratch(step, program) | {PARTIAL: ((partials,), "float32")}
+
+    def counters(self, step: Attention, program: Program) -> Edge:
+        return {COUNTERS: ((step_rows(step, program), step.heads[1]), "uint32")}
 
     def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
         array = run.array
@@ -85,7 +90,7 @@ class FewTokens(_AnyAttention):
         attention = run.kernels.few.attention(
             qkv,
             AttentionWeights(
-                *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
+                *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, _sinks(step, run)),
                 *(step.query_columns, step.neighbours, step.norms_behind),
             ),
             AttentionStep(
@@ -95,7 +100,7 @@ class FewTokens(_AnyAttention):
                 *(k_cache, v_cache, step.masks_all),
                 *(k_scale, v_scale, step.window),
             ),
-            AttentionScratch(array(PARTIAL), array("counters")),
+            AttentionScratch(array(PARTIAL), array(COUNTERS)),
             array(step.output),
         )
         return [attention]
@@ -111,7 +116,9 @@ class PromptTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape, size = program.shape, step.heads[2]
-        refused = _sink_refusal(step) or prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        if step.sinks is not None and step.looks_ahead:
+            refused = "it has attention sinks, and tokens see those behind them"
         return refused or too_large(attention_bytes(size, 2 if size <= 128 else 1, shape.kv_cache == "int8"), limit)
 
     def _attention(self, step: Attention, run: Launching, qkv: Array) -> list[Any]:
@@ -131,19 +138,20 @@ class PromptTokens(_AnyAttention):
             return [prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, None)]
         context = run.sequences(step.output)
         given = context, rows, step.scale, context, row_scales
-        return [
-            prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
-            prefill.attention_ahead(*given, array(LAST_SEEN)) if step.looks_ahead else prefill.causal_attention(*given),
-        ]
+        if step.looks_ahead:
+            attention = prefill.attention_ahead(*given, array(LAST_SEEN))
+        else:
+            attention = prefill.causal_attention(*given, _sinks(step, run))
+        return [prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context), attention]
 
     def loads(self, step: Attention, program: Program) -> tuple[Any, ...]:
         heads, _, size = step.heads
-        return (heads, size, step.window is not None, step.looks_ahead) if heads else ()
+        return (heads, size, step.window is not None, step.looks_ahead, step.sinks is not None) if heads else ()
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
-        (heads, size, window, ahead), shape = what, program.shape
+        (heads, size, *kinds), shape = what, program.shape
         int8, dtype = shape.kv_cache == "int8", kernels.any_rows.dtype
-        kernels.prefill.load(dtype, size, tokens, shape.batch * heads, int8, window, ahead)
+        kernels.prefill.load(dtype, size, tokens, shape.batch * heads, int8, *kinds)
 
 
 def ring_refusal(shape: EngineShape) -> str | None:
@@ -153,11 +161,11 @@ def ring_refusal(shape: EngineShape) -> str | None:
     return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
 
 
+def _sinks(step: Attention, run: Launching) -> Array | None:
+    return None if step.sinks is None else run.array(step.sinks.name)
+
+
 def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
     """What the attention of a layer works on."""
     rows, window = (shape.kv_rows, 0) if step.window is None else (shape.window_rows, step.window)
     return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)
-
-
-def _sink_refusal(step: Attention) -> str | None:
-    return None if step.sinks is None else "it has attention sinks, which kernels do not compute"

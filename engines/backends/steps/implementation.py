@@ -47,6 +47,11 @@ class Implementation(Generic[StepKind]):
         and tensors at the engine's edge do not."""
         return {step.output: (self._rows_of(step, program), "float32")}
 
+    def counters(self, step: StepKind, program: Program) -> Edge:
+        """Shape and dtype of memory that is zero between its launches, which is no part of what engines share; of one
+        name the largest counts."""
+        return {}
+
     def launches(self, step: StepKind, run: Launching, next_early: bool) -> list[Any]:
         """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
         done."""
@@ -70,8 +75,8 @@ def step_rows(step: Step, program: Program) -> int:
 
 
 def packed_layout(step: Step, program: Program) -> PackedLayout | None:
-    """How a step's weight is packed, if it is."""
-    return None if step.multiplies is None else program.packed.get(step.multiplies.weight.name)
+    """How a step's weight is packed, if it is: that of a linear layer, or of a layer of experts."""
+    return next((program.packed[each.name] for each in step.weights if each.name in program.packed), None)
 
 
 def too_large(needed: int, limit: int) -> str | None:

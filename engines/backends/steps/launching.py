@@ -20,8 +20,8 @@ JOINED_INPUTS = "joined_inputs"
 
 class StepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
-    need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, and of
-    encoders, which have layer norms and activations of rows."""
+    need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, of
+    encoders, which have layer norms and activations of rows, and of mixtures of experts."""
 
     few: Any
     many: Any
@@ -30,6 +30,7 @@ class StepKernels(NamedTuple):
     any_rows: Any = None
     prefill: Any = None
     encoder: Any = None
+    experts: Any = None
 
 
 class Launching:

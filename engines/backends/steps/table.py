@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
+from edgellm.engines.backends.steps.experts import (
+    ChooseByRow,
+    ChooseExperts,
+    DownExperts,
+    DownPairs,
+    GateUpExperts,
+    GateUpPairs,
+    RouteExperts,
+    RouteFewRows,
+    for_kernels,
+)
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows
+from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -48,6 +60,10 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     ShortConvolution: (ConvolveColumns(),),
     GatedDelta: (UpdateMatrices(),),
     GatedNorm: (NormGated(),),
+    ChooseExperts: (ChooseByRow(),),
+    RouteExperts: (RouteFewRows(),),
+    GateUpExperts: (GateUpSorted(), GateUpPairs()),
+    DownExperts: (DownSorted(), DownPairs()),
 }
 
 
@@ -69,13 +85,18 @@ class Choice:
 
     def scratch(self, program: Program) -> Edge:
         """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside."""
-        edge, found = program.inputs.keys() | program.outputs.keys(), dict[str, tuple[tuple[int, ...], str]]()
-        for implementation, step in zip(self.implementations, program.steps, strict=True):
-            for name, (size, dtype) in implementation.scratch(step, program).items():
-                place = without_layer(name)
-                if name not in edge and (place not in found or math.prod(found[place][0]) < math.prod(size)):
-                    found[place] = size, dtype
-        return {JOINED_INPUTS: ((0,), "compute")} | found
+        edge, pairs = (
+            program.inputs.keys() | program.outputs.keys(),
+            zip(self.implementations, program.steps, strict=True),
+        )
+        each = (implementation.scratch(step, program) for implementation, step in pairs)
+        inside = ({name: kind for name, kind in own.items() if name not in edge} for own in each)
+        return {JOINED_INPUTS: ((0,), "compute")} | _largest(inside)
+
+    def counters(self, program: Program) -> Edge:
+        """Shape and dtype of what is zero between steps."""
+        pairs = zip(self.implementations, program.steps, strict=True)
+        return _largest(implementation.counters(step, program) for implementation, step in pairs)
 
     def load_prompts(self, program: Program, kernels: StepKernels, step: int, are_packed: bool = False) -> None:
         """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's: for the
@@ -87,6 +108,17 @@ class Choice:
             for implementation, what in needed:
                 if what:
                     implementation.load(what, program, kernels, tokens)
+
+
+def _largest(edges: Iterable[Edge]) -> Edge:
+    """Of what has one name, but for the number of a layer, the largest."""
+    found = dict[str, tuple[tuple[int, ...], str]]()
+    for edge in edges:
+        for name, (size, dtype) in edge.items():
+            place = without_layer(name)
+            if place not in found or math.prod(found[place][0]) < math.prod(size):
+                found[place] = size, dtype
+    return found
 
 
 def kernel_choice(
@@ -109,7 +141,7 @@ def kernel_choice(
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.model == "vision":
         return None, "vision encoders have kernels of their own"
-    program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
+    program = for_kernels(replace(model_program(config, passes(shape)[-1][1]), packed=packed or {}))
     rows = most_rows(program)
     if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
         return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"

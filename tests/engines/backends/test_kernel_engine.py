@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import DEVICE, Module, prepare
 from decode_models import (
     CHAIN,
     DRAFTS,
     EAGLE3,
     FAMILIES,
     LLAMA,
+    MIXED,
     RECURRENT,
     SCALED,
     TREE,
+    Loaded,
     draft_shape,
     random_adapters,
     random_draft,
     random_model,
+    step_shape,
 )
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
@@ -30,8 +35,10 @@ from edgellm.engines.backends import kernel_engine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
+from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
+from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.graph import ProgramGraph
@@ -57,7 +64,10 @@ ADAPTED = [
 
 def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What operations compute of a program."""
-    bindings = {name: array.copy() for name, array in arrays.items()}
+    bindings: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+    for spec in (own for own in model_program(config, shape).weights.values() if own.experts):
+        parts = np.split(bindings[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
+        bindings[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
     ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
     return bindings
 
@@ -125,6 +135,36 @@ def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int]
     config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", len(starts), 1, 48, 48)
     arrays = random_model(config, len(starts), 48, starts)
     assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
+
+
+@pytest.mark.parametrize("step", ["decode", "verify", "prefill", "long prefill"])
+@pytest.mark.parametrize("family", sorted(MIXED.keys() - {"qwen3_5_moe"}))  # which commits states
+def test_mixtures_of_experts_are_what_operations_compute(family: str, step: str) -> None:
+    """Of three sequences, of two trees, and of prompts of few rows and of many."""
+    config, phase = MIXED[family], step.split()[-1]
+    parents = (None,) if step == "decode" else TREE if step == "verify" else (None, *range(7 if phase == step else 71))
+    batch = {"decode": 3, "verify": 2}.get(step, 1)
+    selected = len(parents) if step == "verify" else 1
+    shape = EngineShape(phase, batch, len(parents), 112, 112, selected)
+    arrays = random_model(config, batch, 112, [5, 0, 30][:batch], parents)
+    if phase == "prefill":
+        arrays["last_token_ids"] = np.array([[len(parents) - 2]], np.int32)
+    found, expected = launched(FewRows, config, shape, arrays), computed(config, shape, arrays)
+    assert_equal(config, shape, found, expected)
+
+
+@pytest.mark.parametrize("family", sorted(MIXED))
+def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
+    """On the memory and in the dtypes that tests on a GPU give them; prompts of few rows and of many."""
+    config, module = MIXED[family], Module()
+    gpu = SimpleNamespace(**vars(DEVICE), kernel_module=module)
+    if not config.is_recurrent:  # whose states are bound otherwise
+        for batch, parents in ((1, (None,)), (64, (None,)), (1, TREE)):
+            arrays = random_model(config, batch, 128, [3] * batch, parents)
+            assert Loaded(gpu, config, step_shape(arrays, 128), arrays, "float16").engine._prepare()
+    for tokens in (16, 65, 300):
+        assert prepare(module, config, EngineShape("prefill", 1, tokens, 320, 320), "bfloat16") == "kernels"
+    assert sum("experts" in source.name for source in module.sources) >= 6
 
 
 @WAYS
@@ -326,15 +366,15 @@ def test_an_unknown_step_is_named_and_a_choice_among_few_is_kept_to() -> None:
 def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
     """Decoders and drafts, whole and in segments; and none is there for nothing. A segment that ends with a copy gives
     out what its last linear layer rounds, which kernels leave to TensorRT."""
-    known = {kind for kind in Step.__subclasses__() if "results" in vars(kind)} - {Experts}  # which is NumPy's alone
+    known = {kind for kind in Step.__subclasses__() if "results" in vars(kind)} - {Experts}  # which is several of them
     assert known <= TABLE.keys() and all(TABLE.values())
     found = set[type[Step]]()
     base = [EngineShape(*each, 64, 64) for each in (("decode", 2, 1), ("verify", 1, 8), ("prefill", 1, 72))]
-    for config in (FAMILIES | SCALED | RECURRENT | {"deepstack": replace(LLAMA, deepstack_layers=1)}).values():
+    for config in (FAMILIES | SCALED | RECURRENT | MIXED | {"deepstack": replace(LLAMA, deepstack_layers=1)}).values():
         for features in ((), (1, 2)):
             programs = [model_program(replace(config, feature_layers=features), shape) for shape in base]
             programs += [segment.program for segment in segments_of(programs[-1])]
-            found |= {type(step) for program in programs for step in program.steps}
+            found |= {type(step) for program in programs for step in for_kernels(program).steps}
     for draft in DRAFTS.values():
         shapes = [draft_shape(phase, 1, 8, 64) for phase in ("prefill", "accept", "propose")]
         found |= {type(step) for shape in shapes for step in model_program(draft, shape).steps}

@@ -13,7 +13,7 @@ import pytest
 from gguf_models import write_mixture
 from linked_environment import link_packages, run_there
 from packed_checkpoints import write_packed
-from tiny_families import FAMILIES, RECURRENT
+from tiny_families import FAMILIES, MIXTURES, RECURRENT
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.step_modules import step_modules
@@ -326,6 +326,24 @@ def test_a_packed_table_has_kernels_of_its_own(tiny_checkpoint: Path, tmp_path: 
     names = every_engine_is_prepared(tmp_path / "engines")
     assert any(name.startswith("step_float16_") for name in names)
     assert any(name.startswith("tree_float16_") for name in names)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_mixtures_bring_the_kernels_of_their_experts(
+    family: str, packed: bool, make_checkpoint: Callable[..., Path], tmp_path: Path, compiled: list
+) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", 1, **MIXTURES[family])
+    if packed:
+        model, _ = write_packed(model, tmp_path / "packed", tmp_path / "twin")
+    kernels = read_targets(["sm_87:16"])
+    build_engine_directory(model, tmp_path / "engines", EngineLimits(2, 80, 128), [], "float16", kernels=kernels)
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert names <= {name for name, _ in compiled}
+    kind = "packed-expert_" if packed else "experts-dense-"
+    assert any("experts-choose" in name for name in names) and any(kind in name for name in names)
+    of_prompts = [name for name in names if "experts-prompt_rows" in name]
+    assert "experts-sort_pairs" in names and len(of_prompts) == 2
 
 
 @pytest.mark.parametrize("family", RECURRENT)

@@ -24,6 +24,7 @@ from golden_answers import (
     make_runner,
 )
 from golden_sequences import Sequences
+from mxfp4_checkpoints import write_mxfp4
 from packed_checkpoints import write_packed
 from published_families import LFM2_8B_A1B, QWEN3_5_35B_A3B
 from safetensors.numpy import load_file, save_file
@@ -218,10 +219,6 @@ def test_sessions_snapshots_adapters_and_drafts(
     assert said("style", None) == said("style", DRAFTING) != plain
 
 
-#: What the four bits of MXFP4 stand for, as the OCP's formats have them.
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-
-
 def blocks_of_gguf(name: str, packed: dict[str, np.ndarray]) -> Tensor | None:
     """A stack of gpt-oss's blocks as GGUF has them: of 32 columns the scale, then a byte of columns i and 16 + i."""
     match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name)
@@ -238,29 +235,12 @@ def blocks_of_gguf(name: str, packed: dict[str, np.ndarray]) -> Tensor | None:
 def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Experts in blocks and scales, the same numbers dense and transposed, as either is published, and in GGUF."""
     source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["gpt_oss"], dtype="float32", torch_dtype=None)
-    tensors, random, packed, twin = load_file(source / MODEL), np.random.default_rng(3), {}, {}
-    for name in [each for each in tensors if each.endswith("experts.0.gate_up_proj.weight")]:
-        module = name.removesuffix(".0.gate_up_proj.weight")
-        for part in ("gate_up_proj", "down_proj"):
-            of_each = [tensors.pop(f"{module}.{expert}.{part}.weight") for expert in range(8)]
-            rows, columns = of_each[0].shape
-            codes = random.integers(0, 16, (8, rows, columns), np.uint8)
-            scales = random.integers(122, 126, (8, rows, columns // 32), np.uint8)
-            values = E2M1[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=2)
-            twin[f"{module}.{part}"] = np.ascontiguousarray(values.transpose(0, 2, 1), np.float32)
-            blocks = codes[..., ::2] | codes[..., 1::2] << 4
-            packed |= {f"{module}.{part}_blocks": blocks.reshape(8, rows, -1, 16), f"{module}.{part}_scales": scales}
     found = []
-    for folder, experts in (("packed", packed), ("twin", twin)):
-        shutil.copytree(source, tmp_path / folder)
-        save_file(tensors | experts, tmp_path / folder / MODEL)
-        if folder == "packed":
-            path = tmp_path / folder / "config.json"
-            config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-            path.write_text(json.dumps(config))
-        engines = tmp_path / f"{folder}_engines"
-        build_engine_directory(tmp_path / folder, engines, EngineLimits(3, 32, 128), [], "float16")
+    for model in write_mxfp4(source, tmp_path):
+        engines = tmp_path / f"{model.name}_engines"
+        build_engine_directory(model, engines, EngineLimits(3, 32, 128), [], "float16")
         found.append(answers(engines))
+    packed = load_file(tmp_path / "packed" / MODEL)
     folder = shutil.copytree(tmp_path / "packed", tmp_path / "gguf")
     file = write_model(tmp_path / "twin", folder / "model.gguf", kinds=lambda name, _: blocks_of_gguf(name, packed))
     (folder / MODEL).unlink()
@@ -268,9 +248,8 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
     build_engine_directory(folder, tmp_path / "gguf_engines", EngineLimits(3, 32, 128), [], "float16")
     found.append(answers(tmp_path / "gguf_engines"))
     assert found[0] == found[1] == found[2] and len(set(found[0])) == len(TEXTS)
-    scales = packed["model.layers.2.mlp.experts.down_proj_scales"]
-    scales[5, 3, 1] = 255
-    save_file(tensors | packed, tmp_path / "packed" / MODEL)
+    packed["model.layers.2.mlp.experts.down_proj_scales"][5, 3, 1] = 255
+    save_file(packed, tmp_path / "packed" / MODEL)
     with (
         Checkpoint.open(tmp_path / "packed") as checkpoint,
         pytest.raises(CheckpointError, match=r"weight_scales' holds 255 at \[3, 1\].*, expected exponents below 255"),
@@ -278,25 +257,28 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
         checkpoint.stored("model.layers.2.mlp.experts.5.down_proj.weight", (64, 128))
 
 
-def test_sinks_are_refused_by_kernels_and_unknown_slopes_by_name() -> None:
-    config = Sequences(GOLDENS / "gpt_oss").config
-    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
-    reason = kernel_refusal(replace(config, mixture=None), shape, "float16", 1 << 20)
-    assert reason is not None and reason.endswith("it has attention sinks, which kernels do not compute")
+def test_unknown_slopes_are_refused_by_name() -> None:
     values = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
     with pytest.raises(UnsupportedModelError, match=r"swiglu_alpha is 1.5, supported is 1.702"):
         decoder_config(values | {"swiglu_alpha": 1.5})
 
 
-def test_gpus_refuse_a_mixture_by_name() -> None:
-    config = Sequences(GOLDENS / "qwen3_moe").config
-    (shape, *_) = (each for each in EngineLimits(1, 16, 96).engine_shapes() if each.phase == "decode")
-    reason = kernel_refusal(config, shape, "float16", 1 << 20)
-    assert reason == "kernels cannot run the mixture of experts model.layers.0.mlp.gate: there is no kernel for it"
-    assert not splits_on(config, shape, "float16", "sm_90")
-    for packed in (False, True):
-        told = plan_refusal(config, shape, "float16", 1 << 20, packed)
-        assert told is not None and reason in told and told.endswith("run on NumPy so far: take --backend numpy")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
+def test_kernels_run_mixtures_or_refuse_them_by_name(name: str) -> None:
+    """Each phase of an engine, where heads have sizes that kernels take; what is not done is said."""
+    config = Sequences(GOLDENS / name).config
+    shapes = EngineLimits(2, 128, 512, draft_top_k=4, draft_steps=3, verify_tree_size=12).engine_shapes()
+    for shape in (each for each in shapes if each.model == "base"):
+        assert kernel_refusal(config, shape, "float16", 1 << 20) is None
+        assert not splits_on(config, shape, "float16", "sm_90")
+        for change, reason in (
+            ({"experts": 1024}, "kernels choose up to 32 of up to 512 experts, not 2 of 1024"),
+            ({"size": 20}, "experts have widths in multiples of 8 and even numbers of rows, not [24, 20]"),
+        ):
+            assert config.mixture is not None
+            other = replace(config, mixture=replace(config.mixture, **change))
+            told = plan_refusal(other, shape, "float16", 1 << 20, False)
+            assert told is not None and reason in told and told.endswith("Take --backend numpy")
 
 
 def test_the_plan_counts_no_mapped_experts() -> None:
@@ -389,11 +371,11 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """One token's embedding has an element that no other has, and that the first router multiplies by 1e38."""
-    more = {**MIXTURES["qwen3_moe"], "dtype": "float32", "torch_dtype": None}
+    more = {**MIXTURES["qwen3_moe"], "dtype": "float32", "torch_dtype": None, "tie_word_embeddings": False}
     source = make_checkpoint(tmp_path / "model", 4, **more)
-    tensors, token = load_file(source / MODEL), 40
+    tensors, token = {name: each.astype(np.float32) for name, each in load_file(source / MODEL).items()}, 40
     tensors["model.embed_tokens.weight"][:, 5] = 0
-    tensors["model.embed_tokens.weight"][token, 5] = 1000
+    tensors["model.embed_tokens.weight"][token, 5] = -1000
     tensors["model.layers.0.self_attn.o_proj.weight"][5] = 0
     tensors["model.layers.0.post_attention_layernorm.weight"][5] = 1
     tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
@@ -403,6 +385,7 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
     good, bad = (Request([7, 9, 11, last], None, greedy) for last in (12, token))
     with LLM(tmp_path / "engines", backend="numpy") as llm:
         (alone,) = llm.handle([good])
+        assert not isinstance(alone, Exception), alone
         assert token not in alone.token_ids
         failed, beside = llm.handle([bad, good])
         assert isinstance(failed, EngineError) and "logits behind this text are infinite or NaN" in str(failed)

@@ -35,7 +35,8 @@ class Prompt:
 
     With a `window` (0: none) caches are rings of `rows` rows. The rotary rows have `before` columns in front of the
     layer's. `rounded`: the values of qkv are the dtype's, and prompts take them so, and write the context over the
-    queries. Queries take turns `further` on; `neighbours` are rotated together; norms stand `behind` the rotation.
+    queries. `sinks`: each query head has one. Queries take turns `further` on; `neighbours` are rotated together;
+    norms stand `behind` the rotation.
     """
 
     start: int
@@ -51,6 +52,7 @@ class Prompt:
     window: int = 0
     rows: int = 0
     rounded: bool = False
+    sinks: bool = False
     further: int = 0
     neighbours: bool = False
     behind: bool = False
@@ -94,6 +96,8 @@ class Prompt:
         caches = ring_caches(random, self.shape, (self.start,), self.window, self.int8)
         for name, array in caches.items():
             found[name] = array if self.int8 else to_bits(array, dtype)
+        if self.sinks:
+            found["sinks"] = to_bits(2 * random.standard_normal(self.heads, np.float32), dtype)
         return found
 
     def alone(self) -> set[int]:
@@ -134,7 +138,15 @@ class Device:
         """Context and caches."""
         prompt, arrays, gpu = self.prompt, self.arrays, self.gpu
         norms, part = (arrays.get("q_norm"), arrays.get("k_norm")), (prompt.before, prompt.rotary)
-        kinds = prompt.scale, prompt.rotary > 0, part, prompt.further, prompt.neighbours, prompt.behind
+        kinds = (
+            prompt.scale,
+            prompt.rotary > 0,
+            part,
+            arrays.get("sinks"),
+            prompt.further,
+            prompt.neighbours,
+            prompt.behind,
+        )
         weights = AttentionWeights(*norms, EPSILON, OFFSET, *kinds)
         sizes = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
         counters = gpu.zeros((MAX_TOKENS, prompt.kv_heads), "uint32")
@@ -172,7 +184,7 @@ class Device:
             turns = own(arrays["turns"]) if prompt.rotary else None
             queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
             kernels.prepare_heads(own(qkv), norms, turns, rows, scales, prompt.part, queries)()
-            kernels.causal_attention(queries, rows, prompt.scale, context, scales, tiles)()
+            kernels.causal_attention(queries, rows, prompt.scale, context, scales, arrays.get("sinks"), tiles)()
         return self._found()
 
     def _chunks(self, sizes: tuple[int, ...]) -> Iterator[slice]:
@@ -200,7 +212,7 @@ def by_twin(prompt: Prompt, dtype: str) -> np.ndarray:
     turns = wide["turns"][None] if prompt.rotary else None
     queries, context = (np.full((1, prompt.tokens, prompt.heads * prompt.size), np.nan, np.float32) for _ in range(2))
     NumpyPrefill().prepare_heads(wide["qkv"][None], norms, turns, rows, scales, prompt.part, queries)()
-    NumpyPrefill().causal_attention(queries, rows, prompt.scale, context, scales)()
+    NumpyPrefill().causal_attention(queries, rows, prompt.scale, context, scales, wide.get("sinks"))()
     return context[0]
 
 
@@ -212,6 +224,9 @@ PROMPTS = {
     "sixty_four": Prompt(100, 64, ((64,), (1, 63), (13,)), 1, 8, 96, 96),
     "a_part_turns": Prompt(0, 200, SOME, 2, 4, 128, 32, before=96, norm=True),
     "nothing_turns": Prompt(5, 200, SOME, 2, 4, 64, 0, before=8, norm=True),
+    "sinks": Prompt(5, 200, SOME, 2, 8, 64, 64, sinks=True),
+    "sinks_of_int8": Prompt(0, 300, ((300,), (64, 236)), 8, 1, 128, 128, int8=True, sinks=True),
+    "sinks_in_a_window": Prompt(300, 200, SOME, 2, 8, 64, 64, window=128, rows=384, sinks=True),
     "narrow": Prompt(60, 60, ((60,), (7,)), 2, 3, 24, 16),
     "of_200": Prompt(100, 100, ((100,), (33,)), 1, 3, 200, 64, norm=True),
     "rounded": Prompt(100, 200, SOME, 2, 4, 64, 64, norm=True, rounded=True),

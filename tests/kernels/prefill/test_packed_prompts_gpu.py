@@ -159,8 +159,8 @@ def test_gates_and_residuals_have_the_bits_of_decode_kernels(gpu, tiling: Prompt
         parts = [result(layer.steps, slice(first, first + STEP_ROWS)) for first in range(0, rows, STEP_ROWS)]
         np.testing.assert_array_equal(result(layer.prompts, slice(None)), np.concatenate(parts))
     chosen, x, before = np.array([[3], [64]], np.int32), device_copy(gpu, layer.x), device_copy(gpu, residual)
-    output = gpu.zeros((2, 336), "float32")
-    layer.prompts.linear_residual(x, linear, before, output, 2.0, selected=device_copy(gpu, chosen))()
+    output, selected = gpu.zeros((2, 336), "float32"), device_copy(gpu, chosen)
+    layer.prompts.linear_residual(x, linear, before, output, 2.0, selected=selected)()
     expected = added(layer.prompts, slice(None)).reshape(2, 65, 336)[np.arange(2), chosen[:, 0]]
     np.testing.assert_array_equal(gpu.download(output), expected)
 

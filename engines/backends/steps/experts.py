@@ -1,0 +1,306 @@
+"""Mixtures of experts by kernels: `Experts` as the steps that kernels run, and these.
+
+A router is a linear layer, whose norm it leaves for the experts; a row's experts are then chosen on the device, where
+their ids stay; their layers are two products of all pairs of rows and experts; and what these give is added in the
+order of ids. An expert that every row goes through is two linear layers more, like those of any MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from edgellm.engines.backends.steps.implementation import Implementation, step_rows
+from edgellm.engines.backends.steps.launching import Launching
+from edgellm.engines.backends.steps.linear import FewRows
+from edgellm.engines.model.config import Mixture, WeightSpec
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import READS, Experts, Input, Keep, Linear, NormLinear, Step
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.experts.contract import (
+    MAX_PAIRS,
+    MAX_ROUTED_ROWS,
+    ExpertWeights,
+    Routed,
+    Routing,
+    experts_refusal,
+    matrix_refusal,
+)
+from edgellm.kernels.experts.launcher import counter_words, pairs_at_once
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.row_runs import PackedLayout
+
+#: Says of a step's field that it names what the step writes.
+_WRITTEN = {"reads": False}
+#: What counts how many of a launch's blocks are done.
+COUNTERS = "expert_counters"
+
+
+@dataclass(frozen=True)
+class ChooseExperts(Step):
+    """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
+    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`."""
+
+    shares: str = field(metadata=_WRITTEN)
+    shared_shares: str = field(metadata=_WRITTEN)
+    scores: str = field(metadata=READS)
+    given: str = field(metadata=READS)
+    mixture: Mixture
+    correction: WeightSpec | None = None
+    gate: Linear | None = None
+
+    @property
+    def title(self) -> str:
+        """The choice in words."""
+        return f"the choice of experts for {self.output}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = kinds[self.scores][0][:-1]
+        found: Edge = {self.output: ((*rows, self.mixture.chosen), "int32")}
+        found[self.shares] = (*rows, self.mixture.chosen), "float32"
+        return found if self.gate is None else found | {self.shared_shares: ((*rows, 1), "float32")}
+
+
+@dataclass(frozen=True)
+class RouteExperts(Step):
+    """The linear layer of a router and the choice by its scores, at once."""
+
+    scored: NormLinear
+    choice: ChooseExperts
+
+    @property
+    def weights(self) -> Iterator[WeightSpec]:
+        """Those of both."""
+        yield from (*self.scored.weights, *self.choice.weights)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """What the router scores."""
+        return self.scored.reads
+
+    @property
+    def title(self) -> str:
+        """The router in words."""
+        return f"the router {self.scored.linear.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        found = self.scored.results(kinds, shape, residual)
+        return found | self.choice.results(kinds | found, shape, residual)
+
+
+@dataclass(frozen=True)
+class _OfExperts(Step):
+    """A layer of all experts, which the `ids` of a row choose."""
+
+    value: str = field(metadata=READS)
+    ids: str = field(metadata=READS)
+    linear: Linear = field()
+    mixture: Mixture
+
+    @property
+    def multiplies(self) -> None:
+        """No layer of all rows."""
+        return None
+
+    @property
+    def title(self) -> str:
+        """The layer in words."""
+        return f"the experts' layer {self.linear.name}"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of the matrix of one expert."""
+        rows, columns = self.linear.weight.shape
+        return rows // self.mixture.experts, columns
+
+
+@dataclass(frozen=True)
+class GateUpExperts(_OfExperts):
+    """output = what each of a row's experts makes of its gates and ups of the row, beside each other."""
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: ((*kinds[self.ids][0][:-1], self.mixture.chosen * self.mixture.size), "compute")}
+
+
+@dataclass(frozen=True)
+class DownExperts(_OfExperts):
+    """output = residual + scale * (the products of each of a row's experts and its own part of the `value`, times the
+    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`)."""
+
+    shares: str = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    shared: str | None = field(default=None, metadata=READS)
+    shared_shares: str | None = field(default=None, metadata=READS)
+    scale: float = 1.0
+
+    @property
+    def products(self) -> str:
+        """Where the products come together, float32 [R, k N]."""
+        return f"{self.output}_products"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.residual][0], residual)}
+
+
+def for_kernels(program: Program) -> Program:
+    """The same, of which it is known what is packed, with each mixture of experts as the steps that kernels run."""
+    if not any(isinstance(step, Experts) for step in program.steps):
+        return program
+    each = (_steps_of(step, program) if isinstance(step, Experts) else (step,) for step in program.steps)
+    return replace(program, steps=tuple(chain.from_iterable(each)))
+
+
+def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
+    """Values between them are named after the output, of which layers of all rows and of selected ones have others."""
+    names = "scores", "input", "ids", "shares", "inner", "shared_inner", "shared", "shared_shares"
+    scores, given, ids, shares, inner, *shared = (f"{step.output}_{name}" for name in names)
+    mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
+    gate = step.shared[2] if step.shared else None
+    scored = NormLinear(scores, (step.given,), step.router, keep=Keep(given))
+    choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
+    is_dense = step.router.weight.name not in program.packed and step.router.name not in program.adapted
+    is_normed = len(step.given.norms) == 1 and step.given.norms[0].bias is None
+    if step_rows(step, program) <= MAX_ROUTED_ROWS and is_dense and is_normed:
+        yield RouteExperts(ids, scored, choice)
+    else:
+        yield from (scored, choice)
+    if step.shared:
+        yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
+        yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
+    yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
+    beside = {"shared": shared_output, "shared_shares": shared_shares} if step.shared else {}
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, scale=step.scale, **beside)
+
+
+class ChooseByRow(Implementation[ChooseExperts]):
+    """Chooses for each row by itself."""
+
+    name = "kernels of experts"
+
+    def refusal(self, step: ChooseExperts, program: Program, limit: int) -> str | None:
+        return experts_refusal(step.mixture.experts, step.mixture.chosen)
+
+    def scratch(self, step: ChooseExperts, program: Program) -> Edge:
+        names = step.output, step.shares, step.shared_shares
+        return {name: program.kinds[name] for name in names[: 2 + (step.gate is not None)]}
+
+    def launches(self, step: ChooseExperts, run: Launching, next_early: bool) -> list[Any]:
+        return [run.kernels.experts.choose(*_chosen(step, run))]
+
+
+class RouteFewRows(Implementation[RouteExperts]):
+    """Both in one launch."""
+
+    name = "kernels of experts"
+
+    def refusal(self, step: RouteExperts, program: Program, limit: int) -> str | None:
+        refused = ChooseByRow().refusal(step.choice, program, limit)
+        return refused or FewRows().refusal(step.scored, program, limit)
+
+    def scratch(self, step: RouteExperts, program: Program) -> Edge:
+        return FewRows().scratch(step.scored, program) | ChooseByRow().scratch(step.choice, program)
+
+    def counters(self, step: RouteExperts, program: Program) -> Edge:
+        return {COUNTERS: ((1,), "uint32")}
+
+    def launches(self, step: RouteExperts, run: Launching, next_early: bool) -> list[Any]:
+        scored, (scores, own, routed, *others) = step.scored, _chosen(step.choice, run)
+        given = run.parts(scored.inputs[0])[0], run.weights(scored.linear), run.kept(scored.keep)
+        route = run.kernels.experts.route
+        return [route(*given, scores, own, routed, run.array(COUNTERS), *others, next_early)]
+
+
+class _Pairs(Implementation[Any]):
+    """Multiplies pairs of a row and an expert. Few rows that chose the same expert share its weights; of more rows each
+    reads them."""
+
+    name = "kernels of experts"
+
+    def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
+        layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
+        gated = isinstance(step, GateUpExperts) and not step.mixture.limit
+        refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
+        if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
+            refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
+        gpu, active = Capacity(shared_limit=limit), min(rows * step.mixture.chosen, step.mixture.experts)
+        if refused is None and pairs_at_once(rows, active, step.matrix, gated, _one(layout), gpu) is None:
+            refused = f"blocks have no room for experts {list(step.matrix)} in {limit} bytes of shared memory"
+        return refused
+
+
+class GateUpPairs(_Pairs):
+    """Gates and ups, with their activation."""
+
+    def scratch(self, step: GateUpExperts, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
+
+    def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
+        given, ids, output = map(run.array, (step.value, step.ids, step.output))
+        return [run.kernels.experts.gate_up(given, ids, _weights(step, run), step.mixture.limit, output)]
+
+
+class DownPairs(_Pairs):
+    """The products of all pairs, and their sums in the order of the experts' ids: of few rows in one launch."""
+
+    def counters(self, step: DownExperts, program: Program) -> Edge:
+        rows, width = self._rows_of(step, program)
+        return {COUNTERS: ((rows, counter_words(width)), "uint32")} if rows <= MAX_TILED_ROWS else {}
+
+    def scratch(self, step: DownExperts, program: Program) -> Edge:
+        rows, width = self._rows_of(step, program)
+        products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
+        return {step.output: ((rows, width), "float32"), step.products: products}
+
+    def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+        names = step.value, step.ids, step.products, step.residual, step.output
+        given, ids, products, residual, output = map(run.array, names)
+        shared = None if step.shared is None else run.array(step.shared)
+        routed = _routed(run, step.ids, step.shares, step.shared_shares)
+        kernels, weights = run.kernels.experts, _weights(step, run)
+        if step_rows(step, run.program) <= MAX_TILED_ROWS:
+            ends = residual, output, run.array(COUNTERS), step.scale, shared
+            return [kernels.down_add(given, weights, products, routed, *ends)]
+        product = kernels.down(given, ids, weights, products)
+        return [product, kernels.add(products, routed, residual, output, step.scale, shared)]
+
+
+def _weights(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeights:
+    return ExpertWeights(run.weights(step.linear), step.mixture.experts)
+
+
+def routing(mixture: Mixture) -> Routing:
+    """How a mixture's experts are chosen, as kernels take it."""
+    how = mixture.scores == "sigmoid", mixture.normalized, mixture.epsilon, mixture.scale
+    return Routing(mixture.experts, mixture.chosen, *how)
+
+
+def _chosen(
+    step: ChooseExperts, run: Launching
+) -> tuple[Array, Routing, Routed, Array | None, tuple[Array, Array] | None]:
+    """The scores, how experts are chosen, where that goes; the correction, and what the shared expert's share is of."""
+    array = run.array
+    correction = None if step.correction is None else array(step.correction.name)
+    shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
+    routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
+    return array(step.scores), routing(step.mixture), routed, correction, shared
+
+
+def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:
+    return Routed(run.array(ids), run.array(shares), None if shared_shares is None else run.array(shared_shares))
+
+
+def _one(layout: PackedLayout | None) -> DeviceLayout | None:
+    return layout if isinstance(layout, DeviceLayout) else None
+
+
+def _layout_refusal(layout: PackedLayout | None) -> str | None:
+    """Why experts that are packed in several ways are not multiplied; None for others."""
+    if layout is None or isinstance(layout, DeviceLayout):
+        return None
+    return f"experts have one format, not {' and '.join(str(run.format) for run in layout.runs[:2])}"

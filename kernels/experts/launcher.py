@@ -1,0 +1,341 @@
+"""The kernels of mixtures of experts on the GPU.
+
+Each method has the arguments of its NumPy twin in `twin`, which defines what it computes, and returns a `Launch`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.arguments import (
+    CUDA_TYPES,
+    THREADS,
+    LinearArgument,
+    NormedArgument,
+    addresses,
+    check_room,
+    decode_kernel,
+    kept_argument,
+    linear_argument,
+    normed_argument,
+    rows_of,
+)
+from edgellm.kernels.decode.contract import (
+    ACTIVATIONS,
+    MAX_TILED_ROWS,
+    SLICES,
+    STEP,
+    Kept,
+    LinearWeights,
+    NormedInput,
+    slice_steps,
+)
+from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share, norm_geometry
+from edgellm.kernels.decode.linear import LINEAR_MACROS, NormLinearArgument
+from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
+from edgellm.kernels.decode.tiled_linear import capacity_of
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.experts.contract import (
+    MAX_ROUTED_ROWS,
+    ExpertWeights,
+    Routed,
+    Routing,
+    check_pairs,
+    experts_refusal,
+    matrix_refusal,
+)
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+_ADDING_THREADS = 128
+#: Of a block's own variables, at most.
+_GROUP_BYTES = 64
+#: Blocks of one launch of dense experts: so many times what the GPU has at once, where pairs have work for as many.
+_ROUNDS = 2
+
+
+class _Choice(ctypes.Structure):
+    """`Choice` of router.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("scores", "correction", "x", "gate", "ids", "weights", "shared")),
+        *((name, ctypes.c_int) for name in ("experts", "chosen", "columns", "sigmoid", "normalized")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+    ]
+
+
+class _Addition(ctypes.Structure):
+    """`Addition` of addition.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("outputs", "weights", "shared", "shared_weights", "residual", "output")),
+        *((name, ctypes.c_int) for name in ("chosen", "width", "residual_float")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Product(ctypes.Structure):
+    """`Product` of few_rows.cuh."""
+
+    _fields_ = [
+        ("linear", LinearArgument),
+        ("addition", _Addition),
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "input", "output", "counters")),
+        ("stride", ctypes.c_ulonglong),
+        *((name, ctypes.c_int) for name in ("experts", "biases", "sharing", "pairs", "most")),
+        ("limit", ctypes.c_float),
+    ]
+
+
+_ROUTER_MACROS = (
+    *LINEAR_MACROS,
+    ("HOST_CHOICE_BYTES", ctypes.sizeof(_Choice)),
+    ("HOST_ADDITION_BYTES", ctypes.sizeof(_Addition)),
+    ("HOST_ADDING_THREADS", _ADDING_THREADS),
+)
+_PRODUCT_MACROS = (*LINEAR_MACROS, ("HOST_PRODUCT_BYTES", ctypes.sizeof(_Product)), ("HOST_SILU", ACTIVATIONS["silu"]))
+
+
+class CudaExperts:
+    """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
+
+    def __init__(self, module: KernelModule, dtype: str) -> None:
+        if dtype not in CUDA_TYPES:
+            raise KernelError(f"kernels of experts compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
+        self.module, self.dtype, self._type = module, dtype, CUDA_TYPES[dtype]
+
+    def choose(
+        self,
+        scores: DeviceArray,
+        routing: Routing,
+        routed: Routed,
+        correction: DeviceArray | None = None,
+        shared: tuple[DeviceArray, DeviceArray] | None = None,
+    ) -> Launch:
+        """See `NumpyExperts.choose`."""
+        rows, choice, each = self._choice(scores, routing, routed, correction, shared)
+        kernel = decode_kernel("experts/router.cu", f"experts::choose<{self._type}, {each}>", _ROUTER_MACROS)
+        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (choice,))
+
+    def route(
+        self,
+        normed: NormedInput,
+        router: LinearWeights,
+        kept: Kept,
+        scores: DeviceArray,
+        routing: Routing,
+        routed: Routed,
+        counters: DeviceArray,
+        correction: DeviceArray | None = None,
+        shared: tuple[DeviceArray, DeviceArray] | None = None,
+        next_early: bool = True,
+    ) -> Launch:
+        """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
+        rows, choice, each = self._choice(scores, routing, routed, correction, shared)
+        if rows > MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
+            raise KernelError(
+                f"a router of {rows} rows; expected up to {MAX_ROUTED_ROWS}, normed, by dense weights alone"
+            )
+        limit, columns = self.module.shared_limit, router.weight.shape[1]
+        geometry = norm_geometry(rows, [columns], limit, False, 0)
+        arguments = NormLinearArgument(
+            (NormedArgument * 2)(normed_argument(normed, self.dtype)),
+            linear_argument(router, rows, routing.experts, 1.0),
+            kept_argument(kept, columns),
+            *(scores.pointer, next_early, 0),
+        )
+        expression = f"experts::route<{self._type}, decode::{geometry.name}, {each}>"
+        kernel = decode_kernel("experts/router.cu", expression, _ROUTER_MACROS)
+        blocks = min(-(-routing.experts // 8), self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        shared_bytes = geometry.norm_bytes(1, 1, rows, columns)
+        given = arguments, choice, ctypes.c_void_p(counters.pointer)
+        return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, given)
+
+    def _choice(
+        self,
+        scores: DeviceArray,
+        routing: Routing,
+        routed: Routed,
+        correction: DeviceArray | None,
+        shared: tuple[DeviceArray, DeviceArray] | None,
+    ) -> tuple[int, _Choice, int]:
+        """How many rows choose, by what, and how many experts a lane has."""
+        rows, experts, chosen = scores.size // routing.experts, routing.experts, routing.chosen
+        reason = experts_refusal(experts, chosen)
+        if reason is not None or scores.dtype != "float32":
+            raise KernelError(reason or f"scores of experts are {scores.dtype}; expected float32")
+        check_room("expert_ids", routed.expert_ids, rows, chosen)
+        check_room("expert_weights", routed.expert_weights, rows, chosen)
+        x, gate = shared or (None, None)
+        if x is not None and (x.shape[-1] % 8 or {x.dtype, *(() if gate is None else (gate.dtype,))} != {self.dtype}):
+            raise KernelError(f"rows {x.dtype} {list(x.shape)} have no shared expert; expected {self.dtype} in eights")
+        arguments = _Choice(
+            *addresses(scores, correction, x, gate, routed.expert_ids, routed.expert_weights, routed.shared_weights),
+            *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
+            *(routing.epsilon, routing.scale),
+        )
+        return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
+
+    def gate_up(
+        self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, limit: float, output: DeviceArray
+    ) -> Launch:
+        """See `NumpyExperts.gate_up`."""
+        return self._product("alternating" if limit else "gated", x, expert_ids, experts, output, limit=limit)
+
+    def down(self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, output: DeviceArray) -> Launch:
+        """See `NumpyExperts.down`."""
+        return self._product("sums", x, expert_ids, experts, output)
+
+    def down_add(
+        self,
+        x: DeviceArray,
+        experts: ExpertWeights,
+        products: DeviceArray,
+        routed: Routed,
+        residual: DeviceArray,
+        output: DeviceArray,
+        counters: DeviceArray,
+        scale: float = 1.0,
+        shared: DeviceArray | None = None,
+    ) -> Launch:
+        """See `NumpyExperts.down_add`."""
+        addition, rows = self._addition(products, routed, residual, output, scale, shared)
+        check_room("counters", counters, rows, counter_words(residual.shape[-1]))
+        return self._product("sums", x, routed.expert_ids, experts, products, (addition, counters))
+
+    def add(
+        self,
+        outputs: DeviceArray,
+        routed: Routed,
+        residual: DeviceArray,
+        output: DeviceArray,
+        scale: float = 1.0,
+        shared: DeviceArray | None = None,
+    ) -> Launch:
+        """See `NumpyExperts.add`, of up to 65,535 rows."""
+        addition, rows = self._addition(outputs, routed, residual, output, scale, shared)
+        kernel = decode_kernel("experts/router.cu", f"experts::add<{self._type}>", _ROUTER_MACROS)
+        grid = -(-addition.width // (4 * _ADDING_THREADS)), rows, 1
+        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (addition,))
+
+    def _addition(
+        self,
+        outputs: DeviceArray,
+        routed: Routed,
+        residual: DeviceArray,
+        output: DeviceArray,
+        scale: float,
+        shared: DeviceArray | None,
+    ) -> tuple[_Addition, int]:
+        """What is added, and of how many rows."""
+        width, chosen = residual.shape[-1], routed.expert_weights.shape[-1]
+        rows = routed.expert_weights.size // chosen
+        if width % 8 or residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":
+            raise KernelError(
+                f"a residual {residual.dtype} {list(residual.shape)} gets no experts' sum of {output.dtype}; expected "
+                f"float32 or {self.dtype} in eights, and float32"
+            )
+        for name, array, columns in (("outputs", outputs, chosen * width), ("residual", residual, width)):
+            check_room(name, array, rows, columns)
+        check_room("output", output, rows, width)
+        arrays = addresses(outputs, routed.expert_weights, shared, routed.shared_weights, residual, output)
+        return _Addition(*arrays, chosen, width, residual.dtype == "float32", scale), rows
+
+    def _product(
+        self,
+        kind: str,
+        x: DeviceArray,
+        expert_ids: DeviceArray,
+        experts: ExpertWeights,
+        output: DeviceArray,
+        adding: tuple[_Addition, DeviceArray] | None = None,
+        limit: float = 0.0,
+    ) -> Launch:
+        """The product of all pairs: of x [R, K], or of each pair's own row where there are `sums`. `adding`: what is
+        added, too, and its counters."""
+        (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
+        outputs, sharing = (rows, 1) if kind == "sums" else (rows // 2, chosen)
+        pairs = check_pairs(rows_of(expert_ids), chosen)
+        reason = matrix_refusal(rows, columns, gated, layout)
+        if reason is not None or x.dtype != self.dtype:
+            raise KernelError(reason or f"experts multiply {self.dtype}, not {x.dtype}")
+        check_room("x", x, pairs // sharing, columns)
+        check_room("output", output, pairs, outputs)
+        linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
+        addition, counters = adding or (_Addition(), None)
+        active = min(pairs, experts.experts)
+        most, way = self._way(kind, experts, pairs // chosen, active)
+        arguments = _Product(
+            *(linear, addition),
+            *addresses(expert_ids, x, output, counters),
+            rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
+            *(experts.experts, rows, sharing, pairs, most, limit),
+        )
+        kernel, blocks, shared_bytes = way
+        return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
+
+    def _way(self, kind: str, experts: ExpertWeights, rows: int, active: int) -> tuple[int, tuple[Kernel, int, int]]:
+        """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each of so many `active`
+        experts, and their shared memory."""
+        (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
+        most = pairs_at_once(rows, active, (height, columns), kind == "gated", layout, gpu)
+        if most is None or (layout is not None and layout.compute != self.dtype):
+            raise KernelError(f"experts of [{height}, {columns}] ({layout}) have no kernel of {self.dtype} here")
+        if layout is None:
+            geometry, tiles, needed = dense_geometry(most, columns, kind == "gated", gpu.shared_limit)
+            name = f"decode::{geometry.name}{'Pairs' if kind == 'gated' else ''}"
+            arguments = f"{self._type}, {name}, experts::{kind.upper()}, {str(most > 1).lower()}"
+            kernel = decode_kernel("experts/dense_rows.cu", f"experts::dense<{arguments}>", _PRODUCT_MACROS)
+            at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
+            return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
+        own, every = replace(layout, rows=height), replace(layout, rows=height * active)
+        way = packed_rows(most, every, gpu, normed=False)
+        assert way is not None  # as `pairs_at_once` says
+        kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
+        needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
+        blocks = min(way.grid(height, gpu)[0], -(-way.grid(every.rows, gpu)[0] // active))
+        return most, (kernel, blocks, needed)
+
+
+def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:
+    """How dense experts are multiplied with so many rows of so many columns: how blocks work, tiles of 8 weight rows of
+    a unit, and their shared memory."""
+    staged = SLICES * slice_steps(columns) * STEP * 2 * pairs
+    is_deep = not gated and DEEP.ring_bytes(1) + staged <= block_share(shared_limit, DEEP.blocks_per_multiprocessor)
+    geometry = DEEP if is_deep else NARROW
+    return geometry, 1 + gated, geometry.ring_bytes(1 + gated) + staged
+
+
+def pairs_at_once(
+    rows: int, active: int, matrix: tuple[int, int], gated: bool, layout: DeviceLayout | None, gpu: Capacity
+) -> int | None:
+    """How many pairs of one expert, a `matrix` of rows and columns, a block multiplies at most where so many rows
+    chose, up to so many `active` experts: several of few rows, as far as shared memory has room, else 1; None where it
+    has none for that. `layout`: that of all experts, if they are packed, whose blocks work as on the active ones' rows.
+    """
+    height, columns = matrix
+    for pairs in (8, 4, 2, 1) if 1 < rows <= MAX_TILED_ROWS else (1,):
+        if layout is None:
+            needed = dense_geometry(pairs, columns, gated, gpu.shared_limit)[2]
+        else:
+            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False)
+            if way is None:
+                continue
+            needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)
+        if needed + _GROUP_BYTES <= gpu.shared_limit:
+            return pairs
+    return None
+
+
+def counter_words(width: int) -> int:
+    """Counters of a row of so many columns, for `down_add`."""
+    return -(-width // 8)
+
+
+def expert_bytes(layout: DeviceLayout, experts: int) -> int:
+    """From one expert's packed weight to the next one's, of the layout of all."""
+    (down, along), block = layout.blocks, layout.block_bytes
+    return down // experts * along * block

@@ -1,0 +1,164 @@
+"""The NumPy twins of the kernels of experts, against the NumPy backend's experts; and which modules there are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from expert_cases import ROUTINGS, random_layer, random_scores
+from packed_weights import GGUF_FORMATS
+
+from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.backends.numpy_experts import chosen_experts, mixed
+from edgellm.engines.backends.steps.experts import routing
+from edgellm.engines.building.needed_kernels import AbsentModule
+from edgellm.engines.model.config import Mixture
+from edgellm.kernels import nvrtc
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import compile_module
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
+from edgellm.kernels.errors import KernelError, MissingDependencyError
+from edgellm.kernels.experts import twin
+from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, experts_refusal, matrix_refusal
+from edgellm.kernels.experts.launcher import CudaExperts
+from edgellm.kernels.gpu import absent_gpu
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+MIXTURES = {
+    "normalized": Mixture(7, 3, 16),
+    "shares of all": Mixture(7, 2, 16, normalized=False, scale=1.5),
+    "sigmoid": Mixture(7, 3, 16, "sigmoid", True, True, 1e-6, 2.0),
+    "gpt_oss": Mixture(7, 3, 16, biases=True, limit=0.4),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_choice_is_that_of_the_numpy_backend(name: str) -> None:
+    own = ROUTINGS[name]
+    mixture = Mixture(own.experts, own.chosen, 8, "sigmoid" if own.sigmoid else "softmax", True, own.normalized)
+    mixture = Mixture(*list(vars(mixture).values())[:6], own.epsilon, own.scale)
+    assert routing(mixture) == own
+    scores, correction = random_scores(own, 40)
+    scores[5, 1] = np.nan
+    for added in (None, correction):
+        found, expected = twin.chosen_experts(scores, own, added), chosen_experts(scores, mixture, added)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], rtol=2e-6)
+        assert np.isnan(found[1]).any(axis=1).nonzero()[0].tolist() == [5]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
+    mixture, rows, hidden = MIXTURES[name], 9, 32
+    random = np.random.default_rng(2)
+    x, scores = random.standard_normal((rows, hidden), np.float32), random_scores(routing(mixture), rows)[0]
+    sizes = {"gate_up": (2 * mixture.size, hidden), "down": (hidden, mixture.size)}
+    layers, own = [], []
+    for number, (out, inside) in enumerate(sizes.values()):
+        weight = random_layer(7, out, inside, "float16", "int4 with zeros" if packed else "dense", number)
+        bias = random.standard_normal((7, out), np.float32) if mixture.biases else None
+        values = weight.values() if isinstance(weight, PackedWeight) else weight
+        layers.append((SimpleNamespace(of=lambda e, values=values, out=out: values[e * out : (e + 1) * out]), bias))
+        on_device: Any = weight
+        if isinstance(weight, PackedWeight):
+            on_device = PackedMatrix(*to_device_layout(weight, "float16"))
+        own.append(ExpertWeights(LinearWeights(on_device, bias), 7))
+
+    def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+        return x @ weight.T if bias is None else x @ weight.T + bias
+
+    expected = mixed(mixture, x, scores, None, *layers, linear)
+    kernels, chosen = twin.NumpyExperts(), mixture.chosen
+    routed = Routed(
+        np.zeros((rows, chosen), np.int32), np.zeros((rows, chosen), np.float32), np.zeros(rows, np.float32)
+    )
+    inner, outputs = np.zeros((rows, chosen * 16), np.float32), np.zeros((rows, chosen * hidden), np.float32)
+    gate, shared = random.standard_normal((1, hidden), np.float32), random.standard_normal((rows, hidden), np.float32)
+    residual, total = random.standard_normal((rows, hidden), np.float32), np.zeros((rows, hidden), np.float32)
+    for launch in (
+        kernels.choose(scores, routing(mixture), routed, None, (x, gate)),
+        kernels.gate_up(x, routed.expert_ids, own[0], mixture.limit, inner),
+        kernels.down(inner, routed.expert_ids, own[1], outputs),
+        kernels.add(outputs, routed, residual, total, 0.5, shared),
+    ):
+        launch()
+    share = 1 / (1 + np.exp(-(x @ gate.T)))
+    np.testing.assert_allclose(total, residual + 0.5 * (expected + share * shared), rtol=2e-5, atol=2e-5)
+
+
+def test_what_kernels_do_not_take_is_refused_by_name() -> None:
+    assert experts_refusal(128, 8) is None and "not 33 of 64" in str(experts_refusal(64, 33))
+    packed = DeviceLayout(WeightFormat("int4", 32, False, "float16"), 8 * 24, 64)
+    permuted = DeviceLayout(WeightFormat("int4", 32, False, "float16", permuted=True), 8 * 32, 64)
+    assert matrix_refusal(48, 64, True, packed) is None and matrix_refusal(32, 64, False, None) is None
+    assert "rows in eights, not 12" in str(matrix_refusal(24, 64, True, packed))
+    assert "permuted" in str(matrix_refusal(32, 64, True, permuted))
+    assert "[32, 60]" in str(matrix_refusal(32, 60, True, None))
+    kernels = twin.NumpyExperts()
+    x, ids = np.zeros((9000, 8), np.float32), np.zeros((9000, 8), np.int32)
+    weights = ExpertWeights(LinearWeights(np.zeros((16, 8), np.float32)), 1)
+    with pytest.raises(KernelError, match="72000 products; expected 1 to 65535"):
+        kernels.gate_up(x, ids, weights, 0.0, np.zeros((9000, 64), np.float32))()
+
+
+def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> AbsentModule:
+    """A GPU that noted what products of so many rows and experts of such formats ask for, which also counts their
+    shared memory."""
+    module = AbsentModule(absent_gpu(architecture, 16, SHARED_MEMORY[architecture]))
+    kernels = CudaExperts(module, dtype)  # type: ignore[arg-type]
+
+    def array(*shape: int, kind: str = dtype) -> DeviceArray:
+        return DeviceArray(1 << 20, shape, kind)
+
+    routed = Routed(array(rows, 8, kind="int32"), array(rows, 8, kind="float32"), array(rows, kind="float32"))
+    scores, sums = array(rows, 128, kind="float32"), array(rows, 8 * 2048, kind="float32")
+    counters, total, x = array(rows, 256, kind="uint32"), array(rows, 2048, kind="float32"), array(rows, 2048)
+    if rows == 1:
+        router, kept = LinearWeights(array(128, 2048)), Kept(x)
+        kernels.route(NormedInput(x, array(2048)), router, kept, scores, Routing(128, 8), routed, counters)
+    else:
+        kernels.choose(scores, Routing(128, 8), routed, None, (x, array(1, 2048)))
+        kernels.add(sums, routed, x, total)
+    for kind in kinds:
+        sizes = ((16 * 1536, 2048), (16 * 2048, 768))
+        if kind == "dense":
+            both = [ExpertWeights(LinearWeights(array(*size), array(16, size[0] // 16)), 16) for size in sizes]
+        else:
+            format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
+            layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
+            packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
+            both = [ExpertWeights(LinearWeights(each), 16) for each in packed]
+        for limit in (0.0, 7.0):
+            kernels.gate_up(x, routed.expert_ids, both[0], limit, array(rows, 8 * 768))
+        kernels.down_add(array(rows, 8 * 768), both[1], sums, routed, x, total, counters)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "kinds", "rows"),
+    [
+        ("sm_87", "float16", ("dense", "int4"), 1),
+        ("sm_90", "bfloat16", ("dense", "mxfp4"), 16),
+        ("sm_120", "bfloat16", ("q4_k",), 64),
+        *(
+            pytest.param(name, "float16", ("dense", "int4", *GGUF_FORMATS), rows, marks=pytest.mark.slow)
+            for name in ("sm_87", "sm_110")
+            for rows in (1, 16)
+        ),
+    ],
+)
+def test_modules_compile_within_the_shared_memory_of_each_device(
+    architecture: str, dtype: str, kinds: tuple[str, ...], rows: int
+) -> None:
+    try:
+        nvrtc.find_nvrtc()
+    except MissingDependencyError as missing:
+        pytest.skip(str(missing))
+    sources = asked(architecture, dtype, kinds, rows).sources
+    assert len(sources) == (1 if rows == 1 else 2) + 3 * len(kinds)
+    for source in sources:
+        assert compile_module(source, architecture).code.startswith(b"\x7fELF")

@@ -1,0 +1,240 @@
+"""The kernels of experts on the GPU: choices equal the twins', and each pair of a row and an expert has the bits of the
+dense layer that the expert is.
+
+A launch has addresses alone: what it reads is held here until its results are there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_bits import from_bits, relative, to_bits
+from expert_cases import ROUTINGS, dense_values, on_gpu, random_ids, random_layer, random_scores
+from gpu_device import device_copy
+from packed_weights import GGUF_FORMATS
+
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.launcher import CudaExperts, counter_words
+from edgellm.kernels.experts.twin import NumpyExperts, clamped
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, CHOSEN = 6, 3
+#: Formats, and the sizes H and I of experts: whole tiles and slices, and others; gpt-oss's sizes.
+CASES = [
+    ("dense", 512, 256, "float16"),
+    ("dense", 200, 24, "bfloat16"),
+    ("dense", 2048, 768, "float16"),
+    ("int4", 2048, 768, "float16"),
+    ("int4", 640, 136, "bfloat16"),
+    ("int4 with zeros", 2048, 512, "float16"),
+    ("int4 with zeros", 2880, 96, "bfloat16"),
+    ("int8", 1024, 768, "float16"),
+    ("mxfp4", 2880, 288, "bfloat16"),
+    *((kind, 512, 256, "float16") for kind in GGUF_FORMATS),
+    *((kind, 1024, 384, "bfloat16") for kind in ("q4_0", "q4_k", "q6_k", "iq4_xs")),
+]
+
+
+def routed_on(gpu: Any, rows: int, chosen: int, shared: bool = False) -> Routed:
+    """Room for a choice."""
+    own = gpu.zeros((rows,), "float32") if shared else None
+    return Routed(gpu.zeros((rows, chosen), "int32"), gpu.zeros((rows, chosen), "float32"), own)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 300])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
+    """Ties and NaN too; a row's own is the same alone."""
+    own, kernels = ROUTINGS[name], CudaExperts(gpu.kernel_module, "float16")
+    scores, correction = random_scores(own, rows)
+    scores[rows // 2, own.experts // 2] = np.nan
+    x = np.random.default_rng(1).standard_normal((rows, 256), np.float32)
+    gate = np.random.default_rng(2).standard_normal((1, 256), np.float32) / 16
+    shared = device_copy(gpu, to_bits(x, "float16")), device_copy(gpu, to_bits(gate, "float16"))
+    for added in (None, correction):
+        routed, given = routed_on(gpu, rows, own.chosen, True), device_copy(gpu, scores)
+        more = None if added is None else device_copy(gpu, added)
+        kernels.choose(given, own, routed, more, shared)()
+        expected = Routed(*(np.zeros_like(gpu.download(each)) for each in routed if each is not None))
+        rounded = tuple(from_bits(to_bits(each, "float16"), "float16") for each in (x, gate))
+        NumpyExperts().choose(scores, own, expected, added, rounded)()
+        ids, weights = gpu.download(routed.expert_ids), gpu.download(routed.expert_weights)
+        # NumPy's exponentials round otherwise: of neighbours that are as good as equal either is right.
+        same = (ids == expected.expert_ids).all(axis=1)
+        assert same.mean() > 0.97 and (np.diff(ids, axis=1) > 0).all()
+        np.testing.assert_allclose(weights[same], expected.expert_weights[same], rtol=1e-5, atol=1e-9)
+        assert np.isnan(weights).any(axis=1).nonzero()[0].tolist() == [rows // 2]
+        np.testing.assert_allclose(gpu.download(routed.shared_weights), expected.shared_weights, rtol=1e-5)
+        for row in {0, rows - 1} - {rows // 2}:
+            alone = routed_on(gpu, 1, own.chosen)
+            one = device_copy(gpu, scores[row : row + 1].copy())
+            kernels.choose(one, own, alone, more)()
+            np.testing.assert_array_equal(gpu.download(alone.expert_ids)[0], ids[row])
+            np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_router_in_one_launch_is_its_layer_and_the_choice(gpu, name: str, rows: int, dtype: str) -> None:
+    """Bit by bit, and again in the next launch; with a bias, a correction and a shared expert."""
+    own, hidden, random = ROUTINGS[name], 520, np.random.default_rng(3)
+    kernels, dense = CudaExperts(gpu.kernel_module, dtype), CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+
+    def given(*shape: int) -> Any:
+        return device_copy(gpu, to_bits(random.standard_normal(shape, np.float32), dtype))
+
+    normed = NormedInput(device_copy(gpu, random.standard_normal((rows, hidden), np.float32)), given(hidden), 1e-5)
+    router, gate = LinearWeights(given(own.experts, hidden), given(own.experts)), given(1, hidden)
+    correction, found = device_copy(gpu, random_scores(own, 1)[1]), []
+    kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
+    counters, routed = gpu.zeros((1,), "uint32"), routed_on(gpu, rows, own.chosen, True)
+    apart = (
+        dense.norm_linear([normed], router, scores, 1.0, Kept(kept)),
+        kernels.choose(scores, own, routed, correction, (kept, gate)),
+    )
+    route = kernels.route(normed, router, Kept(kept), scores, own, routed, counters, correction, (kept, gate))
+    for launches in (apart, (route,), (route,)):
+        for each in (kept, scores, *routed):
+            gpu.upload(each, np.zeros_like(gpu.download(each)))
+        for launch in launches:
+            launch()
+        found.append([gpu.download(each) for each in (kept, scores, *routed)])
+        assert not gpu.download(counters).any() and found[-1][1].any()
+    for others in found[1:]:
+        for expected, values in zip(found[0], others, strict=True):
+            np.testing.assert_array_equal(values, expected)
+
+
+def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
+    kernels, routed = CudaExperts(gpu.kernel_module, "float16"), routed_on(gpu, 2, 3)
+    scores = np.zeros((2, 70), np.float32)
+    scores[1, [40, 69]] = 1
+    given = device_copy(gpu, scores)
+    kernels.choose(given, Routing(70, 3), routed)()
+    assert gpu.download(routed.expert_ids).tolist() == [[0, 1, 2], [0, 40, 69]]
+
+
+def of_dense_layers(
+    gpu: Any, dtype: str, kind: str, weight: np.ndarray, bias: np.ndarray, x: np.ndarray, ids: np.ndarray
+) -> np.ndarray:
+    """What the kernels of dense layers give of each pair's own row of x [R, k, K]: silu(gate) up, or sums."""
+    kernels, sums = CudaDecodeKernels(gpu.kernel_module, dtype, 64), kind == "sums"
+    matrices, found = weight.reshape(EXPERTS, -1, weight.shape[1]), {}
+    width = matrices.shape[1] if sums else matrices.shape[1] // 2
+    for expert in range(EXPERTS):
+        found[expert] = LinearWeights(
+            device_copy(gpu, to_bits(np.ascontiguousarray(matrices[expert]), dtype)),
+            device_copy(gpu, to_bits(np.ascontiguousarray(bias[expert]), dtype)),
+        )
+    output, results = gpu.empty((1, width), "float32" if sums else dtype), []
+    for row, own in enumerate(ids.tolist()):
+        for place, expert in enumerate(own):
+            one = device_copy(gpu, to_bits(np.ascontiguousarray(x[row, place][None]), dtype))
+            if sums:
+                kernels.linear_residual(one, found[expert], None, output)()
+            else:
+                kernels.norm_gate_up(NormedInput(one, None), found[expert], "silu", output)()
+            results.append(gpu.download(output)[0])
+    return np.stack(results).reshape(*ids.shape, width)
+
+
+def layers_of(gpu: Any, kind: str, rows: int, columns: int, dtype: str) -> tuple[ExpertWeights, np.ndarray, np.ndarray]:
+    """A layer on the GPU, its values and biases."""
+    weight = random_layer(EXPERTS, rows, columns, dtype, kind, rows)
+    bias = np.random.default_rng(3).standard_normal((EXPERTS, rows), np.float32) / 8
+    return on_gpu(gpu, weight, bias, EXPERTS, dtype), dense_values(weight, dtype), bias
+
+
+@pytest.mark.parametrize("rows", [1, 20, 65])
+@pytest.mark.parametrize(("kind", "hidden", "size", "dtype"), CASES)
+def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, size: int, dtype: str, rows: int) -> None:
+    """Of one row, of rows of which more chose an expert than one block multiplies, and of more rows, each by itself."""
+    kernels = CudaExperts(gpu.kernel_module, dtype)
+    ids = random_ids(EXPERTS, CHOSEN, rows)
+    x = np.random.default_rng(4).standard_normal((rows, hidden), np.float32)
+    on_device, given = device_copy(gpu, to_bits(x, dtype)), device_copy(gpu, ids)
+    layer, values, bias = layers_of(gpu, kind, 2 * size, hidden, dtype)
+    inner = gpu.empty((rows, CHOSEN * size), dtype)
+    kernels.gate_up(on_device, given, layer, 0.0, inner)()
+    pairs = np.repeat(x[:, None], CHOSEN, axis=1)
+    expected = of_dense_layers(gpu, dtype, "gated", values, bias, pairs, ids)
+    np.testing.assert_array_equal(gpu.download(inner).reshape(expected.shape), expected)
+
+    kernels.gate_up(on_device, given, layer, 0.5, inner)()  # gates and ups that alternate, within a limit
+    sums = of_dense_layers(gpu, dtype, "sums", values, bias, pairs, ids)
+    found = from_bits(gpu.download(inner), dtype).reshape(rows, CHOSEN, size)
+    assert relative(found, clamped(sums, 0.5)) < (5e-4 if dtype == "float16" else 4e-3)
+
+    layer, values, bias = layers_of(gpu, kind, hidden, size, dtype)
+    outputs = gpu.empty((rows, CHOSEN * hidden), "float32")
+    y = np.random.default_rng(5).standard_normal((rows, CHOSEN, size), np.float32)
+    on_device = device_copy(gpu, to_bits(y, dtype))
+    kernels.down(on_device, given, layer, outputs)()
+    expected = of_dense_layers(gpu, dtype, "sums", values, bias, y, ids)
+    np.testing.assert_array_equal(gpu.download(outputs).reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("kind", ["dense", "int4"])
+def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
+    """Up to 64 rows of a batch or a tree, and a prompt's; the sum over a row's experts is the twin's."""
+    hidden, size, kernels = 512, 128, CudaExperts(gpu.kernel_module, "float16")
+    layers = [layers_of(gpu, kind, *sizes, "float16")[0] for sizes in ((2 * size, hidden), (hidden, size))]
+    most = 200
+    random, ids = np.random.default_rng(6), random_ids(EXPERTS, CHOSEN, most)
+    x, residual = (random.standard_normal((most, hidden), np.float32) for _ in range(2))
+    weights, shares = random.random((most, CHOSEN), np.float32), random.random(most, np.float32)
+    shared = random.standard_normal((most, hidden), np.float32)
+
+    def computed(rows: slice) -> tuple[np.ndarray, np.ndarray]:
+        count = len(ids[rows])
+        own = Routed(*(device_copy(gpu, each[rows].copy()) for each in (ids, weights, shares)))
+        inner, outputs = gpu.empty((count, CHOSEN * size), "float16"), gpu.empty((count, CHOSEN * hidden), "float32")
+        given = device_copy(gpu, to_bits(x[rows], "float16"))
+        kernels.gate_up(given, own.expert_ids, layers[0], 0.0, inner)()
+        kernels.down(inner, own.expert_ids, layers[1], outputs)()
+        total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
+        ends = 0.25, device_copy(gpu, shared[rows].copy())
+        kernels.add(outputs, own, before, total, *ends)()
+        if count <= MAX_TILED_ROWS:  # the same in one launch, twice
+            counters = gpu.zeros((count, counter_words(hidden)), "uint32")
+            products, at_once = gpu.empty(outputs.shape, "float32"), gpu.empty(total.shape, "float32")
+            for _ in range(2):
+                gpu.upload(at_once, np.full(total.shape, np.nan, np.float32))
+                kernels.down_add(inner, layers[1], products, own, before, at_once, counters, *ends)()
+                np.testing.assert_array_equal(gpu.download(at_once), gpu.download(total))
+                assert not gpu.download(counters).any()
+        return gpu.download(outputs), gpu.download(total)
+
+    products, total = computed(slice(0, most))
+    expected = np.zeros_like(total)
+    NumpyExperts().add(products, Routed(ids, weights, shares), residual, expected, 0.25, shared)()
+    np.testing.assert_allclose(total, expected, rtol=2e-5, atol=2e-5)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 11), slice(11, 27), slice(27, 91), slice(199, 200)):
+        np.testing.assert_array_equal(computed(rows)[1], total[rows])
+
+
+def test_a_captured_step_serves_any_choice(gpu) -> None:
+    hidden, size, rows, kernels = 256, 64, 4, CudaExperts(gpu.kernel_module, "float16")
+    layer = layers_of(gpu, "int4", 2 * size, hidden, "float16")[0]
+    x = device_copy(gpu, to_bits(np.random.default_rng(7).standard_normal((rows, hidden), np.float32), "float16"))
+    given, captured = device_copy(gpu, random_ids(EXPERTS, CHOSEN, rows)), gpu.empty((rows, CHOSEN * size), "float16")
+    launch = kernels.gate_up(x, given, layer, 0.0, captured)
+    launch()
+    graph = gpu.capture(launch, "experts")
+    assert graph is not launch, "the step was not captured"
+    found = []
+    for seed in (1, 2):
+        ids = random_ids(EXPERTS, CHOSEN, rows, seed)
+        gpu.upload(given, ids)
+        graph()
+        found.append(gpu.download(captured))
+        again, there = gpu.empty((rows, CHOSEN * size), "float16"), device_copy(gpu, ids)
+        kernels.gate_up(x, there, layer, 0.0, again)()
+        np.testing.assert_array_equal(found[-1], gpu.download(again))
+    assert (found[0] != found[1]).any()
