@@ -38,11 +38,11 @@ LIMITS = {
     "images": 35_000,
     "lora": 92_000,
     "losses": 10_000,
-    "mmproj": 8_000,
+    "mmproj": 4_000,
     "mtp": 19_000,
     "published": 26_000,
     "quantized": 1_190_000,
-    "torch_files": 40_000,
+    "torch_files": 8_000,
     "vision": 40_000,
 }
 #: The most bytes that all tracked files may have.

@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file
 from torch_pickles import archive
 
 
 @pytest.fixture
-def source(repository: Path, tmp_path: Path, tiny_checkpoint: Path) -> Path:
+def source(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     directory = tmp_path / "source"
-    shutil.copytree(repository / "tests" / "goldens" / "torch_files" / "sharded", directory)
+    shutil.copytree(golden_folder("torch_files") / "sharded", directory)
     shutil.copy(tiny_checkpoint / "config.json", directory)
     return directory
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch_pickles
+from golden_files import golden_folder
 from hostile_runs import Ended, HostileRuns
 
 from edgellm.engines.building.inputs import read_decoder_config
@@ -100,10 +101,10 @@ def test_build_takes_no_endless_configuration(
     assert f"{name} cannot be read: it has {size:,} bytes, more than" in build().refusal()
 
 
-def test_convert_copies_ordinary_files_alone(hostile: HostileRuns, repository: Path, tmp_path: Path) -> None:
+def test_convert_copies_ordinary_files_alone(hostile: HostileRuns, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    shutil.copy(repository / "tests" / "goldens" / "torch_files" / "plain.bin", source / "pytorch_model.bin")
+    shutil.copy(golden_folder("torch_files") / "plain.bin", source / "pytorch_model.bin")
     for name in ("config.json", "merges.txt"):
         (source / name).symlink_to("/dev/zero")
         message = hostile("convert", source, tmp_path / "target").refusal()

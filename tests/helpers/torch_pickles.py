@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_files import golden_folder
 
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
-def folder(repository: Path) -> Path:
-    return repository / "tests" / "goldens" / "torch_files"
+def folder() -> Path:
+    return golden_folder("torch_files")
 
 
 def refusal(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 
-from golden_files import golden_folder
+from golden_files import golden_folder, pack
 
 #: Folders of golden models, whose vision encoders are converted.
 ENCODERS = ("qwen2_5_vl_old", "qwen3_vl", "qwen3_5")
@@ -74,6 +74,7 @@ def main(source: Path, target: Path) -> None:
         found["eagle3"] = described(file)
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(found, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    pack(target)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_files import opened
 
 _DTYPES = (
     torch.float64,
@@ -92,12 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     directory: Path = parser.parse_args().directory
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, (saved, tensors) in make_values().items():
-        torch.save(saved, directory / f"{name}.bin")
-        if tensors:
-            save_file(expected(tensors), directory / f"{name}.safetensors")
-    make_sharded(directory / "sharded")
+    with opened(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, (saved, tensors) in make_values().items():
+            torch.save(saved, directory / f"{name}.bin")
+            if tensors:
+                save_file(expected(tensors), directory / f"{name}.safetensors")
+        make_sharded(directory / "sharded")
 
 
 if __name__ == "__main__":

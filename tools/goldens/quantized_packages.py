@@ -233,7 +233,7 @@ def modelopt() -> dict[str, Case]:
         restored = (scaled / each).round().clamp(-8, 7) * each
         return Packed({"weight": codes, "weight_scale": scales, "pre_quant_scale": inputs}, restored, inputs)
 
-    def case(algorithm: str, pack: Callable[[torch.Tensor], Packed], beside: bool = True, **others: Any) -> Case:
+    def case(algorithm: str, pack: Callable[[torch.Tensor], Packed], **others: Any) -> Case:
         dense = ["lm_head", "model.layers.1.self_attn*"]
         model = {key: others.pop(key) for key in ("family", "dtype") if key in others}
         said = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": dense, **others}
@@ -247,8 +247,7 @@ def modelopt() -> dict[str, Case]:
                 packed.tensors[f"{name[-6]}_scale"] = torch.tensor(0.5)
             return packed
 
-        said_there = config if beside else convert_hf_quant_config_format(config)
-        return Case(said_there, packs, beside_config="hf_quant_config.json" if beside else None, **model)
+        return Case(config, packs, beside_config="hf_quant_config.json", **model)
 
     def mixed() -> Case:
         """Attention in 8 bits, the rest in 4, one layer dense."""
@@ -271,7 +270,6 @@ def modelopt() -> dict[str, Case]:
         "modelopt_mixed": mixed(),
         "modelopt_nvfp4_awq": case("NVFP4_AWQ", nvfp4_scaled, group_size=16),
         "modelopt_nvfp4": case("NVFP4", nvfp4, group_size=16, family="qwen3", dtype="bfloat16"),
-        "modelopt_nvfp4_in_config": case("NVFP4", nvfp4, False, group_size=16),
         "modelopt_fp8": case("FP8", fp8, family="qwen3", dtype="bfloat16"),
         "modelopt_fp8_channels": case("FP8_PER_CHANNEL_PER_TOKEN", lambda weight: fp8(weight, True)),
         "modelopt_int4_awq": case("W4A16_AWQ", int4, group_size=32, has_zero_point=False, dtype="bfloat16"),

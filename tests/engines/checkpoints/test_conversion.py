@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file
 
 from edgellm.engines.building.conversion import convert_checkpoint
@@ -20,8 +21,8 @@ INDEX = "pytorch_model.bin.index.json"
 
 
 @pytest.fixture
-def folder(repository: Path) -> Path:
-    return repository / "tests" / "goldens" / "torch_files"
+def folder() -> Path:
+    return golden_folder("torch_files")
 
 
 @pytest.fixture

@@ -352,7 +352,7 @@ def test_pickled_weights_can_be_converted_as_the_error_says(
     adapter: Path, tiny_config: DecoderConfig, tmp_path: Path
 ) -> None:
     """The conversion itself is that of checkpoints; here it must fit what the message promises."""
-    pickled = Path(__file__).parents[2] / "goldens" / "torch_files" / "plain.bin"
+    pickled = golden_folder("torch_files") / "plain.bin"
     (adapter / "adapter_model.safetensors").rename(tmp_path / "weights.safetensors")
     shutil.copy(pickled, adapter / "adapter_model.bin")
     message = refusal(adapter, tiny_config)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from golden_files import golden_folder, largest_difference
 from golden_sequences import Sequences
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.tensors import language_model_name
@@ -52,3 +55,29 @@ def test_each_weight_has_the_bits_that_the_package_gives_it(name: str) -> None:
         assert read_vision(checkpoint) is None or "vl" in name  # its tower is dense
     assert found == expected
     assert formats
+
+
+def test_settings_of_modelopt_stand_in_either_file(tmp_path: Path) -> None:
+    """As transformers writes them into config.json, they say what hf_quant_config.json says."""
+    beside, within = GOLDENS / "modelopt_nvfp4", tmp_path / "model"
+    shutil.copytree(beside, within)
+    (within / "hf_quant_config.json").unlink()
+    four = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    settings = {
+        "config_groups": {"group_0": {"input_activations": four, "weights": four, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.layers.1.self_attn*"],
+        "quant_algo": "NVFP4",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "producer": {"name": "modelopt", "version": "0.47.0"},
+        "quant_method": "modelopt",
+    }
+    config = json.loads((within / "config.json").read_text())
+    (within / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with Checkpoint.open(beside) as one, Checkpoint.open(within) as other:
+        specs = decoder_weights(decoder_config(one.config, one.generation_config))
+        for part, shape in (part for spec in specs for part in spec.parts):
+            assert one.weight_format(part, shape) == other.weight_format(part, shape), part
+    settings["quant_algo"] = "MXFP8"
+    (within / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(CheckpointError, match="'quant_algo' is 'MXFP8', expected FP8"):
+        Checkpoint.open(within)

@@ -184,7 +184,6 @@ UNREAD = [
     ("autoround_gptq", {"act_bits": 8}, "'act_bits' is 8, expected one of 16, 32"),
     ("gptq_v1_group32", {"modules_in_block_to_quantize": [["a"], [5]]}, "'modules_in_block_to_quantize' is [5]"),
     ("fp8_blocks", {"weight_block_size": [0, 1]}, "'weight_block_size' is [0, 1]"),
-    ("modelopt_nvfp4_in_config", {"quant_algo": "MXFP8"}, "'quant_algo' is 'MXFP8', expected FP8"),
 ]
 
 
