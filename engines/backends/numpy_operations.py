@@ -20,7 +20,7 @@ from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
-from edgellm.kernels.decode.numpy_twins import pairs_apart
+from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns

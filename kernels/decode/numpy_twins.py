@@ -19,12 +19,10 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
+from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
-
-#: Of queries and of keys.
-_Both = tuple[np.ndarray, np.ndarray]
 
 
 class NumpyLaunch:
@@ -296,12 +294,6 @@ def selected_columns(normed: NormedInput) -> np.ndarray:
     return rows_of(normed.values)[:, normed.first : normed.first + normed.columns]
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis (Zhang and Sennrich 2019)."""
-    factors = weight + np.float32(offset) if offset else weight
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * factors
-
-
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
     """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
     weight, rows = linear.weight, rows_of(x)[:, : linear.weight.shape[1]]
@@ -342,43 +334,6 @@ def gated(gate_up: np.ndarray, activation: str) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
     inner = np.float32(np.sqrt(2 / np.pi)) * (gate + np.float32(0.044715) * gate**3)
     return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
-
-
-def heads_made_ready(
-    heads: _Both,
-    norms: _Both | None,
-    turns: _Both | None,
-    epsilon: float,
-    offset: float,
-    neighbours: bool,
-    norms_behind: bool,
-) -> list[np.ndarray]:
-    """Query and key heads [R, n, D], normed by weights [D] and rotated by `turns` [R, rotary], each by its own."""
-    made = list(heads)
-    for is_behind in (False, True):
-        if norms is not None and norms_behind == is_behind:
-            made = [rms_norm(x, weight, epsilon, offset) for x, weight in zip(made, norms, strict=True)]
-        if turns is not None and not is_behind:
-            apart = [pairs_apart(x, turns[0].shape[-1]) if neighbours else x for x in made]
-            made = [rotary_embedding(x, own) for x, own in zip(apart, turns, strict=True)]
-    return made
-
-
-def pairs_apart(x: np.ndarray, rotary: int) -> np.ndarray:
-    """Of the first `rotary` elements of the last axis those of even numbers, then those of odd ones, then the rest."""
-    return np.concatenate((x[..., :rotary:2], x[..., 1:rotary:2], x[..., rotary:]), axis=-1)
-
-
-def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
-    """Rotate the first R elements of each head of [R, n, D] by [R, rotary], cosine half then sine half.
-
-    Element j is paired with element j + R/2.
-    """
-    rotary = cos_sin.shape[-1]
-    half = rotary // 2
-    cosine, sine = cos_sin[:, None, :half], cos_sin[:, None, half:]
-    low, high, rest = x[..., :half], x[..., half:rotary], x[..., rotary:]
-    return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
 
 
 def rows_of(x: np.ndarray) -> np.ndarray:

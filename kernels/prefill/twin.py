@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, heads_made_ready
+from edgellm.kernels.decode.heads_twin import heads_made_ready
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend
 from edgellm.kernels.prefill.contract import (
     HeadNorms,
     KeyValueRows,

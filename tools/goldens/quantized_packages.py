@@ -200,7 +200,6 @@ def fine_grained() -> dict[str, Case]:
 
 def modelopt() -> dict[str, Case]:
     """ModelOpt's export, whose INT4 has no function of its own that dequantizes."""
-    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.export.quant_utils import from_quantized_weight, to_quantized_weight
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 

@@ -10,7 +10,7 @@ from gpu_device import device_copy
 
 from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
-from edgellm.kernels.decode.numpy_twins import rotary_embedding
+from edgellm.kernels.decode.heads_twin import rotary_embedding
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.twin import NumpyPrefill
