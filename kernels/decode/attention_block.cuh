@@ -242,7 +242,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     __device__ __forceinline__ float inverse_of(int row, float maximum, float total) const {
         if constexpr (SINKS) {
             const int head = kv_head * group + row - token_of(row) * group;
-            return inverse_with_sink(maximum, total, decode::to_float(Base::sinks[head]));
+            return inverse_with_sink<INT8>(maximum, total, decode::to_float(Base::sinks[head]));
         } else {
             return 1.f / total;
         }

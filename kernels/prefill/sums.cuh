@@ -238,7 +238,7 @@ __device__ __forceinline__ void write_results(const Sums<TILES, COLUMNS, SPANS>&
             float inverse = 1.f / sums.whole_total[m][half];
 #if HOST_SINKS
             const float sink = decode::to_float(reinterpret_cast<const T*>(block.arguments.sinks)[block.head]);
-            inverse = inverse_with_sink(sums.whole_maximum[m][half], sums.whole_total[m][half], sink);
+            inverse = inverse_with_sink<INT8>(sums.whole_maximum[m][half], sums.whole_total[m][half], sink);
 #endif
             const size_t place = static_cast<size_t>(block.sequence) * block.tokens + token;
             T* const context = reinterpret_cast<T*>(block.arguments.context) + place * block.arguments.E +

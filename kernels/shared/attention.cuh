@@ -184,10 +184,11 @@ __device__ __forceinline__ void add_part(float& whole, float part, float2 factor
 }
 
 // What a row's weighted values are multiplied by in the end: the inverse of the sum of its weights. A sink is a score beside
-// those of keys, which has no value.
-__device__ __forceinline__ float inverse_with_sink(float maximum, float total, float sink) {
+// those of keys, which has no value; with rows of int8 its weight, too, is 2^WEIGHT_BITS times as large.
+template <bool INT8> __device__ __forceinline__ float inverse_with_sink(float maximum, float total, float sink) {
+    constexpr float TIMES = INT8 ? 1 << quantized::WEIGHT_BITS : 1;
     const float2 factors = next_maximum(maximum, sink * 1.4426950408889634f);
-    return factors.x / fmaf(total, factors.x, factors.y);
+    return factors.x / fmaf(total, factors.x, TIMES * factors.y);
 }
 
 }  // namespace attending

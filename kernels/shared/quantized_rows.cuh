@@ -6,7 +6,7 @@ namespace quantized {
 
 // Weights, and the totals that weighted sums are divided by, are 2 to this power times what they are with other rows: in
 // half precision, weights times scales would be subnormal.
-constexpr float WEIGHT_BITS = 7.f;
+constexpr int WEIGHT_BITS = 7;
 
 // The larger of two absolute values, as bits: above infinity's for NaN.
 __device__ __forceinline__ unsigned size_bits(float2 x) {
