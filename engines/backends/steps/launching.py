@@ -90,8 +90,10 @@ class Launching:
     ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
         launches that bring them there, each normed, and `arranged`."""
-        given, is_rounded = step.inputs[0], comes_rounded(step.inputs[0].value, self.program)
-        if len(step.inputs) == 1 and not given.norms and is_rounded and step.keep is None and arranged is None:
+        given = step.inputs[0]
+        as_it_is = len(step.inputs) == 1 and not given.norms and comes_rounded(given.value, self.program)
+        # Where what follows must not start early, a launch has to hold it back: the layer's own does not.
+        if as_it_is and step.keep is None and arranged is None and next_early:
             return self.array(given.value), []
         columns, values = step.linear.weight.shape[1], self.array(step.inputs[-1].value)
         width = padded_columns(columns) if padded else columns

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
@@ -43,16 +43,32 @@ WIDE = replace(
 )
 
 
+class Made(NamedTuple):
+    """A launch that was prepared: its kernel, its grid, its shared memory, and whether it lets what overlaps it start
+    before its own predecessor is done."""
+
+    name: str
+    grid: tuple[int, int, int]
+    shared: int
+    next_early: bool
+
+
+def lets_next_start(expression: str, argument: Any) -> bool:
+    """By what a kernel is given: a struct, or for layer norms the words of their contract, whose seventh says so."""
+    return bool(argument[6] if expression.startswith("encoder::norm<") else getattr(argument, "next_early", True))
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int, int], int]]:
-    """Name, grid and shared memory of every launch that is prepared."""
-    found: list[tuple[str, tuple[int, int, int], int]] = []
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    """Every launch that is prepared."""
+    found: list[Made] = []
 
     class Launch:
         def __init__(
-            self, module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, *arguments: Any
+            self, module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, *more: Any
         ) -> None:
-            found.append((str(kernel), grid, shared))
+            arguments, *_ = more
+            found.append(Made(str(kernel), grid, shared, lets_next_start(kernel.expression, arguments[0])))
 
         def overlap_previous(self) -> None:
             pass
@@ -248,6 +264,22 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
 
 
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
+@pytest.mark.parametrize("model", [*FAMILIES, *SCALED, *DRAFTS])
+def test_the_first_attention_waits_for_what_was_enqueued_before(launches: list, model: str, way: type) -> None:
+    """It reads lengths, masks and KV rows early: a launch before it holds it back until the last step is done, and what
+    laid out a tree. Also where queries come straight from embeddings, without a norm."""
+    config = (FAMILIES | SCALED | DRAFTS)[model]
+    phase, kind, most = ("propose", "draft", 12) if model in DRAFTS else ("verify", "base", 40)
+    packed = {} if model in DRAFTS else packed_layers(config)
+    for tokens, own in product((2, 12, most), ({}, packed)):
+        launches.clear()
+        prepared(config, EngineShape(phase, 1, tokens, 64, 64, tokens, kind), H200, True, way, own)
+        first = next(number for number, made in enumerate(launches) if "attention.cu" in made.name)
+        early = [made.next_early for made in launches]
+        assert not all(early[:first]) and all(early[first:]), (tokens, launches[: first + 1])
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_what_no_linear_layer_knows_is_a_launch_of_its_own(launches: list, packed: bool) -> None:
     """An activation without a gate, or a layer norm, costs its layer one more; all others have the launches that they
@@ -317,10 +349,10 @@ def test_passes_cover_every_sequence_once(launches: list, batch: int, tokens: in
     assert first == batch
 
 
-def check(launches: list[tuple[str, tuple[int, int, int], int]], shared_limit: int) -> None:
+def check(launches: list[Made], shared_limit: int) -> None:
     """What a launch needs lies within what every GPU allows and this one has."""
     assert launches
-    for name, (x, y, z), shared in launches:
+    for name, (x, y, z), shared, _ in launches:
         assert 1 <= x < 1 << 31 and 1 <= y <= 65_535 and 1 <= z <= 65_535, name
         assert shared <= shared_limit, name
 
