@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from linked_environment import first_in_path
 
 import edgellm
 
@@ -38,7 +39,7 @@ def installation(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def run(folder: Path, installation: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(installation)}
+    environment = os.environ | first_in_path(installation)
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,21 +50,23 @@ def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
 
 
 def on_device(gpu: Any, value: Any) -> Any:
-    """Arrays, also those in bundles and lists, in device memory; other values as they are."""
-    if isinstance(value, np.ndarray):
-        return device_copy(gpu, value)
-    if isinstance(value, tuple):
-        return type(value)(*(on_device(gpu, item) for item in value))
-    return [on_device(gpu, item) for item in value] if isinstance(value, list) else value
+    """Arrays, also those in bundles, tuples and lists, in device memory; other values as they are."""
+    return _of_arrays(value, lambda array: device_copy(gpu, array))
 
 
 def copied(value: Any) -> Any:
     """The same with copies of arrays on the host."""
-    if isinstance(value, tuple):
-        return type(value)(*map(copied, value))
-    if isinstance(value, list):
-        return [*map(copied, value)]
-    return value.copy() if isinstance(value, np.ndarray) else value
+    return _of_arrays(value, lambda array: array.copy())
+
+
+def _of_arrays(value: Any, make: Callable[[np.ndarray], Any]) -> Any:
+    """A value with what is made of each array instead."""
+    if isinstance(value, np.ndarray):
+        return make(value)
+    if not isinstance(value, (list, tuple)):
+        return value
+    items = (_of_arrays(item, make) for item in value)
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def assert_same(gpu: Any, device: Any, host: Any, message: str) -> None:

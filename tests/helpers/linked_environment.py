@@ -31,6 +31,11 @@ def link_packages(folder: Path, without: Collection[str]) -> Path:
     return folder
 
 
+def first_in_path(folder: Path) -> dict[str, str]:
+    """The variable by which another Python looks into a folder first, then where this one was told to look."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 def run_there(folder: Path, code: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run code in the environment, with no other packages to import, and no toolkit of CUDA's named."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "PYTHON"))}

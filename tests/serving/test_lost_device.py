@@ -12,6 +12,7 @@ import httpx
 import pytest
 from gpu_device import cuda_device
 from http_server import ServerProcess, chat_body, read_to_end, wait_for
+from linked_environment import first_in_path
 from served_answers import LONG, SHORT, Answers, Pause, answer
 
 from edgellm import LLM
@@ -166,7 +167,7 @@ def test_the_process_ends_with_an_exit_code_of_its_own(tmp_path: Path, backend: 
     """What streams ends with an error, what waits is told that another server may know, and systemd starts it anew."""
     (tmp_path / "sitecustomize.py").write_text(FAILING[backend])
     lost = tmp_path / "lost"
-    environment = {"PYTHONPATH": str(tmp_path), "LOST": str(lost)}
+    environment = first_in_path(tmp_path) | {"LOST": str(lost)}
     server = ServerProcess("--backend", backend, environment=environment)
     try:
         server.wait_until_ready()

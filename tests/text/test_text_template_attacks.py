@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from linked_environment import first_in_path
 from template_attacks import ATTACKS
 
 from edgellm.errors import TemplateError
@@ -41,7 +42,7 @@ for name, source in ATTACKS[sys.argv[1]].items():
 
 def environment() -> dict[str, str]:
     """The variables of a process that finds the attacks."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
+    return os.environ | first_in_path(Path(__file__).parents[1] / "helpers")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc are Linux's")
