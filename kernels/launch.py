@@ -8,6 +8,7 @@ does not change while that one finishes. Kernels of models are prepared once as 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -290,11 +291,17 @@ def packed_parameters(arguments: Sequence[Any]) -> bytes:
 
 
 def refused_by_driver(architecture: str, compiled: CompiledModule, reason: object) -> KernelError:
-    """The error for kernels that were compiled for `architecture` and that the driver does not load."""
-    gpu, release = find_gpu(), ".".join(map(str, compiled.release))
+    """The error for kernels that were compiled for `architecture` and that the driver does not load; `reason` is a
+    `CUresult`, or pycuda's error. Another release is advised where it speaks of what was compiled alone."""
+    gpu, release, said = find_gpu(), ".".join(map(str, compiled.release)), getattr(reason, "name", str(reason))
+    if re.search("image|binary|ptx|jit", said, re.IGNORECASE) is None:
+        return KernelError(
+            f"The kernels compiled for {architecture} could not be loaded: {said}. This is not about what was compiled: "
+            "an earlier launch has failed, or the GPU's memory is short. The first error that was reported tells which"
+        )
     takes = f" takes CUDA {'.'.join(map(str, gpu.driver_cuda))} and" if gpu else ""
     return KernelError(
-        f"The driver{takes} refused the kernels compiled for {architecture} by NVRTC {release}: {reason}. Use a driver "
+        f"The driver{takes} refused the kernels compiled for {architecture} by NVRTC {release}: {said}. Use a driver "
         "at least as new as NVRTC, or install the nvidia-cuda-nvrtc of the driver's CUDA release; on JetPack 6: pip "
         "install 'edgellm[jetpack6]'"
     )

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import CompiledModule
 from edgellm.kernels.contracts import MAXIMUM_ROWS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.images.contract import ResamplingTables
 from edgellm.kernels.images.launcher import CudaImages
-from edgellm.kernels.launch import packed_parameters
+from edgellm.kernels.launch import packed_parameters, refused_by_driver
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.record import SamplingRecord
@@ -151,3 +152,21 @@ def test_parameters_lie_where_kernels_read_them():
 
     packed = packed_parameters([ctypes.c_uint(1), Pair(2, 3), ctypes.c_uint(4), ctypes.c_void_p(5)])
     assert np.frombuffer(packed, np.uint32).tolist() == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "is_image"),
+    [
+        (200, "cuModuleLoadDataEx failed: device kernel image is invalid", True),
+        (209, "cuModuleLoadDataEx failed: no kernel image is available for execution on the device", True),
+        (222, "cuModuleLoadDataEx failed: the provided PTX was compiled with an unsupported toolchain.", True),
+        (2, "cuModuleLoadDataEx failed: out of memory", False),
+        (700, "cuModuleLoadDataEx failed: an illegal memory access was encountered", False),
+    ],
+)
+def test_another_driver_is_advised_for_what_was_compiled_alone(code: int, text: str, is_image: bool) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    status = driver.CUresult(code)
+    for reason, shown in ((status, status.name), (RuntimeError(text), text)):  # cuda-bindings' and pycuda's
+        said = str(refused_by_driver("sm_90", CompiledModule(b"", {}, (13, 0)), reason))
+        assert shown in said and ("Use a driver" in said) == is_image and ("an earlier launch" in said) != is_image
