@@ -296,7 +296,7 @@ def refused_by_driver(architecture: str, compiled: CompiledModule, reason: objec
     gpu, release, said = find_gpu(), ".".join(map(str, compiled.release)), getattr(reason, "name", str(reason))
     if re.search("image|binary|ptx|jit", said, re.IGNORECASE) is None:
         return KernelError(
-            f"The kernels compiled for {architecture} could not be loaded: {said}. This is not about what was compiled: "
+            f"The kernels compiled for {architecture} could not be loaded: {said}. Not what was compiled is at fault: "
             "an earlier launch has failed, or the GPU's memory is short. The first error that was reported tells which"
         )
     takes = f" takes CUDA {'.'.join(map(str, gpu.driver_cuda))} and" if gpu else ""

@@ -98,4 +98,5 @@ def assert_given_trees_change_no_token(
             path[wrong] = (path[wrong] + 1) % 250
         tree = GivenTree([*path, *rng.integers(0, 250, 3).tolist()], [*range(-1, depth - 1), -1, -1, 0])
         said += runner.round(1, given(len(tree.tokens), 8), None, [tree]).wait()[0]
-    assert said[:count] == plain[:count]
+    place = first_difference(plain[:count], said[:count])
+    assert place is None, f"token {place}: {said[place : place + 5]}, plainly {plain[place : place + 5]}"

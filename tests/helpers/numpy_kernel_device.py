@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.encoder.twin import NumpyEncoder
@@ -43,15 +45,23 @@ class _Float32Engine(KernelEngine):
         return "float32" if kind == "compute" else kind
 
 
+def by_fours(config: ModelConfig) -> ModelConfig:
+    """The same model with a part of each head rotated that is a multiple of 4."""
+    if isinstance(config, DraftConfig):
+        return replace(config, decoder=by_fours(config.decoder))
+    return replace(config, rotary_dim=config.rotary_dim & -4) if isinstance(config, DecoderConfig) else config
+
+
 def numpy_kernel_engine(
     config: ModelConfig, shape: EngineShape, way: type | None = None, packed: Mapping[str, PackedLayout] | None = None
 ) -> KernelEngine:
     """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
-    by name."""
+    by name. The twins rotate any part of a head, the kernels by fours: what runs is what runs such a part."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
     more["experts"] = NumpySortedExperts()
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
-    choice, reason = kernel_choice(config, shape, "float16", _SHARED_LIMIT, packed=packed, only=(way,) if way else ())
+    only = (way,) if way else ()
+    choice, reason = kernel_choice(by_fours(config), shape, "float16", _SHARED_LIMIT, packed=packed, only=only)
     assert choice is not None, reason
     return _Float32Engine(kernels, choice, config, shape, "float16", packed)

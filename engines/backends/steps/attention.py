@@ -69,7 +69,7 @@ class FewTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape = program.shape
-        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = attention_refusal(*step.heads, shape.kv_cache == "int8") or _layer_refusal(step, shape)
         return refused or too_large(attention_shared_bytes(_attention_shape(step, shape)), limit)
 
     def scratch(self, step: Attention, program: Program) -> Edge:
@@ -116,7 +116,7 @@ class PromptTokens(_AnyAttention):
 
     def refusal(self, step: Attention, program: Program, limit: int) -> str | None:
         shape, size = program.shape, step.heads[2]
-        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        refused = prefill_refusal(*step.heads, shape.kv_cache == "int8") or _layer_refusal(step, shape)
         if step.sinks is not None and step.looks_ahead:
             refused = "it has attention sinks, and tokens see those behind them"
         return refused or too_large(attention_bytes(size, 2 if size <= 128 else 1, shape.kv_cache == "int8"), limit)
@@ -154,11 +154,15 @@ class PromptTokens(_AnyAttention):
         kernels.prefill.load(dtype, size, tokens, shape.batch * heads, int8, *kinds)
 
 
-def ring_refusal(shape: EngineShape) -> str | None:
-    """Why kernels do not take the rings of windows of a shape, None if they do, or there are none."""
-    if shape.window_rows % RING_STEP == 0:
-        return None
-    return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
+def _layer_refusal(step: Attention, shape: EngineShape) -> str | None:
+    """What no kernel of attention does, whatever the heads are: other parts of heads that are rotated, other rings of
+    windows. None if there is nothing."""
+    size, columns = step.heads[2], (step.rotary, step.rotary_first, step.query_columns)
+    if step.rotary and (step.rotary > size or any(each % 4 for each in columns)):
+        return f"a multiple of 4 of a head's elements is rotated, at most all {size}, not {step.rotary}"
+    if shape.window_rows % RING_STEP:
+        return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
+    return None
 
 
 def _sinks(step: Attention, run: Launching) -> Array | None:

@@ -133,6 +133,9 @@ def test_what_kernels_do_not_take_is_refused_by_its_layer() -> None:
     config = RecurrentSteps(GOLDENS / "qwen3_5_text_narrow").config
     decode = EngineShape("decode", 1, 1, 32, 32)
     choice, reason = kernel_choice(config, decode, "float16", 1 << 20)
+    assert choice is None and "the attention of layer 0: a multiple of 4" in reason and "not 6" in reason
+    config = replace(config, rotary_dim=8)
+    choice, reason = kernel_choice(config, decode, "float16", 1 << 20)
     assert choice is None and "the gated delta rule of layer 1" in reason and "3 value heads of 6" in reason
     taken = replace(config, delta_heads=(2, 4, 16, 8))
     assert kernel_choice(taken, decode, "float16", 1 << 20)[0] is not None
