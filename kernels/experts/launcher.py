@@ -6,6 +6,7 @@ Each method has the arguments of its NumPy twin in `twin`, which defines what it
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import replace
 
 from edgellm.kernels.arrays import DeviceArray
@@ -266,8 +267,7 @@ class CudaExperts:
         check_room("output", output, pairs, outputs)
         linear = linear_argument(experts.linear, 1, rows // 2 if gated else rows, 1.0)
         addition, counters = adding or (_Addition(), None)
-        active = min(pairs, experts.experts)
-        most, way = self._way(kind, experts, pairs // chosen, active)
+        most, way = self._way(kind, experts, pairs, chosen)
         arguments = _Product(
             *(linear, addition),
             *addresses(expert_ids, x, output, counters),
@@ -277,10 +277,11 @@ class CudaExperts:
         kernel, blocks, shared_bytes = way
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
 
-    def _way(self, kind: str, experts: ExpertWeights, rows: int, active: int) -> tuple[int, tuple[Kernel, int, int]]:
-        """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each of so many `active`
-        experts, and their shared memory."""
+    def _way(self, kind: str, experts: ExpertWeights, pairs: int, chosen: int) -> tuple[int, tuple[Kernel, int, int]]:
+        """How many pairs of an expert a block multiplies at most, the kernel, the blocks of each pair, or group of
+        them, and their shared memory."""
         (height, columns), layout, gpu = experts.shape, experts.layout, capacity_of(self.module)
+        rows, active = pairs // chosen, min(pairs, experts.experts)
         most = pairs_at_once(rows, active, (height, columns), kind == "gated", layout, gpu)
         if most is None or (layout is not None and layout.compute != self.dtype):
             raise KernelError(f"experts of [{height}, {columns}] ({layout}) have no kernel of {self.dtype} here")
@@ -296,8 +297,15 @@ class CudaExperts:
         assert way is not None  # as `pairs_at_once` says
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
-        blocks = min(way.grid(height, gpu)[0], -(-way.grid(every.rows, gpu)[0] // active))
+        groups = pairs if most == 1 else chosen_at_all(rows, chosen, experts.experts)
+        # A few more than there is room for would wait until others have ended, and take as long again.
+        blocks = max(1, min(way.grid(height, gpu)[0], way.blocks * gpu.multiprocessors // groups))
         return most, (kernel, blocks, needed)
+
+
+def chosen_at_all(rows: int, chosen: int, experts: int) -> int:
+    """Of how many experts rows that choose evenly have pairs, about."""
+    return min(rows * chosen, math.ceil(experts * (1 - (1 - chosen / experts) ** rows)))
 
 
 def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:

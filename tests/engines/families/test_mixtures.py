@@ -25,6 +25,7 @@ from golden_answers import (
 )
 from golden_sequences import Sequences
 from mxfp4_checkpoints import write_mxfp4
+from numpy_kernel_device import by_fours
 from packed_checkpoints import write_packed
 from published_families import LFM2_8B_A1B, QWEN3_5_35B_A3B
 from safetensors.numpy import load_file, save_file
@@ -266,7 +267,7 @@ def test_unknown_slopes_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_kernels_run_mixtures_or_refuse_them_by_name(name: str) -> None:
     """Each phase of an engine, where heads have sizes that kernels take; what is not done is said."""
-    config = Sequences(GOLDENS / name).config
+    config = by_fours(Sequences(GOLDENS / name).config)
     shapes = EngineLimits(2, 128, 512, draft_top_k=4, draft_steps=3, verify_tree_size=12).engine_shapes()
     for shape in (each for each in shapes if each.model == "base"):
         assert kernel_refusal(config, shape, "float16", 1 << 20) is None

@@ -20,7 +20,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.experts import twin
+from edgellm.kernels.experts import launcher, twin
 from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, experts_refusal, matrix_refusal
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.gpu import absent_gpu
@@ -136,6 +136,35 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
             kernels.gate_up(x, routed.expert_ids, both[0], limit, array(rows, 8 * 768))
         kernels.down_add(array(rows, 8 * 768), both[1], sums, routed, x, total, counters)
     return module
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 8), (2, 16), (4, 30), (16, 83), (64, 126)])
+@pytest.mark.parametrize(("size", "gated"), [((1536, 2048), True), ((2048, 768), False)])
+def test_blocks_of_packed_experts_have_room_at_once(
+    monkeypatch: pytest.MonkeyPatch, rows: int, groups: int, size: tuple[int, int], gated: bool
+) -> None:
+    """And the most of what has room: of Qwen3-30B-A3B on an H200."""
+    found: list[tuple[str, int, int]] = []
+
+    def launch(module: Any, kernel: Any, grid: tuple[int, int, int], *_: Any) -> None:
+        found.append((kernel.expression, *grid[:2]))
+
+    monkeypatch.setattr(launcher, "Launch", launch)
+    kernels: Any = CudaExperts(AbsentModule(absent_gpu("sm_90", 132, SHARED_MEMORY["sm_90"])), "float16")  # type: ignore[arg-type]
+
+    def array(*shape: int, kind: str = "float16") -> DeviceArray:
+        return DeviceArray(1 << 20, shape, kind)
+
+    layout = DeviceLayout(WeightFormat("int4", 128, False, "float16"), 128 * size[0], size[1], dtype="float16")
+    experts = ExpertWeights(LinearWeights(PackedMatrix(layout, array(*layout.shape, kind="uint8"))), 128)
+    ids = array(rows, 8, kind="int32")
+    if gated:
+        kernels.gate_up(array(rows, 2048), ids, experts, 0.0, array(rows, 8 * 768))
+    else:
+        kernels.down(array(rows, 8 * 768), ids, experts, array(rows, 8 * 2048, kind="float32"))
+    ((expression, blocks, pairs),) = found
+    room = 132 * (1 if ", 8, true, 8," in expression else 2)  # on a multiprocessor where 8 blocks of weights come ahead
+    assert pairs == 8 * rows and blocks * groups <= room < (blocks + 1) * groups
 
 
 @pytest.mark.parametrize(
