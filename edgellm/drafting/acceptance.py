@@ -182,8 +182,13 @@ class AcceptanceModel:
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
-        misses = [self._misses(depth) for depth in range(self._depth)]
-        return {group: self._group_estimates(group, misses) for group in self._gains}
+        misses = {
+            group: [tally.chain_miss(gain) for tally in self._tallies[group]] for group, gain in self._gains.items()
+        }
+        # Of all groups: the tries at each depth, and the sums of `chain_miss`.
+        tried = [sum([tally.tried for tally in depth]) for depth in zip(*self._tallies.values(), strict=True)]
+        missed = [sum(depth) for depth in zip(*misses.values(), strict=True)]
+        return {group: self._group_estimates(group, tried, missed, own) for group, own in misses.items()}
 
     def age(self) -> None:
         """Let a step pass, with or without a draft: earlier ones count for less."""
@@ -191,21 +196,18 @@ class AcceptanceModel:
             for tally in tallies:
                 tally.fade()
 
-    def _group_estimates(self, group: str, misses: Sequence[tuple[float, float]]) -> list[float]:
+    def _group_estimates(
+        self, group: str, tried: Sequence[float], missed: Sequence[float], own: Sequence[float]
+    ) -> list[float]:
         found = []
         gain = self._gains[group]
         guess = 1.0 - (1.0 - FIRST_GUESS) ** gain
-        for tally, (tried, chain_miss) in zip(self._tallies[group], misses, strict=True):
-            others = tried - tally.tried
-            borrowed = 1.0 - math.exp(gain * (chain_miss - tally.chain_miss(gain)) / others) if others > 0.0 else 0.0
+        for tally, all_tried, all_missed, miss in zip(self._tallies[group], tried, missed, own, strict=True):
+            others = all_tried - tally.tried
+            borrowed = 1.0 - math.exp(gain * (all_missed - miss) / others) if others > 0.0 else 0.0
             # What the depth before tells counts as a few tries.
             guess = (GUESSED_EVIDENCE * guess + others * borrowed) / (GUESSED_EVIDENCE + others)
             weight = min(BORROWED_EVIDENCE, GUESSED_EVIDENCE + others)
             guess = (tally.accepted + weight * guess) / (tally.tried + weight)
             found.append(guess)
         return found
-
-    def _misses(self, depth: int) -> tuple[float, float]:
-        """The tries of all groups at a depth (from 0), and the sum of their `chain_miss`."""
-        tallies = [(self._tallies[group][depth], gain) for group, gain in self._gains.items()]
-        return sum(tally.tried for tally, _ in tallies), sum(tally.chain_miss(gain) for tally, gain in tallies)

@@ -96,8 +96,8 @@ class Learner(Policy):
         self._current: DraftPlan | None = None if adaptive else self.own[0]
         self._best_compared: Option | None = None
         self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
-        #: Seconds without any own plan, and without each.
-        self._undrafted, self._unused = 0.0, dict.fromkeys([None, *own], 0.0)
+        #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
+        self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
         self._rounds: dict[str, int] = {}
         self._joint = JointTokens()
         #: Seconds that asking for candidates took since the latest step ended, and what it takes.
@@ -169,7 +169,8 @@ class Learner(Policy):
         if tried is None:
             return best.plan
         self._explored += 1
-        self._undrafted = self._unused[tried.plan] = 0.0  # one at a time, though the next is launched before it is read
+        # One at a time, though the next is launched before it is read.
+        self._undrafted, self._used[tried.plan] = 0.0, self._spent
         return tried.plan
 
     def _possible(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> list[Option]:
@@ -221,7 +222,7 @@ class Learner(Policy):
 
         def credit(option: Option) -> float:
             loss = option.seconds * max(LEAST_LOSS, 1.0 - option.rate / best.rate)
-            return EXPLORATION_SHARE * self._unused[option.plan] / len(self.own) - loss
+            return EXPLORATION_SHARE * (self._spent - self._used[option.plan]) / len(self.own) - loss
 
         tried = max(others, key=credit, default=None)
         return tried if tried is not None and credit(tried) > 0.0 else None
@@ -359,7 +360,8 @@ class Learner(Policy):
         if self.own and not takes_given:
             self._chances[ruled].ended(plan, emitted)
             self._undrafted = self._undrafted + seconds if plan is None else 0.0
-            self._unused = {each: unused + seconds for each, unused in self._unused.items()} | {plan: 0.0}
+            self._spent += seconds
+            self._used[plan] = self._spent
         times = self._times.get(self._latest)
         if times is None:
             self._first_step(plan, seconds)

@@ -134,10 +134,11 @@ class Seconds:
         self._variance = float(covariance[0, 0])
 
     def _terms_of(self, plan: DraftPlan) -> tuple[float, list[int]]:
-        if plan not in self._known:
+        known = self._known.get(plan)
+        if known is None:
             places = [self._place[name] for name in _terms(plan)]
-            self._known[plan] = self._guess.ratio(plan, self._batch), places
-        return self._known[plan]
+            known = self._known[plan] = self._guess.ratio(plan, self._batch), places
+        return known
 
 
 def _terms(plan: DraftPlan) -> list[str]:

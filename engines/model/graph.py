@@ -104,7 +104,10 @@ class ProgramGraph(Generic[Tensor]):
         for name, (_, dtype) in program.outputs.items():
             operations.output(name, operations.to_float32(values[name]) if dtype == "float32" else values[name])
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x itself where there is no norm."""
+        if norm is None:
+            return x
         weight = self._weights[norm.weight.name]
         if norm.bias is None:
             return self._operations.rms_norm(x, weight, norm.epsilon, norm.offset)
@@ -203,12 +206,12 @@ class ProgramGraph(Generic[Tensor]):
         if step.q_norm is not None or step.query_columns:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
             if not step.norms_behind:
-                query, key = self._normed_heads(step, query, key)
+                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
             if step.rotary:
                 query = operations.rotary_embedding(query, self._rotary_rows(step, step.query_columns))
                 key = operations.rotary_embedding(key, self._rotary_rows(step))
             if step.norms_behind:
-                query, key = self._normed_heads(step, query, key)
+                query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
         else:  # one rotation serves queries and keys
             rotated, value = operations.split(qkv, (heads + kv_heads, kv_heads), axis=1)
             if step.rotary:
@@ -231,19 +234,12 @@ class ProgramGraph(Generic[Tensor]):
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
 
-    def _normed_heads(self, step: Attention, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Both as they are where the layer norms neither."""
-        if step.q_norm is None or step.k_norm is None:
-            return query, key
-        return self._norm(query, step.q_norm), self._norm(key, step.k_norm)
-
     def _write_rows(self, step: Attention) -> None:
         """Keys and values of a step without query heads."""
         operations, kv_heads = self._operations, step.heads[1]
         both = operations.split_heads(self._values[step.value], 2 * kv_heads)
         key, value = operations.split(both, (kv_heads, kv_heads), axis=1)
-        if step.k_norm is not None:
-            key = self._norm(key, step.k_norm)
+        key = self._norm(key, step.k_norm)
         self._update_rows(
             step, operations.rotary_embedding(key, self._rotary_rows(step)) if step.rotary else key, value
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -58,7 +58,12 @@ class DraftPlan:
     given_nodes: int = 0
     given_depth: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
     def __post_init__(self) -> None:
+        # Plans are looked up several times a step, and all their fields take longer.
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, each.name) for each in fields(self))))
         if self.kind not in (*KINDS, GIVEN):
             raise EngineError(f"the drafting kind is {self.kind!r}: expected one of {', '.join(KINDS)}")
         if self.acceptance not in ACCEPTANCES:

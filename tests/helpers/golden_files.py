@@ -46,10 +46,11 @@ def golden_folder(kind: str) -> Path:
     """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
     place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
     atexit.register(_remove, place, os.getpid())
-    if (GOLDENS / kind).is_dir():
+    archive = GOLDENS / f"{kind}{ARCHIVE}"
+    if not archive.exists():
         return copy_with_tensors(GOLDENS / kind, place)
     with tempfile.TemporaryDirectory() as folder:
-        open_archive(GOLDENS / f"{kind}{ARCHIVE}", Path(folder))
+        open_archive(archive, Path(folder))
         return copy_with_tensors(Path(folder), place)
 
 
