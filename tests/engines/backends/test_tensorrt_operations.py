@@ -134,6 +134,13 @@ def test_a_target_that_cannot_be_built_here_is_refused(library: TensorRTLibrary)
         build_plan(LLAMA, SHAPES[0], "float16", "auto", "sm_87")
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
+def test_neighbours_are_not_rotated(library: TensorRTLibrary, phase: str) -> None:
+    shape = EngineShape(phase, 1, 1 if phase == "decode" else 16, 64, 96)
+    with pytest.raises(EngineError, match="TensorRT rotates halves of heads: kernels rotate neighbours"):
+        build_plan(replace(LLAMA, rotates_neighbours=True), shape, "float16", "composed", "sm_89")
+
+
 @pytest.mark.parametrize("kind", RECURRENT)
 @pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
 def test_recurrent_layers_are_refused_by_name(library: TensorRTLibrary, kind: str, phase: str) -> None:
