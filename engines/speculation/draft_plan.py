@@ -59,7 +59,7 @@ class DraftPlan:
     given_depth: int = 0
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.__dict__["_hash"])
 
     def __post_init__(self) -> None:
         # Plans are looked up several times a step, and all their fields take longer.
