@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share
+from edgellm.engines.families.decoders import Family, all_biases, biases, read_decoder, rotary_share
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
 from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import DecoderConfig
@@ -92,12 +92,10 @@ MINISTRAL3 = Family(
 
 def _read_seed_oss(fields: ConfigFields) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
-    switches: dict[str, Any] = {
-        "attention_bias": fields.switch("attention_bias"),
-        "attention_output_bias": fields.switch("attention_out_bias"),
-        "mlp_bias": fields.switch("mlp_bias"),
-    }
-    return read_decoder(fields, **switches)
+    output = fields.switch("attention_out_bias")
+    return read_decoder(
+        fields, **biases(fields) | {"attention_output_bias": output, "mlp_bias": fields.switch("mlp_bias")}
+    )
 
 
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, {"attention_bias": True, "head_dim": 128})
@@ -233,10 +231,8 @@ SMOLLM3 = Family(
 
 
 def _read_ernie(fields: ConfigFields) -> DecoderConfig:
-    """Llama, but neighbours are rotated together; `use_bias` is of all linear layers."""
-    bias = fields.switch("use_bias")
-    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
-    return read_decoder(fields, **own, rotates_neighbours=True)
+    """Llama, but neighbours are rotated together."""
+    return read_decoder(fields, **all_biases(fields), rotates_neighbours=True)
 
 
 ERNIE4_5 = Family(
@@ -268,11 +264,9 @@ HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _read_hunyuan,
 
 
 def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:
-    """Layer norms, and an MLP without a gate; `use_bias` is of all linear layers. The window is that of every layer."""
-    bias = fields.switch("use_bias")
+    """Layer norms, and an MLP without a gate. The window is that of every layer."""
     fields.values = fields.values | {"rms_norm_eps": fields.positive("norm_epsilon")}
-    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
-    own |= {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
+    own = all_biases(fields) | {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
     return read_decoder(fields, activations={"gelu_pytorch_tanh": "gelu_tanh"}, windowed=every_layer, **own)
 
 
