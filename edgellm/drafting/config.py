@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from edgellm.configs import installed
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.limits import DRAFT_RANGES, EngineLimits
@@ -142,7 +140,7 @@ class DraftingConfig:
 def named_choices(name: str) -> list[list[int]]:
     """The tree of choices `name` that comes with the package."""
     _one_of("choices", name, NAMED_CHOICES)
-    return yaml.safe_load((resources.files("edgellm.configs") / f"{name}.yaml").read_text(encoding="utf-8"))
+    return installed(name)
 
 
 def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
@@ -168,7 +166,6 @@ def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
         raise RequestError(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
 
 
-PRESETS = "drafting.yaml"
 #: What a preset sets, and engines limit.
 SIZES = ("draft_top_k", "draft_steps", "verify_tree_size")
 #: What settings may hold: whether to draft, the preset, and the fields of DraftingConfig.
@@ -179,7 +176,7 @@ _ANY_LIMITS = EngineLimits(draft_top_k=64, draft_steps=32, verify_tree_size=64)
 @cache
 def load_presets() -> dict[str, dict[str, Any]]:
     """The presets of `configs/drafting.yaml` by name."""
-    return yaml.safe_load((resources.files("edgellm.configs") / PRESETS).read_text(encoding="utf-8"))
+    return installed("drafting")
 
 
 def present_preset(backend: str) -> str | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, all_biases, biases, read_decoder, rotary_share
@@ -44,11 +45,8 @@ LLAMA = Family(
 )
 
 
-def _read_mistral(fields: ConfigFields) -> DecoderConfig:
-    """No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer."""
-    return read_decoder(fields, windowed=every_layer)
-
-
+#: No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer.
+_read_mistral = partial(read_decoder, windowed=every_layer)
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -112,7 +110,6 @@ CWM = Family(
     "CwmForCausalLM",
     _read_cwm,
     {
-        "num_key_value_heads": 8,
         "head_dim": 128,
         "sliding_window": 8192,
         "rope_theta": 1000000.0,
@@ -189,12 +186,7 @@ def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
     return replace(config, residual_scale=residual, logits_scale=logits)
 
 
-MINICPM = Family(
-    "minicpm",
-    "MiniCPMForCausalLM",
-    _read_minicpm,
-    {**LLAMA.defaults, "num_key_value_heads": 32, "tie_word_embeddings": True},
-)
+MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, {"tie_word_embeddings": True})
 
 
 def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
@@ -220,13 +212,7 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     _read_smollm3,
-    {
-        "num_key_value_heads": 4,
-        "no_rope_layer_interval": 4,
-        "rope_theta": 2000000.0,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-    },
+    {"no_rope_layer_interval": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True, "use_sliding_window": False},
 )
 
 
@@ -239,7 +225,7 @@ ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     _read_ernie,
-    {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    {"head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
 )
 
 

@@ -3,6 +3,7 @@ LFM2-MoE, gpt-oss, Qwen3.5-MoE."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
@@ -15,7 +16,6 @@ from edgellm.engines.families.hybrid import (
     read_qwen3_5_text,
 )
 from edgellm.engines.families.llama import read_granite
-from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
@@ -52,17 +52,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     _read_qwen3_moe,
-    {
-        **QWEN3.defaults,
-        "head_dim": None,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-    },
+    {"use_sliding_window": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
 )
 
 
@@ -73,12 +63,7 @@ def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
     return read_decoder(fields, **biases(fields), **own)
 
 
-OLMOE = Family(
-    "olmoe",
-    "OlmoeForCausalLM",
-    _read_olmoe,
-    {"num_key_value_heads": None, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
-)
+OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, {"num_key_value_heads": None, "num_experts_per_tok": 8})
 
 
 def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
@@ -141,14 +126,7 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     _read_gpt_oss,
-    {
-        "attention_bias": True,
-        "head_dim": 64,
-        "num_experts_per_tok": 4,
-        "num_key_value_heads": 8,
-        "rope_theta": 150000.0,
-        "sliding_window": 128,
-    },
+    {"attention_bias": True, "head_dim": 64, "num_experts_per_tok": 4, "rope_theta": 150000.0, "sliding_window": 128},
 )
 
 
@@ -161,10 +139,6 @@ def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
     return read_qwen3_5_text(fields, mixture=mixture)
 
 
-def _read_qwen3_5_moe(fields: ConfigFields) -> DecoderConfig:
-    return read_qwen3_5(fields, _read_qwen3_5_moe_text, _QWEN3_5_MOE)
-
-
 _QWEN3_5_MOE = {
     **QWEN3_5_DEFAULTS,
     "hidden_size": 2048,
@@ -175,4 +149,5 @@ _QWEN3_5_MOE = {
     "shared_expert_intermediate_size": 512,
 }
 QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+_read_qwen3_5_moe = partial(read_qwen3_5, read=_read_qwen3_5_moe_text, defaults=_QWEN3_5_MOE)
 QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

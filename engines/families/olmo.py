@@ -51,9 +51,4 @@ def _read_exaone4(fields: ConfigFields) -> DecoderConfig:
     return replace(config, nope_layers=tuple(unrotated))
 
 
-EXAONE4 = Family(
-    "exaone4",
-    "Exaone4ForCausalLM",
-    _read_exaone4,
-    {"num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
-)
+EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, {"sliding_window": 4096, "sliding_window_pattern": 4})
