@@ -96,7 +96,10 @@ class DraftingConfig:
             if isinstance(self.choices, str):
                 _one_of("choices", self.choices, NAMED_CHOICES)
             else:
-                object.__setattr__(self, "choices", _request(checked_choices, self.choices))
+                try:
+                    object.__setattr__(self, "choices", checked_choices(self.choices))
+                except EdgeLLMError as error:
+                    raise RequestError(str(error)) from error
 
     @classmethod
     def largest(cls, limits: EngineLimits, **others: Any) -> DraftingConfig:
@@ -151,14 +154,6 @@ def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
         return checked_choices(parse_yaml(text, place, RequestError))
     except EngineError as error:
         raise RequestError(f"{place}: {error}") from error
-
-
-def _request(check: Any, value: Any) -> Any:
-    """`check(value)` with its error as the request's."""
-    try:
-        return check(value)
-    except EdgeLLMError as error:
-        raise RequestError(str(error)) from error
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -273,7 +268,12 @@ def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[s
         checked[key] = load_choices(folder / user_path(value)) if is_file else value
     config = {key: value for key, value in checked.items() if key not in ("draft", "preset")}
     drafting_config(_ANY_LIMITS, "numpy", config)
-    _refuse_contradictions(checked)
+    others = [key for key in checked if key not in ("draft", "preset")]
+    if checked.get("draft") is False and others:
+        raise RequestError(f"{others[0]} is given, but draft is false: expected only one of them")
+    given = [key for key in ("posterior_threshold", "posterior_alpha") if key in checked]
+    if given and checked.get("acceptance") != "typical":
+        raise RequestError(f"{given[0]} is given, but acceptance is exact: it is of use to typical acceptance only")
     return checked
 
 
@@ -308,15 +308,6 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
     merged = kept | checked
     checked_drafting(merged)
     return merged
-
-
-def _refuse_contradictions(values: Mapping[str, Any]) -> None:
-    others = [key for key in values if key not in ("draft", "preset")]
-    if values.get("draft") is False and others:
-        raise RequestError(f"{others[0]} is given, but draft is false: expected only one of them")
-    given = [key for key in ("posterior_threshold", "posterior_alpha") if key in values]
-    if given and values.get("acceptance") != "typical":
-        raise RequestError(f"{given[0]} is given, but acceptance is exact: it is of use to typical acceptance only")
 
 
 def default_drafting(limits: EngineLimits, backend: str) -> DraftingConfig | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families import gemma, hybrid, llama, mixtures, olmo, qwen, vision_language
+from edgellm.engines.families import gemma, hybrid, llama, mixtures, qwen, vision_language
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.formats.strict_formats import as_json
@@ -15,7 +15,16 @@ __all__ = ["FAMILIES", "decoder_config"]
 
 _LISTED = (
     *(llama.LLAMA, qwen.QWEN2, qwen.QWEN3, llama.MISTRAL, llama.MINISTRAL3, llama.SEED_OSS, llama.CWM, llama.PHI3),
-    *(llama.GRANITE, llama.SMOLLM3, olmo.OLMO2, gemma.GEMMA, gemma.GEMMA3, llama.STARCODER2, olmo.OLMO3, olmo.EXAONE4),
+    *(
+        llama.GRANITE,
+        llama.SMOLLM3,
+        llama.OLMO2,
+        gemma.GEMMA,
+        gemma.GEMMA3,
+        llama.STARCODER2,
+        llama.OLMO3,
+        llama.EXAONE4,
+    ),
     *(llama.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
     *(mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE, mixtures.GPT_OSS),
     *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL, vision_language.LLAVA),
