@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from edgellm.configs import installed
 from edgellm.drafting.config import SIZES, SUFFIX, WITHOUT_MODEL, DraftingConfig, checked_drafting, drafting_config
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
@@ -115,7 +113,7 @@ def _settings_of(name: str) -> dict[str, Any]:
     return chosen | dict(zip(named, map(int, sizes), strict=True))
 
 
-DEFAULT_PROMPTS = "bench_prompts.yaml"
+DEFAULT_PROMPTS = "bench_prompts"
 NO_TASK = "all"
 
 
@@ -129,8 +127,7 @@ class BenchPrompt:
 
 def default_prompts() -> list[BenchPrompt]:
     """The prompts of `configs/bench_prompts.yaml`."""
-    entries = yaml.safe_load((resources.files("edgellm.configs") / DEFAULT_PROMPTS).read_text(encoding="utf-8"))
-    return [_from_object(entry, DEFAULT_PROMPTS) for entry in entries]
+    return [_from_object(entry, DEFAULT_PROMPTS) for entry in installed(DEFAULT_PROMPTS)]
 
 
 def load_prompts(path: Path) -> list[BenchPrompt]:

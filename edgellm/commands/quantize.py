@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import typer
-import yaml
 
 from edgellm.commands.console import mebibytes, progress_display, write_note
 from edgellm.commands.table import Options, argument, option, takes_options
+from edgellm.configs import installed
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
@@ -27,7 +26,7 @@ from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
 
 #: What is read where no file is named.
-DEFAULT_TEXTS = "calibration.yaml"
+DEFAULT_TEXTS = "calibration"
 #: Of all texts together no more is read: their rows stay in memory.
 _MOST_TOKENS = 16_384
 
@@ -98,7 +97,7 @@ Text = str | list[dict[str, Any]]
 
 def default_texts() -> list[Text]:
     """Those of `configs/calibration.yaml`."""
-    found = yaml.safe_load((resources.files("edgellm.configs") / DEFAULT_TEXTS).read_text(encoding="utf-8"))
+    found = installed(DEFAULT_TEXTS)
     assert isinstance(found, list)
     return found
 

@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 
@@ -102,7 +104,7 @@ class DraftingTally:
         """The counts so far."""
         lengths = tuple(self._lengths[length] for length in range(max(self._lengths, default=0) + 1))
         accepted = sum((length - 1) * count for length, count in self._lengths.items() if length)
-        spent = now = self._stages()
+        spent = self._stages()
         draft = spent.get(DRAFT_ACCEPT, 0.0) + spent.get(DRAFT_PROPOSAL, 0.0)
         return DraftingStatistics(
             self._rounds,
@@ -112,8 +114,8 @@ class DraftingTally:
             lengths,
             dict(self._plans),
             self._seconds,
-            draft if now else None,
-            spent.get(BASE_VERIFY, 0.0) if now else None,
+            draft if spent else None,
+            spent.get(BASE_VERIFY, 0.0) if spent else None,
             dict(self._tokens),
         )
 
@@ -159,26 +161,37 @@ def tree_gain(nodes: int, steps: int) -> float:
 
 
 class AcceptanceModel:
-    """Acceptance by depth for several groups of drafting configurations.
+    """Acceptance by depth of the plans of a draft model.
 
-    Configurations of one group (all chains, say) have the same probability a_d that depth d is accepted once depth
-    d - 1 was. A group with few figures borrows those of the others, by 1 - a = (1 - a_other)^(gain / gain_other), and
-    a depth with few figures those of the depth before. `gains` names the groups with their gain (`tree_gain`).
+    Plans of one group, all chains or the trees of one shape, have the same probability a_d that depth d is accepted
+    once depth d - 1 was. A group with few figures borrows those of the others, by 1 - a = (1 - a_other)^(gain /
+    gain_other) with the gains of `tree_gain`, and a depth with few figures those of the depth before.
     """
 
-    def __init__(self, gains: Mapping[str, float], depth: int) -> None:
-        self._gains = dict(gains)
-        self._tallies = {group: [_DepthCounts() for _ in range(depth)] for group in gains}
-        self._depth = depth
+    def __init__(self, plans: Sequence[DraftPlan]) -> None:
+        self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
+        self._gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
+        depths = range(max((plan.steps for plan in plans), default=0))
+        self._tallies = {group: [_DepthCounts() for _ in depths] for group in self._gains}
 
-    def record(self, group: str, steps: int, lengths: Sequence[int]) -> None:
-        """Count a round of `steps` drafted depths that emitted `lengths` tokens (1 to steps + 1) in its sequences."""
-        self.age()
-        tallies = self._tallies[group]
+    def record(self, plan: DraftPlan | None, lengths: Sequence[int]) -> None:
+        """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
+        and with a step of another kind (None), earlier ones count for less."""
+        for tallies in self._tallies.values():
+            for tally in tallies:
+                tally.fade()
+        if plan is None:
+            return
+        tallies = self._tallies[self._groups[plan]]
         for length in lengths:
-            for depth in range(1, min(steps, length) + 1):
+            for depth in range(1, min(plan.steps, length) + 1):
                 tallies[depth - 1].tried += 1.0
                 tallies[depth - 1].accepted += length > depth
+
+    def reaches(self) -> dict[DraftPlan, list[float]]:
+        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
+        estimates = self.estimates()
+        return {plan: [*accumulate(estimates[group][: plan.steps], mul)] for plan, group in self._groups.items()}
 
     def estimates(self) -> dict[str, list[float]]:
         """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
@@ -189,12 +202,6 @@ class AcceptanceModel:
         tried = [sum([tally.tried for tally in depth]) for depth in zip(*self._tallies.values(), strict=True)]
         missed = [sum(depth) for depth in zip(*misses.values(), strict=True)]
         return {group: self._group_estimates(group, tried, missed, own) for group, own in misses.items()}
-
-    def age(self) -> None:
-        """Let a step pass, with or without a draft: earlier ones count for less."""
-        for tallies in self._tallies.values():
-            for tally in tallies:
-                tally.fade()
 
     def _group_estimates(
         self, group: str, tried: Sequence[float], missed: Sequence[float], own: Sequence[float]

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from importlib import resources
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from edgellm.configs import installed
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.limits import DRAFT_RANGES, EngineLimits
@@ -98,7 +96,10 @@ class DraftingConfig:
             if isinstance(self.choices, str):
                 _one_of("choices", self.choices, NAMED_CHOICES)
             else:
-                object.__setattr__(self, "choices", _request(checked_choices, self.choices))
+                try:
+                    object.__setattr__(self, "choices", checked_choices(self.choices))
+                except EdgeLLMError as error:
+                    raise RequestError(str(error)) from error
 
     @classmethod
     def largest(cls, limits: EngineLimits, **others: Any) -> DraftingConfig:
@@ -142,7 +143,7 @@ class DraftingConfig:
 def named_choices(name: str) -> list[list[int]]:
     """The tree of choices `name` that comes with the package."""
     _one_of("choices", name, NAMED_CHOICES)
-    return yaml.safe_load((resources.files("edgellm.configs") / f"{name}.yaml").read_text(encoding="utf-8"))
+    return installed(name)
 
 
 def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
@@ -155,20 +156,11 @@ def load_choices(path: str | Path) -> tuple[tuple[int, ...], ...]:
         raise RequestError(f"{place}: {error}") from error
 
 
-def _request(check: Any, value: Any) -> Any:
-    """`check(value)` with its error as the request's."""
-    try:
-        return check(value)
-    except EdgeLLMError as error:
-        raise RequestError(str(error)) from error
-
-
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise RequestError(f"{name} is {shown(value)}: expected one of {', '.join(choices)}")
 
 
-PRESETS = "drafting.yaml"
 #: What a preset sets, and engines limit.
 SIZES = ("draft_top_k", "draft_steps", "verify_tree_size")
 #: What settings may hold: whether to draft, the preset, and the fields of DraftingConfig.
@@ -179,7 +171,7 @@ _ANY_LIMITS = EngineLimits(draft_top_k=64, draft_steps=32, verify_tree_size=64)
 @cache
 def load_presets() -> dict[str, dict[str, Any]]:
     """The presets of `configs/drafting.yaml` by name."""
-    return yaml.safe_load((resources.files("edgellm.configs") / PRESETS).read_text(encoding="utf-8"))
+    return installed("drafting")
 
 
 def present_preset(backend: str) -> str | None:
@@ -276,7 +268,12 @@ def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[s
         checked[key] = load_choices(folder / user_path(value)) if is_file else value
     config = {key: value for key, value in checked.items() if key not in ("draft", "preset")}
     drafting_config(_ANY_LIMITS, "numpy", config)
-    _refuse_contradictions(checked)
+    others = [key for key in checked if key not in ("draft", "preset")]
+    if checked.get("draft") is False and others:
+        raise RequestError(f"{others[0]} is given, but draft is false: expected only one of them")
+    given = [key for key in ("posterior_threshold", "posterior_alpha") if key in checked]
+    if given and checked.get("acceptance") != "typical":
+        raise RequestError(f"{given[0]} is given, but acceptance is exact: it is of use to typical acceptance only")
     return checked
 
 
@@ -311,15 +308,6 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
     merged = kept | checked
     checked_drafting(merged)
     return merged
-
-
-def _refuse_contradictions(values: Mapping[str, Any]) -> None:
-    others = [key for key in values if key not in ("draft", "preset")]
-    if values.get("draft") is False and others:
-        raise RequestError(f"{others[0]} is given, but draft is false: expected only one of them")
-    given = [key for key in ("posterior_threshold", "posterior_alpha") if key in values]
-    if given and values.get("acceptance") != "typical":
-        raise RequestError(f"{given[0]} is given, but acceptance is exact: it is of use to typical acceptance only")
 
 
 def default_drafting(limits: EngineLimits, backend: str) -> DraftingConfig | None:

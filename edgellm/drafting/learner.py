@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, Chances, DraftingReport, JointTokens, Option, reported
+from edgellm.drafting.ratings import Account, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -87,7 +89,7 @@ class Learner(Policy):
         self.account = Account()
         guess = CAPTURED if ahead else COMPUTED
         self._guess = guess.in_one_pass() if in_one_pass else guess
-        self._chances = {ruled: Chances(own) for ruled in (False, True)}
+        self._chances = {ruled: AcceptanceModel(own) for ruled in (False, True)}
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
         #: What is done without given candidates, rated: a plain step first. After how many plain steps.
@@ -98,7 +100,7 @@ class Learner(Policy):
         self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
         #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
         self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
-        self._rounds: dict[str, int] = {}
+        self._rounds: Counter[str] = Counter()
         self._joint = JointTokens()
         #: Seconds that asking for candidates took since the latest step ended, and what it takes.
         self._asked_for, self._asking = 0.0, 0.0
@@ -111,7 +113,6 @@ class Learner(Policy):
         self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
-        """See `Policy`."""
         self.host.open(sequence, prompt_ids)
         self.account.forget()
         self._under_way = self._ended = False
@@ -119,12 +120,10 @@ class Learner(Policy):
             self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """See `Policy`."""
         self.host.take(sequence, tokens)
         self._ended, self._under_way = self._ended or self._under_way, False
 
     def close(self, sequence: Drafted) -> None:
-        """See `Policy`."""
         self.host.close(sequence)
 
     def choose(
@@ -230,9 +229,8 @@ class Learner(Policy):
     def _may_give(self, sequences: Sequence[Drafted]) -> bool:
         """Whether there is, or may be, something to give without rules."""
         said = [each.said for each in sequences if each.said is not None]
-        asked = self._ended or any(each.proposed or each.is_due for each in said)
         self._under_way = False
-        return bool(asked and self._affords)
+        return (self._ended or any(each.proposed or each.is_due for each in said)) and self._affords
 
     @property
     def _affords(self) -> bool:
@@ -355,10 +353,9 @@ class Learner(Policy):
         self.host.learn()
         self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
         self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0
-        name = PLAIN if plan is None else plan.name
-        self._rounds[name] = self._rounds.get(name, 0) + 1
+        self._rounds[PLAIN if plan is None else plan.name] += 1
         if self.own and not takes_given:
-            self._chances[ruled].ended(plan, emitted)
+            self._chances[ruled].record(plan, emitted)
             self._undrafted = self._undrafted + seconds if plan is None else 0.0
             self._spent += seconds
             self._used[plan] = self._spent

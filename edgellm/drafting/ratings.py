@@ -1,4 +1,4 @@
-"""What plans are rated by: how far a draft model should come, what a step should give, and what may be lost."""
+"""What plans are rated by: what a step should give, and what may be lost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from edgellm.drafting.acceptance import AcceptanceModel, tree_gain
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
@@ -108,34 +107,6 @@ class JointTokens:
             fading = min(1.0, self.MEMORY / self._promised)
             self._promised = fading * self._promised + self._promise
             self._came = fading * self._came + tokens
-
-
-class Chances(AcceptanceModel):
-    """How far the plans of a draft model should come, by what came of them. Chains, and trees of one shape, have the
-    same chances at each depth."""
-
-    def __init__(self, plans: Sequence[DraftPlan]) -> None:
-        self._groups = {plan: plan.name if plan.kind == "tree" else plan.kind for plan in plans}
-        gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
-        super().__init__(gains, max((plan.steps for plan in plans), default=0))
-
-    def ended(self, plan: DraftPlan | None, emitted: Sequence[int]) -> None:
-        """A step has given tokens: a round of the draft model's own, or (None) another one."""
-        if plan is None:
-            self.age()
-        else:
-            self.record(self._groups[plan], plan.steps, emitted)
-
-    def reaches(self) -> dict[DraftPlan, list[float]]:
-        """Of each plan the probabilities that depth 1, 2, ... is accepted."""
-        found, estimates = {}, self.estimates()
-        for plan, group in self._groups.items():
-            reached, reach = 1.0, []
-            for probability in estimates[group][: plan.steps]:
-                reached *= probability
-                reach.append(reached)
-            found[plan] = reach
-        return found
 
 
 class Account:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ class Seconds:
             self._logs, self._covariance = like._logs.copy(), like._covariance + np.diag((own / 2) ** 2)
             self._covariance[0] = self._covariance[:, 0] = 0.0
         self._seen: set[DraftPlan] = set()
-        self._known: dict[DraftPlan, tuple[float, list[int]]] = {}
+        self._terms_of: Callable[[DraftPlan], tuple[float, list[int]]] = cache(self._guessed)
 
     @property
     def plain(self) -> float:
@@ -133,12 +134,9 @@ class Seconds:
         self._load, self._logs[0] = self._load + float(self._logs[0]), 0.0
         self._variance = float(covariance[0, 0])
 
-    def _terms_of(self, plan: DraftPlan) -> tuple[float, list[int]]:
-        known = self._known.get(plan)
-        if known is None:
-            places = [self._place[name] for name in _terms(plan)]
-            known = self._known[plan] = self._guess.ratio(plan, self._batch), places
-        return known
+    def _guessed(self, plan: DraftPlan) -> tuple[float, list[int]]:
+        """What a plan's round should take over a plain step's, and the places of its errors."""
+        return self._guess.ratio(plan, self._batch), [self._place[name] for name in _terms(plan)]
 
 
 def _terms(plan: DraftPlan) -> list[str]:

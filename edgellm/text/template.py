@@ -20,8 +20,9 @@ from edgellm.text.template_trials import TOOL, TemplateTrials
 
 #: The folder of a model's further templates.
 ADDITIONAL = "additional_chat_templates"
-#: What special tokens are in a trial: some templates fail without.
-TRIAL_TOKENS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+#: Roles that a model's files give to special tokens, and what these are in a trial: some templates fail without.
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TRIAL_TOKENS = {name: f"<{name.removesuffix('_token')}>" for name in NAMED_TOKENS}
 #: Of the time that a rendering may take, so much more for compiling and for all trials.
 COMPILING_SHARE, TRIAL_SHARE = 0.5, 0.1
 

@@ -23,14 +23,13 @@ from edgellm.errors import ContextError, EngineDirectoryError, RequestError, Tem
 from edgellm.text.marked_messages import EarlierCalls, FinalMessage, WriteCalls
 from edgellm.text.messages import check_encodable, checked_messages, free_marks, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
-from edgellm.text.template import ChatTemplate
+from edgellm.text.template import NAMED_TOKENS, ChatTemplate
 from edgellm.text.token_sizes import TokenSizes
 
 #: Tokenizers count tokens in 32 bits.
 _IDS = 2**32
 #: The second supplementary private use area of Unicode, for anchors.
 ANCHORS = range(0x100000, 0x10FFFE)
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:

@@ -13,8 +13,7 @@ from typing import Any
 
 from edgellm.errors import shown
 from edgellm.text.channels import CALL, CHANNEL, END, MARKS, MESSAGE, ROLE, START
-from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, joined_deltas
-from edgellm.tool_calls.reader import OpenCall
+from edgellm.tool_calls.reader import ReadCalls
 
 _MARK = re.compile("|".join(map(re.escape, (START, END, CALL))))
 _CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
@@ -24,34 +23,20 @@ RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]*)")
 _BEGINNINGS = (CHANNEL, MESSAGE, START, "to=", ROLE)
 
 
-class HarmonyReader:
+class HarmonyReader(ReadCalls):
     """Reads one answer: `push` and `finish` return what the model says, `thoughts` are pieces of what it thinks, and
     calls come from `take_deltas`. See `edgellm.tool_calls.reader.ToolReader`."""
 
     def __init__(self, schemas: Mapping[str, Any], ids: Mapping[str, int], in_text: bool = False) -> None:
-        """`schemas` are those of the tools that may be called, by name; with `in_text` the answer goes on with what the
-        model says."""
+        """With `in_text` the answer goes on with what the model says."""
+        super().__init__(schemas)
         self.shown_ids = frozenset(ids.values())
         self.thoughts: list[str] = []
         #: Of each token whether it is of what is said.
         self.said: list[bool] = []
         self.thinking_tokens = 0
-        self.error: str | None = None
-        self._schemas = schemas
         self._buffer = ""
         self._kind = "said" if in_text else "header"
-        self._calls: list[OpenCall] = []
-        self._deltas: list[ToolCallDelta] = []
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
-        return tuple(each.call() for each in self._calls)
-
-    def take_deltas(self) -> tuple[ToolCallDelta, ...]:
-        """The pieces of calls since this was last asked for."""
-        found, self._deltas = joined_deltas(self._deltas), []
-        return found
 
     def push(self, token_id: int, text: str) -> str:
         """Add a token's text; return the text to show."""
@@ -71,11 +56,7 @@ class HarmonyReader:
     def _take(self, ends: bool) -> str:
         """What is certain of the buffer, by its kind, as far as it goes."""
         said: list[str] = []
-        while True:
-            if self._kind == "header":
-                if not self._read_header(ends):
-                    break
-                continue
+        while self._kind != "header" or self._read_header(ends):
             found = _MARK.search(self._buffer)
             stop = found.start() if found else len(self._buffer) if ends else _certain(self._buffer)
             body, self._buffer = self._buffer[:stop], self._buffer[stop:]
@@ -101,8 +82,7 @@ class HarmonyReader:
         self._kind = "thought" if channel is not None and channel[1] == "analysis" else "said"
         if recipient is not None and recipient[1] in self._schemas:
             self._kind = "call"
-            self._calls.append(OpenCall(recipient[1]))
-            self._deltas.append(ToolCallDelta(len(self._calls) - 1, self._calls[-1].id, recipient[1], ""))
+            self._begin_call(recipient[1])
         elif "to=" in header:
             self.error = f"a call has the header {shown(header)}, which names no tool of the request"
         return True
@@ -115,8 +95,7 @@ class HarmonyReader:
         elif self._kind == "said":
             said.append(body)
         else:
-            self._calls[-1].pieces.append(body)
-            self._deltas.append(ToolCallDelta(len(self._calls) - 1, None, None, body))
+            self._extend_call(body)
 
 
 def _certain(text: str) -> int:

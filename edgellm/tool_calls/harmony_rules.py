@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from edgellm.engines.speculation.constraints import TokenConstraint
-from edgellm.errors import ConstraintError
-from edgellm.structure.reasoning import LateRules
 from edgellm.structure.steps import Steps
 from edgellm.text.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.harmony import RECIPIENT
-from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, json_rule, literal
+from edgellm.tool_calls.rules import MOST_GRAMMAR_BYTES, RulesOfCall, json_rule, literal
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -42,46 +39,23 @@ def _grammar(choice: ToolChoice, ids: Mapping[str, int]) -> list[str]:
     return [f"named: {' | '.join(names)}", f"behind: {behind}", *rules]
 
 
-class _FromHeader(LateRules):
+class _FromHeader(RulesOfCall):
     """Rules that begin where the header of a message names a function: behind "to=functions."."""
 
-    _may_never_begin = True
-
     def __init__(self, vocabulary: GrammarVocabulary, grammar: str, ids: Mapping[str, int]) -> None:
-        super().__init__(vocabulary.size)
-        self._vocabulary, self._grammar, self._ids = vocabulary, grammar, ids
+        super().__init__(vocabulary, grammar)
+        self._ids = ids
 
-    def _advance_freely(self, token: int) -> bool:
-        is_known = super()._advance_freely(token)
-        if is_known:
-            self._rules = self._begun_here()
-        return is_known
-
-    def rollback(self, count: int) -> None:
-        before = len(self._free)
-        super().rollback(count)
-        if len(self._free) < before:
-            self._rules = None
-
-    def _begun_here(self) -> TokenConstraint | None:
+    def _began(self, token: int) -> Sequence[int] | None:
         ids, header = self._ids, []
-        for token in reversed(self._free):
-            if token in (ids[MESSAGE], ids[END]):
+        for each in reversed(self._free):
+            if each in (ids[MESSAGE], ids[END]):
                 break
-            if token == ids[START]:
-                header.append(token)
+            header.append(each)
+            if each == ids[START]:
                 break
-            header.append(token)
-        plain = [token for token in reversed(header) if token not in ids.values()]
-        is_header = len(header) == len(self._free) or (header and header[-1] == ids[START])
-        if not is_header:
+        if len(header) < len(self._free) and (not header or header[-1] != ids[START]):
             return None
-        tokenizer = self._vocabulary.tokenizer
-        found = RECIPIENT.search(tokenizer.decode_bytes(plain).decode("utf-8", "replace"))
-        if found is None:
-            return None
-        rules = self._vocabulary.constraint_for(self._grammar, "the tools")
-        with suppress(ConstraintError):
-            if all(map(rules.try_advance, tokenizer.tokenize_bytes(found[1].encode()))):
-                return rules
-        return None
+        plain = [each for each in reversed(header) if each not in ids.values()]
+        found = RECIPIENT.search(self._tokenizer.decode_bytes(plain).decode("utf-8", "replace"))
+        return None if found is None else self._tokenizer.tokenize_bytes(found[1].encode())

@@ -39,7 +39,41 @@ class OpenCall:
         return ToolCall(self.id, self.name, arguments, not self.is_broken and is_object(arguments))
 
 
-class ToolReader(CharacterReader):
+class ReadCalls:
+    """The calls of an answer as they grow, and their pieces."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        """`schemas` are those of the arguments of the tools that may be called, by name."""
+        self._schemas = schemas
+        self._deltas: list[ToolCallDelta] = []
+        self._calls: list[OpenCall] = []
+        #: Why what began like a call stayed text, or is not complete.
+        self.error: str | None = None
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls so far."""
+        return tuple(each.call() for each in self._calls)
+
+    def take_deltas(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of calls since this was last asked for."""
+        found, self._deltas = joined_deltas(self._deltas), []
+        return found
+
+    def _begin_call(self, name: str) -> OpenCall:
+        """A call's name is known: it is shown from now on."""
+        call = OpenCall(name)
+        self._deltas.append(ToolCallDelta(len(self._calls), call.id, name, ""))
+        self._calls.append(call)
+        return call
+
+    def _extend_call(self, piece: str) -> None:
+        """The latest call's arguments go on."""
+        self._calls[-1].pieces.append(piece)
+        self._deltas.append(ToolCallDelta(len(self._calls) - 1, None, None, piece))
+
+
+class ToolReader(CharacterReader, ReadCalls):
     """Reads the calls of one answer. `push` and `finish` return text to show; calls come from `take_deltas`."""
 
     def __init__(
@@ -51,20 +85,15 @@ class ToolReader(CharacterReader):
         shown_ids: Iterable[int] = (),
         calls_first: bool = False,
     ) -> None:
-        """`schemas` are those of the tools' arguments, by name. A model with reasoning `marks` calls nothing while it
-        thinks; `reasoning` is how that stands where the answer begins. `shown_ids` are the special tokens whose text it
-        has to see. With `calls_first` an answer that does not begin with an enforced call, as its rules write it, has
-        none."""
-        super().__init__()
+        """A model with reasoning `marks` calls nothing while it thinks; `reasoning` is how that stands where the answer
+        begins. `shown_ids` are the special tokens whose text it has to see. With `calls_first` an answer that does not
+        begin with an enforced call, as its rules write it, has none."""
+        CharacterReader.__init__(self)
+        ReadCalls.__init__(self, schemas)
         self.shown_ids = frozenset(shown_ids)
-        self._format, self._schemas, self._marks = tool_format, schemas, marks
-        self._reasoning = reasoning
-        self._deltas: list[ToolCallDelta] = []
+        self._format, self._marks, self._reasoning = tool_format, marks, reasoning
         self._text: list[str] = []
-        self._calls: list[OpenCall] = []
         self._open: OpenCall | None = None
-        #: Why what began like a call stayed text, or is not complete.
-        self.error: str | None = None
         self._held: list[str] = []  # whitespace: in front of a call and behind one it is not text
         self._at_beginning = True  # where a call without a mark may begin
         self._behind_call = False
@@ -75,11 +104,6 @@ class ToolReader(CharacterReader):
         self._behind_value = (ARGUMENT_TAG, FUNCTION_END, tool_format.end)
         self._reading = self._read()
         next(self._reading)
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """The calls so far."""
-        return tuple(each.call() for each in self._calls)
 
     def push(self, token_id: int, text: str) -> str:
         """Add a token's text; return the text to show."""
@@ -98,11 +122,6 @@ class ToolReader(CharacterReader):
             self._has_ended = True
             next(self._reading)
         return self._taken()
-
-    def take_deltas(self) -> tuple[ToolCallDelta, ...]:
-        """The pieces of calls since this was last asked for."""
-        found, self._deltas = joined_deltas(self._deltas), []
-        return found
 
     def _taken(self) -> str:
         text, self._text = "".join(self._text), []
@@ -335,19 +354,15 @@ class ToolReader(CharacterReader):
         given.add(name)
 
     def _name(self, name: str) -> None:
-        """A call's name is known: it is shown from now on."""
         if name not in self._schemas:
             raise Broken(f"the answer calls the tool {name[:80]!r}, which the request has not")
         if self._open is not None:
             raise Broken("a call has its name twice")
-        self._open = call = OpenCall(name)
-        self._deltas.append(ToolCallDelta(len(self._calls), call.id, name, ""))
-        self._calls.append(call)
+        self._open = self._begin_call(name)
 
     def _argue(self, piece: str) -> None:
         if self._open is not None and piece:
-            self._open.pieces.append(piece)
-            self._deltas.append(ToolCallDelta(len(self._calls) - 1, None, None, piece))
+            self._extend_call(piece)
 
     def _argument(self, name: str, value: str) -> None:
         """The open call has a further argument, whose value is JSON text."""

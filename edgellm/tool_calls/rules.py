@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +243,7 @@ def _spelled(value: Any) -> tuple[str, ...]:
     return (value if isinstance(value, str) else json_text(value),)
 
 
-class FromCall(LateRules):
+class RulesOfCall(LateRules):
     """Rules that begin where an answer begins a call.
 
     The tokens that began the call, or what of them belongs to it, are the first that the rules consume; where they do
@@ -252,44 +252,54 @@ class FromCall(LateRules):
 
     _may_never_begin = True
 
-    def __init__(
-        self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
-    ) -> None:
-        """A call begins with the first group of `opening`, and with the token `mark_id`; `grammar` is that of calls."""
+    def __init__(self, vocabulary: GrammarVocabulary, grammar: str) -> None:
+        """`grammar` is that of calls."""
         super().__init__(vocabulary.size)
-        self._vocabulary, self._grammar, self._opening, self._mark_id = vocabulary, grammar, opening, mark_id
-        self._text = bytearray()  # of the free tokens
+        self._vocabulary, self._grammar, self._tokenizer = vocabulary, grammar, vocabulary.tokenizer
+
+    def _began(self, token: int) -> Sequence[int] | None:
+        """The first tokens of a call, where one begins with this token, the latest of the free ones."""
+        raise NotImplementedError
 
     def _advance_freely(self, token: int) -> bool:
         is_known = super()._advance_freely(token)
-        if is_known:
-            begin = len(self._text)
-            self._text += self._vocabulary.tokenizer.decode_bytes([token])
-            self._rules = self._begun_with(token, begin)
+        first = self._began(token) if is_known else None
+        if first is not None:
+            rules = self._vocabulary.constraint_for(self._grammar, "the tools")
+            with suppress(ConstraintError):
+                self._rules = rules if all(map(rules.try_advance, first)) else None
         return is_known
 
     def rollback(self, count: int) -> None:
         before = len(self._free)
-        taken_back = self._free[before - max(0, count - self._ruled) :]
         super().rollback(count)
-        if taken_back:
+        if len(self._free) < before:
             self._rules = None
-            del self._text[len(self._text) - len(self._vocabulary.tokenizer.decode_bytes(taken_back)) :]
 
-    def _begun_with(self, token: int, begin: int) -> TokenConstraint | None:
-        """The rules, where a call begins with this token, whose text is that from `begin` on."""
-        first = [token]
-        if token != self._mark_id:
-            found = self._opening.finditer(self._text, max(0, begin - _OPENING_BYTES))
-            start = next((each.start(1) for each in found if each.end() > begin), None)
-            if start is None:
-                return None
-            first = self._vocabulary.tokenizer.tokenize_bytes(bytes(self._text[start:]))
-        rules = self._vocabulary.constraint_for(self._grammar, "the tools")
-        with suppress(ConstraintError):
-            if all(map(rules.try_advance, first)):
-                return rules
-        return None
+
+class FromCall(RulesOfCall):
+    """Rules that begin with the first group of `opening`, and with the token `mark_id`."""
+
+    def __init__(
+        self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
+    ) -> None:
+        super().__init__(vocabulary, grammar)
+        self._opening, self._mark_id = opening, mark_id
+        self._text = bytearray()  # of the free tokens
+
+    def _began(self, token: int) -> Sequence[int] | None:
+        begin = len(self._text)
+        self._text += self._tokenizer.decode_bytes([token])
+        if token == self._mark_id:
+            return [token]
+        found = self._opening.finditer(self._text, max(0, begin - _OPENING_BYTES))
+        start = next((each.start(1) for each in found if each.end() > begin), None)
+        return None if start is None else self._tokenizer.tokenize_bytes(bytes(self._text[start:]))
+
+    def rollback(self, count: int) -> None:
+        taken_back = self._free[len(self._free) - max(0, count - self._ruled) :]
+        super().rollback(count)
+        del self._text[len(self._text) - len(self._tokenizer.decode_bytes(taken_back)) :]
 
 
 class CallsOrText(TokenConstraint):

@@ -5,54 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families import gemma, hybrid, llama, mixtures, qwen, vision_language
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA, GEMMA3
-from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
-from edgellm.engines.families.llama import (
-    CWM,
-    ERNIE4_5,
-    GRANITE,
-    GRANITE4,
-    HUNYUAN,
-    LLAMA,
-    MINICPM,
-    MINISTRAL3,
-    MISTRAL,
-    PHI3,
-    SEED_OSS,
-    SMOLLM3,
-    STARCODER2,
-)
-from edgellm.engines.families.mixtures import (
-    GPT_OSS,
-    GRANITE_MOE,
-    LFM2_MOE,
-    OLMOE,
-    QWEN3_5_MOE,
-    QWEN3_5_MOE_TEXT,
-    QWEN3_MOE,
-)
-from edgellm.engines.families.olmo import EXAONE4, OLMO2, OLMO3
-from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
-from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 __all__ = ["FAMILIES", "decoder_config"]
 
+_LISTED = (
+    *(llama.LLAMA, qwen.QWEN2, qwen.QWEN3, llama.MISTRAL, llama.MINISTRAL3, llama.SEED_OSS, llama.CWM, llama.PHI3),
+    *(
+        llama.GRANITE,
+        llama.SMOLLM3,
+        llama.OLMO2,
+        gemma.GEMMA,
+        gemma.GEMMA3,
+        llama.STARCODER2,
+        llama.OLMO3,
+        llama.EXAONE4,
+    ),
+    *(llama.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
+    *(mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE, mixtures.GPT_OSS),
+    *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL, vision_language.LLAVA),
+    *(vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
+)
 #: Every family that is supported, by its `model_type`.
-FAMILIES = {
-    family.name: family
-    for family in (
-        *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, OLMO2, GEMMA, GEMMA3),
-        *(STARCODER2, OLMO3, EXAONE4, GRANITE4, MINICPM, ERNIE4_5, HUNYUAN, LFM2, QWEN3_5_TEXT),
-        *(QWEN3_MOE, OLMOE, GRANITE_MOE, LFM2_MOE, GPT_OSS, QWEN3_5_MOE_TEXT, QWEN3_5_MOE),
-        *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
-    )
-}
-_ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}
-_ARCHITECTURES["Ernie4_5_ForCausalLM"] = ERNIE4_5  # as its first files have it
+FAMILIES = {family.name: family for family in _LISTED}
+_ARCHITECTURES = {family.architecture: family for family in _LISTED}
+_ARCHITECTURES["Ernie4_5_ForCausalLM"] = llama.ERNIE4_5  # as its first files have it
 
 
 def decoder_config(

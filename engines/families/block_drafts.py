@@ -12,17 +12,7 @@ from typing import Any
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.eagle import DraftReader
 from edgellm.engines.formats.strict_formats import as_json, is_integer
-from edgellm.engines.model.config import (
-    DFLASH,
-    DRAFT_EMBEDDING,
-    DRAFT_HEAD,
-    LARGEST_DEPTH,
-    DecoderConfig,
-    DraftBlock,
-    DraftConfig,
-)
-from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
-from edgellm.engines.model.draft_decoder import MAPPING
+from edgellm.engines.model.config import DFLASH, LARGEST_DEPTH, DecoderConfig, DraftBlock, DraftConfig
 from edgellm.engines.model.limits import LARGEST_DRAFT_BLOCK
 
 _PART = "dflash_config"
@@ -62,27 +52,17 @@ class BlockDraftReader(DraftReader):
         declared = [self._declared(key) for key in _CAUSAL_KEYS]  # each of them is to be looked at
         if self.fields.wrong or self.fields.unsupported:
             return None
-        vocab_size = self._draft_vocab_size(decoder.vocab_size, False)
-        reduced = vocab_size != decoder.vocab_size
-        config = DraftConfig(
-            generation=DFLASH,
-            decoder=decoder,
-            draft_vocab_size=vocab_size,
-            has_mapping=MAPPING in self.draft.tensors or reduced,
+        return self._config(
+            DFLASH,
+            decoder,
             feature_layers=layers,
             feature_norm="none",
-            layer_prefix=self.layer_prefix,
-            has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
-            has_head=self.draft.has_weight(DRAFT_HEAD) or reduced,
-            base_embedding=EMBEDDING,
-            base_head=head_weight_name(self.base_config),
             fc_bias=self._has("fc.bias", None, self.prefix),
             norm_before_residual=False,
             feed_back_normed=False,
             image_embeddings=False,
             block=DraftBlock(size, mask, True in declared),
         )
-        return self._checked(config)
 
     def feature_layers(self) -> tuple[int, ...]:
         """The layers of the base whose inputs are taken, ascending: `target_layer_ids` names layers whose output is,

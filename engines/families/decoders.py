@@ -64,6 +64,11 @@ def biases(fields: ConfigFields) -> dict[str, Any]:
     return {"attention_bias": bias, "attention_output_bias": bias}
 
 
+def all_biases(fields: ConfigFields) -> dict[str, Any]:
+    """The switch `use_bias`, which gives all linear layers a bias."""
+    return dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), fields.switch("use_bias"))
+
+
 def rotary_share(fields: ConfigFields, default: float) -> float:
     """The part of a head that is rotated: `partial_rotary_factor` among the parameters of the rotary embedding or, in
     older files, by itself."""

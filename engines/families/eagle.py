@@ -73,25 +73,37 @@ class DraftReader:
         layers = (self.base_config.num_layers,) if is_first else self.feature_layers()
         if self.fields.wrong or self.fields.unsupported:
             return None
-        vocab_size = self._draft_vocab_size(decoder.vocab_size, is_first)
-        config = DraftConfig(
-            generation="1" if is_first else "3.1" if norm != "none" or feed_back else "3",
-            decoder=decoder,
-            draft_vocab_size=vocab_size,
-            has_mapping=not is_first and (MAPPING in self.draft.tensors or vocab_size != decoder.vocab_size),
+        generation = "1" if is_first else "3.1" if norm != "none" or feed_back else "3"
+        return self._config(
+            generation,
+            decoder,
             feature_layers=layers,
             feature_norm=norm,
-            layer_prefix=self.layer_prefix,
-            has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
-            has_head=not is_first and (self.draft.has_weight(DRAFT_HEAD) or vocab_size != decoder.vocab_size),
-            base_embedding=EMBEDDING,
-            base_head=head_weight_name(self.base_config),
             fc_bias=self._has("fc.bias", self._declared("bias"), self.prefix),
             norm_before_residual=bool(self._declared("norm_before_residual")) and not is_first,
             feed_back_normed=feed_back,
             image_embeddings=self._declared(IMAGE_EMBEDDINGS_KEY) is not False,
         )
-        return self._checked(config)
+
+    def _config(self, generation: str, decoder: DecoderConfig, **own: Any) -> DraftConfig:
+        """The configuration, checked, with what follows of the tensors; `own` is what the kind of draft adds."""
+        is_first = generation == "1"
+        vocab_size = self._draft_vocab_size(decoder.vocab_size, is_first)
+        is_reduced = vocab_size != decoder.vocab_size
+        return self._checked(
+            DraftConfig(
+                generation=generation,
+                decoder=decoder,
+                draft_vocab_size=vocab_size,
+                has_mapping=not is_first and (MAPPING in self.draft.tensors or is_reduced),
+                layer_prefix=self.layer_prefix,
+                has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
+                has_head=not is_first and (self.draft.has_weight(DRAFT_HEAD) or is_reduced),
+                base_embedding=EMBEDDING,
+                base_head=head_weight_name(self.base_config),
+                **own,
+            )
+        )
 
     def _is_first_generation(self) -> bool:
         """Whether it is, by what `config.json` says; most heads call themselves LlamaForCausalLM, and there the tensors

@@ -4,6 +4,7 @@ windows in five of six layers, which have a rotary base of their own, and norms 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
@@ -23,16 +24,12 @@ def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
     return replace(config, embedding_scale=config.hidden_size**0.5)
 
 
-def read_gemma(fields: ConfigFields) -> DecoderConfig:
-    """The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so."""
-    return _read(fields, "gelu")
-
-
+#: The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so.
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    read_gemma,
-    {"num_key_value_heads": 16, "head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
+    partial(_read, word="gelu"),
+    {"head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
 )
 
 

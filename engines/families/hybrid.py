@@ -8,7 +8,7 @@ tensors the decoder leaves alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
@@ -18,7 +18,7 @@ from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
 
 
-def conv_width(fields: ConfigFields, key: str) -> int:
+def _conv_width(fields: ConfigFields, key: str) -> int:
     """How many tokens a short convolution reaches over; problems are noted in `fields`."""
     width, (least, most) = fields.size(key), CONV_WIDTHS
     if width and not least <= width <= most:
@@ -26,26 +26,30 @@ def conv_width(fields: ConfigFields, key: str) -> int:
     return width
 
 
-LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
-
-
 def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
-    """`block_ff_dim` and `tie_embedding` of older files count more than `intermediate_size` and `tie_word_embeddings`,
-    their `full_attn_idxs` less than `layer_types`."""
-    kinds = fields.layer_kinds(LFM2_TYPES, _types_by_index(fields))
+    """`block_ff_dim` of older files counts more than `intermediate_size`, their `full_attn_idxs` less than
+    `layer_types`."""
+    # What is wrong with the size has been noted.
+    fields.values = fields.values | {"intermediate_size": _inner_size(fields) or 1}
+    return read_lfm2_layers(fields, _types_by_index(fields))
+
+
+def read_lfm2_layers(fields: ConfigFields, usual: Sequence[str], **own: Any) -> DecoderConfig:
+    """Layers of the `usual` types where `layer_types` does not say; `tie_embedding` of older files counts more than
+    `tie_word_embeddings`. `own` is for `read_decoder`."""
     tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
     fields.values = fields.values | {
         "rms_norm_eps": fields.positive("norm_eps"),
-        "intermediate_size": _inner_size(fields) or 1,  # what is wrong with it has been noted
         "tie_word_embeddings": fields.switch(tied),
     }
     return read_decoder(
         fields,
         qk_norm=True,
-        layer_kinds=kinds,
-        conv_width=conv_width(fields, "conv_L_cache"),
+        layer_kinds=fields.layer_kinds({"conv": "convolution", "full_attention": "attention"}, usual),
+        conv_width=_conv_width(fields, "conv_L_cache"),
         conv_bias=fields.switch("conv_bias"),
         naming="lfm2",
+        **own,
     )
 
 
@@ -73,19 +77,12 @@ def _inner_size(fields: ConfigFields) -> int:
     return -(-adjusted // step) * step if step else 0
 
 
+LFM2_DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 1000000.0, "tie_word_embeddings": True, "conv_L_cache": 3}
 LFM2 = Family(
     "lfm2",
     "Lfm2ForCausalLM",
     _read_lfm2,
-    {
-        "norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "conv_L_cache": 3,
-        "block_multiple_of": 256,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-    },
+    {**LFM2_DEFAULTS, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True},
 )
 
 _QWEN_TYPES = {"linear_attention": "delta", "full_attention": "attention"}
@@ -125,7 +122,7 @@ def read_qwen3_5_text(fields: ConfigFields, **own: Any) -> DecoderConfig:
         norm_offset=1.0,
         attention_gate=True,
         layer_kinds=fields.layer_kinds(_QWEN_TYPES, _types_by_interval(fields)),
-        conv_width=conv_width(fields, "linear_conv_kernel_dim"),
+        conv_width=_conv_width(fields, "linear_conv_kernel_dim"),
         delta_heads=_delta_heads(fields),
         naming="qwen3_5",
         **own,

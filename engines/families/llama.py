@@ -1,13 +1,14 @@
 """Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and
-4, SmolLM3, StarCoder2, MiniCPM, ERNIE 4.5, Hunyuan."""
+4, SmolLM3, StarCoder2, MiniCPM, ERNIE 4.5, Hunyuan, OLMo-2 and 3, EXAONE 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share
-from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
+from edgellm.engines.families.decoders import Family, all_biases, biases, read_decoder, rotary_share
+from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count, windowed_but_every
 from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import DecoderConfig
 
@@ -44,11 +45,8 @@ LLAMA = Family(
 )
 
 
-def _read_mistral(fields: ConfigFields) -> DecoderConfig:
-    """No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer."""
-    return read_decoder(fields, windowed=every_layer)
-
-
+#: No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer.
+_read_mistral = partial(read_decoder, windowed=every_layer)
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -92,12 +90,10 @@ MINISTRAL3 = Family(
 
 def _read_seed_oss(fields: ConfigFields) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
-    switches: dict[str, Any] = {
-        "attention_bias": fields.switch("attention_bias"),
-        "attention_output_bias": fields.switch("attention_out_bias"),
-        "mlp_bias": fields.switch("mlp_bias"),
-    }
-    return read_decoder(fields, **switches)
+    output = fields.switch("attention_out_bias")
+    return read_decoder(
+        fields, **biases(fields) | {"attention_output_bias": output, "mlp_bias": fields.switch("mlp_bias")}
+    )
 
 
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, {"attention_bias": True, "head_dim": 128})
@@ -114,7 +110,6 @@ CWM = Family(
     "CwmForCausalLM",
     _read_cwm,
     {
-        "num_key_value_heads": 8,
         "head_dim": 128,
         "sliding_window": 8192,
         "rope_theta": 1000000.0,
@@ -191,12 +186,7 @@ def _read_minicpm(fields: ConfigFields) -> DecoderConfig:
     return replace(config, residual_scale=residual, logits_scale=logits)
 
 
-MINICPM = Family(
-    "minicpm",
-    "MiniCPMForCausalLM",
-    _read_minicpm,
-    {**LLAMA.defaults, "num_key_value_heads": 32, "tie_word_embeddings": True},
-)
+MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, {"tie_word_embeddings": True})
 
 
 def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
@@ -222,28 +212,20 @@ SMOLLM3 = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     _read_smollm3,
-    {
-        "num_key_value_heads": 4,
-        "no_rope_layer_interval": 4,
-        "rope_theta": 2000000.0,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-    },
+    {"no_rope_layer_interval": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True, "use_sliding_window": False},
 )
 
 
 def _read_ernie(fields: ConfigFields) -> DecoderConfig:
-    """Llama, but neighbours are rotated together; `use_bias` is of all linear layers."""
-    bias = fields.switch("use_bias")
-    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
-    return read_decoder(fields, **own, rotates_neighbours=True)
+    """Llama, but neighbours are rotated together."""
+    return read_decoder(fields, **all_biases(fields), rotates_neighbours=True)
 
 
 ERNIE4_5 = Family(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
     _read_ernie,
-    {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    {"head_dim": 128, "rope_theta": 500000.0, "tie_word_embeddings": True},
 )
 
 
@@ -268,11 +250,9 @@ HUNYUAN = Family("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _read_hunyuan,
 
 
 def _read_starcoder2(fields: ConfigFields) -> DecoderConfig:
-    """Layer norms, and an MLP without a gate; `use_bias` is of all linear layers. The window is that of every layer."""
-    bias = fields.switch("use_bias")
+    """Layer norms, and an MLP without a gate. The window is that of every layer."""
     fields.values = fields.values | {"rms_norm_eps": fields.positive("norm_epsilon")}
-    own: dict[str, Any] = {"attention_bias": bias, "attention_output_bias": bias, "mlp_bias": bias}
-    own |= {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
+    own = all_biases(fields) | {"layer_norms": True, "gated_mlp": False, "naming": "starcoder2"}
     return read_decoder(fields, activations={"gelu_pytorch_tanh": "gelu_tanh"}, windowed=every_layer, **own)
 
 
@@ -282,3 +262,48 @@ STARCODER2 = Family(
     _read_starcoder2,
     {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
 )
+
+#: Norms of what attention and MLP give, not of what they take.
+_BEHIND: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True}
+
+
+def _read_olmo2(fields: ConfigFields, **own: Any) -> DecoderConfig:
+    """Norms of query and key are over all heads together. `own` is what OLMo 3 adds, for `read_decoder`."""
+    return read_decoder(fields, **biases(fields), **_BEHIND, joint_qk_norm=True, **own)
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})
+
+
+def _read_olmo3(fields: ConfigFields) -> DecoderConfig:
+    """Windows in three of four layers, unless `layer_types` says otherwise; a scaling of the rotary embedding is that
+    of the other layers alone."""
+    theta = fields.take_rope_of_windows("rope_theta")
+    config = _read_olmo2(fields, windowed=windowed_but_every(4))
+    has_own = config.layer_kinds and (config.rope_scaling is not None or config.rope_theta != theta)
+    return replace(config, local_rope_theta=theta if has_own else None)
+
+
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    _read_olmo3,
+    {"num_key_value_heads": None, "rope_theta": 500000.0, "sliding_window": 4096},
+)
+
+
+def _read_exaone4(fields: ConfigFields) -> DecoderConfig:
+    """With a `sliding_window` (32B) layers that attend to all have no rotary embedding: every
+    `sliding_window_pattern`-th, unless `layer_types` says otherwise. Without one (1.2B) all layers attend to all, and
+    have it."""
+    pattern = 1
+    if fields.values.get("layer_types") is None and fields.values.get("sliding_window") is not None:
+        pattern = max(1, fields.size("sliding_window_pattern"))
+    config = read_decoder(fields, windowed=windowed_but_every(pattern), **_BEHIND)
+    if fields.values.get("sliding_window") is None:
+        return config
+    unrotated = (layer for layer in range(config.num_layers) if config.layer_kind(layer) == "attention")
+    return replace(config, nope_layers=tuple(unrotated))
+
+
+EXAONE4 = Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, {"sliding_window": 4096, "sliding_window_pattern": 4})

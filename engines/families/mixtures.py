@@ -3,13 +3,19 @@ LFM2-MoE, gpt-oss, Qwen3.5-MoE."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
-from edgellm.engines.families.hybrid import LFM2_TYPES, QWEN3_5_DEFAULTS, conv_width, read_qwen3_5, read_qwen3_5_text
+from edgellm.engines.families.hybrid import (
+    LFM2_DEFAULTS,
+    QWEN3_5_DEFAULTS,
+    read_lfm2_layers,
+    read_qwen3_5,
+    read_qwen3_5_text,
+)
 from edgellm.engines.families.llama import read_granite
-from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
@@ -46,17 +52,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     _read_qwen3_moe,
-    {
-        **QWEN3.defaults,
-        "head_dim": None,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 4,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-    },
+    {"use_sliding_window": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
 )
 
 
@@ -67,12 +63,7 @@ def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
     return read_decoder(fields, **biases(fields), **own)
 
 
-OLMOE = Family(
-    "olmoe",
-    "OlmoeForCausalLM",
-    _read_olmoe,
-    {"num_key_value_heads": None, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
-)
+OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, {"num_key_value_heads": None, "num_experts_per_tok": 8})
 
 
 def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
@@ -92,11 +83,6 @@ def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
     if not is_integer(dense) or not 0 <= dense <= layers:
         fields.expect("num_dense_layers", dense, f"a whole number from 0 to {layers}")
         dense = 0
-    tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
-    fields.values = fields.values | {
-        "rms_norm_eps": fields.positive("norm_eps"),
-        "tie_word_embeddings": fields.switch(tied),
-    }
     own: dict[str, Any] = {
         "scores": "sigmoid",
         "correction": fields.switch("use_expert_bias"),
@@ -105,15 +91,8 @@ def _read_lfm2_moe(fields: ConfigFields) -> DecoderConfig:
         "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
         "dense_layers": tuple(range(dense)),
     }
-    return read_decoder(
-        fields,
-        qk_norm=True,
-        layer_kinds=fields.layer_kinds(LFM2_TYPES, ["full_attention"] * layers),
-        conv_width=conv_width(fields, "conv_L_cache"),
-        conv_bias=fields.switch("conv_bias"),
-        naming="lfm2",
-        mixture=read_mixture(fields, "moe_intermediate_size", 32, **own),
-    )
+    mixture = read_mixture(fields, "moe_intermediate_size", 32, **own)
+    return read_lfm2_layers(fields, ["full_attention"] * layers, mixture=mixture)
 
 
 LFM2_MOE = Family(
@@ -121,10 +100,7 @@ LFM2_MOE = Family(
     "Lfm2MoeForCausalLM",
     _read_lfm2_moe,
     {
-        "norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "conv_L_cache": 3,
+        **LFM2_DEFAULTS,
         "moe_intermediate_size": 1792,
         "norm_topk_prob": True,
         "num_dense_layers": 2,
@@ -150,14 +126,7 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     _read_gpt_oss,
-    {
-        "attention_bias": True,
-        "head_dim": 64,
-        "num_experts_per_tok": 4,
-        "num_key_value_heads": 8,
-        "rope_theta": 150000.0,
-        "sliding_window": 128,
-    },
+    {"attention_bias": True, "head_dim": 64, "num_experts_per_tok": 4, "rope_theta": 150000.0, "sliding_window": 128},
 )
 
 
@@ -170,19 +139,15 @@ def _read_qwen3_5_moe_text(fields: ConfigFields) -> DecoderConfig:
     return read_qwen3_5_text(fields, mixture=mixture)
 
 
-def _read_qwen3_5_moe(fields: ConfigFields) -> DecoderConfig:
-    return read_qwen3_5(fields, _read_qwen3_5_moe_text, _QWEN3_5_MOE)
-
-
 _QWEN3_5_MOE = {
     **QWEN3_5_DEFAULTS,
     "hidden_size": 2048,
     "moe_intermediate_size": 512,
-    "num_attention_heads": 16,
     "num_experts_per_tok": 8,
     "num_hidden_layers": 40,
     "num_key_value_heads": 2,
     "shared_expert_intermediate_size": 512,
 }
 QWEN3_5_MOE_TEXT = Family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _read_qwen3_5_moe_text, _QWEN3_5_MOE)
+_read_qwen3_5_moe = partial(read_qwen3_5, read=_read_qwen3_5_moe_text, defaults=_QWEN3_5_MOE)
 QWEN3_5_MOE = Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _read_qwen3_5_moe)

@@ -20,27 +20,22 @@ from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH, VisionConfig
 
 #: What the families' published configurations leave out, by their names.
+_QWEN_DEFAULTS = {"num_heads": 16, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _QWEN2_5_DEFAULTS = {
+    **_QWEN_DEFAULTS,
     "depth": 32,
     "hidden_act": "silu",
-    "num_heads": 16,
-    "in_channels": 3,
     "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
 _QWEN3_DEFAULTS = {
+    **_QWEN_DEFAULTS,
     "depth": 27,
     "hidden_size": 1152,
     "hidden_act": "gelu_pytorch_tanh",
     "intermediate_size": 4304,
-    "num_heads": 16,
-    "in_channels": 3,
     "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
@@ -53,13 +48,8 @@ _TOWER_DEFAULTS = {
     "image_size": 224,
 }
 _TOWERS: dict[str, dict[str, Any]] = {
-    "clip_vision_model": {**_TOWER_DEFAULTS, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    "siglip_vision_model": {
-        **_TOWER_DEFAULTS,
-        "patch_size": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": 1e-6,
-    },
+    "clip_vision_model": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip_vision_model": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
 _ACTIVATIONS: dict[str | None, str] = {
     **SILU,
@@ -208,7 +198,7 @@ def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _R
     if not isinstance(tower, str) or tower not in supported:
         top.refuse("vision_config.model_type", tower, f"supported are {', '.join(supported)}")
         tower = usual
-    fields = ConfigFields(filled(raw, _TOWERS[tower], is_part=True), None, top.family)
+    fields = ConfigFields(filled(raw, _TOWER_DEFAULTS | _TOWERS[tower], is_part=True), None, top.family)
     names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
     dimensions, image_size = _dimensions(top, fields, **names), fields.size("image_size")
     patch = dimensions["patch_size"]

@@ -16,22 +16,36 @@ from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.metadata import Metadata
 
 _Config = dict[str, Any]
+_QUERY_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """`own` adds to the fields of `config.json` that all have, `model_type` among them. `permuted`: rows of q and k are
-    in the order of rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of
-    `unshifted`. `names` are modules that are called otherwise than Llama's. With `alternating` rows
-    of gate and up of an expert were published in turn, as one.
+    """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
+    files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
+    rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
+    `names` are modules that are called otherwise than Llama's. With `alternating` rows of gate and up of an expert were
+    published in turn, as one.
     """
 
-    own: Callable[[Metadata, _Config], _Config]
+    model_type: str
+    own: Callable[[Metadata, _Config], _Config] = lambda metadata, config: {}
+    biased: bool = True
+    constants: Mapping[str, Any] = field(default_factory=dict)
     permuted: bool = False
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
+
+    def config(self, metadata: Metadata, shared: _Config) -> _Config:
+        """What `config.json` would say, None where it would say nothing; `shared` is what all architectures have."""
+        biases = {
+            "attention_bias": metadata.has(*_QUERY_BIASES) or None,
+            "mlp_bias": metadata.has("blk.0.ffn_gate.bias") or None,
+        }
+        own = {"model_type": self.model_type, **self.constants, **self.own(metadata, shared)}
+        return shared | own | (biases if self.biased else {})
 
 
 def architecture(metadata: Metadata) -> Architecture:
@@ -60,32 +74,13 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
 ENTERED_UNLESS_USUAL = "entered, unless the usual ones are output"
 
 
-def _has_biases(metadata: Metadata, config: _Config) -> _Config:
-    return {
-        "attention_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias") or None,
-        "mlp_bias": metadata.has("blk.0.ffn_gate.bias") or None,
-    }
-
-
-def _llama(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "llama"} | _has_biases(metadata, config)
-
-
 def _mistral3(metadata: Metadata, config: _Config) -> _Config:
     """Ministral 3, whose queries are scaled beyond the trained context; without that Mistral Small's language model."""
     beta, log = metadata.number("attention.temperature_scale"), metadata.number("rope.scaling.yarn_log_multiplier")
     if beta is None:
-        return {"model_type": "mistral", "sliding_window": None}
+        return {"sliding_window": None}
     own = {"llama_4_scaling_beta": beta} | ({} if log is None else {"mscale": log, "mscale_all_dim": log})
     return {"model_type": "ministral3", "rope_parameters": config["rope_parameters"] | own}
-
-
-def _qwen2(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "qwen2"}
-
-
-def _qwen3(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "qwen3"} | _has_biases(metadata, config)
 
 
 def _qwen35(metadata: Metadata, config: _Config) -> _Config:
@@ -95,7 +90,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
     layers, recurrent = config["num_hidden_layers"], metadata.get("attention.recurrent_layers")
     return {
-        "model_type": "qwen3_5_text",
         "full_attention_interval": interval,
         "layer_types": [_attends(not each, "linear") for each in recurrent[:layers]]
         if isinstance(recurrent, list)
@@ -107,14 +101,7 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         "linear_num_value_heads": heads,
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"] | metadata.sections(),
-    } | _has_biases(metadata, config)
-
-
-_TANH_GELU = "gelu_pytorch_tanh"
-
-
-def _gemma(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "gemma", "hidden_act": _TANH_GELU} | _has_biases(metadata, config)
+    }
 
 
 def _gemma3(metadata: Metadata, config: _Config) -> _Config:
@@ -128,9 +115,6 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
     rope = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
     return {
-        "model_type": "gemma3_text",
-        "hidden_activation": _TANH_GELU,
-        "hidden_act": _TANH_GELU,
         "query_pre_attn_scalar": scalar,
         "sliding_window": window,
         "layer_types": [_attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
@@ -140,35 +124,33 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
             "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
             "sliding_attention": local,
         },
-    } | _has_biases(metadata, config)
+    }
 
 
 def _attends(to_all: bool, otherwise: str) -> str:
     return f"{'full' if to_all else otherwise}_attention"
 
 
-def _phi3(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "phi3", "sliding_window": metadata.whole("attention.sliding_window") or None}
+def _window(metadata: Metadata, config: _Config) -> _Config:
+    return {"sliding_window": metadata.whole("attention.sliding_window") or None}
+
+
+def _use_bias(metadata: Metadata, config: _Config) -> _Config:
+    return {"use_bias": metadata.has(*_QUERY_BIASES)}
 
 
 def _granite(metadata: Metadata, config: _Config) -> _Config:
     return {
-        "model_type": "granite",
         "attention_multiplier": metadata.number("attention.scale"),
         "embedding_multiplier": metadata.number("embedding_scale"),
         "residual_multiplier": metadata.number("residual_scale"),
         "logits_scaling": metadata.number("logit_scale"),
-    } | _has_biases(metadata, config)
-
-
-def _smollm3(metadata: Metadata, config: _Config) -> _Config:
-    """Every fourth layer has no rotary embedding."""
-    return {"model_type": "smollm3", "no_rope_layer_interval": 4} | _has_biases(metadata, config)
+    }
 
 
 def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     """With a window it is OLMo 3, whose scaling of the rotary embedding is that of the layers without one."""
-    found = {"model_type": "olmo2", "dtype": metadata.dtype("bfloat16")} | _has_biases(metadata, config)
+    found: _Config = {"dtype": metadata.dtype("bfloat16")}
     window, rope = metadata.whole("attention.sliding_window"), config["rope_parameters"]
     if not window:
         return found
@@ -185,28 +167,16 @@ def _windowed(metadata: Metadata) -> list[str] | None:
 
 def _exaone4(metadata: Metadata, config: _Config) -> _Config:
     """Without a window all layers attend to all."""
-    window = metadata.whole("attention.sliding_window") or None
-    return {"model_type": "exaone4", "sliding_window": window, "layer_types": _windowed(metadata)}
-
-
-def _ernie4_5(metadata: Metadata, config: _Config) -> _Config:
-    """Neighbours are rotated together, as they were published."""
-    return {"model_type": "ernie4_5", "use_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")}
-
-
-def _hunyuan(metadata: Metadata, config: _Config) -> _Config:
-    """The base is stretched already."""
-    return {"model_type": "hunyuan_v1_dense"} | _has_biases(metadata, config)
+    return _window(metadata, config) | {"layer_types": _windowed(metadata)}
 
 
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
     residual, logits = metadata.number("residual_scale"), metadata.number("logit_scale")
     return {
-        "model_type": "minicpm",
         "scale_emb": metadata.number("embedding_scale"),
         "scale_depth": residual and residual * (config["num_hidden_layers"] or 0) ** 0.5,
         "dim_model_base": logits and (config["hidden_size"] or 0) / logits,
-    } | _has_biases(metadata, config)
+    }
 
 
 def _lfm2(metadata: Metadata, config: _Config) -> _Config:
@@ -214,7 +184,6 @@ def _lfm2(metadata: Metadata, config: _Config) -> _Config:
         raise UnsupportedModelError(f"{metadata.path}: its layers look back on a window, which LFM2's do not here")
     kinds = ["full_attention" if heads else "conv" for heads in metadata.of_layers("attention.head_count_kv")]
     return {
-        "model_type": "lfm2",
         "layer_types": kinds,
         "conv_L_cache": metadata.whole("shortconv.l_cache"),
         "norm_eps": config["rms_norm_eps"],
@@ -225,8 +194,7 @@ def _lfm2(metadata: Metadata, config: _Config) -> _Config:
 
 def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
     return {
-        "model_type": "seed_oss",
-        "attention_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
+        "attention_bias": metadata.has(*_QUERY_BIASES),
         "attention_out_bias": metadata.has("blk.0.attn_output.bias"),
         "mlp_bias": metadata.has("blk.0.ffn_gate.bias"),
     }
@@ -235,11 +203,9 @@ def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
 def _starcoder2(metadata: Metadata, config: _Config) -> _Config:
     """The window is that of all published models: files do not say it."""
     return {
-        "model_type": "starcoder2",
         "norm_epsilon": metadata.number("attention.layer_norm_epsilon"),
         "sliding_window": metadata.whole("attention.sliding_window") or 4096,
-        "use_bias": metadata.has("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
-    }
+    } | _use_bias(metadata, config)
 
 
 def _eagle3(metadata: Metadata, config: _Config) -> _Config:
@@ -248,7 +214,6 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
     reduced = metadata.tensors.get("d2t") or metadata.tensors.get("output.weight")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
         "vocab_size": config["vocab_size"] or metadata.whole("vocab_size"),
         "draft_vocab_size": reduced.shape[0] if reduced else None,
         "tie_word_embeddings": False,
@@ -260,7 +225,7 @@ def _eagle3(metadata: Metadata, config: _Config) -> _Config:
         "target_hidden_size": metadata.whole("target_hidden_size"),
         "norm_before_residual": metadata.flag("norm_before_residual"),
         "norm_before_fc": metadata.flag("norm_before_fc"),
-    } | _has_biases(metadata, config)
+    }
 
 
 #: How scores of experts are made, by llama.cpp's numbers.
@@ -282,23 +247,12 @@ def _mixture(metadata: Metadata, scores: int = _SOFTMAX, scale: float = 1.0) -> 
 
 def _qwen3moe(metadata: Metadata, config: _Config) -> _Config:
     dense = (re.fullmatch(r"blk\.(\d{1,4})\.ffn_gate\.weight", name, re.ASCII) for name in metadata.tensors)
-    own = {
-        "model_type": "qwen3_moe",
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": sorted(int(layer[1]) for layer in dense if layer),
-    }
-    return own | _mixture(metadata) | _has_biases(metadata, config)
+    return {"mlp_only_layers": sorted(int(layer[1]) for layer in dense if layer)} | _mixture(metadata)
 
 
 def _qwen35moe(metadata: Metadata, config: _Config) -> _Config:
     shared = metadata.whole("expert_shared_feed_forward_length")
-    own = {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": shared}
-    return _qwen35(metadata, config) | _mixture(metadata) | own
-
-
-def _olmoe(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "olmoe", "norm_topk_prob": False} | _mixture(metadata) | _has_biases(metadata, config)
+    return _qwen35(metadata, config) | _mixture(metadata) | {"shared_expert_intermediate_size": shared}
 
 
 def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
@@ -307,15 +261,13 @@ def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
         raise UnsupportedModelError(
             f"{metadata.path}: it has a shared expert, which models of this architecture do not have here"
         )
-    return _granite(metadata, config) | _mixture(metadata) | {"model_type": "granitemoe"}
+    return _granite(metadata, config) | _mixture(metadata)
 
 
 def _lfm2moe(metadata: Metadata, config: _Config) -> _Config:
     scale, dense = metadata.number("expert_weights_scale") or 1.0, metadata.count("leading_dense_block_count", 0)
     return _lfm2(metadata, config) | {
-        "model_type": "lfm2_moe",
         "num_dense_layers": dense,
-        "norm_topk_prob": True,
         "use_expert_bias": metadata.has(f"blk.{dense}.exp_probs_b.bias"),
         "routed_scaling_factor": scale,
         **_mixture(metadata, _SIGMOID, scale),
@@ -327,13 +279,12 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     of the activation is that of all published models: files do not say it."""
     rope = config["rope_parameters"]
     return {
-        "model_type": "gpt_oss",
         "dtype": metadata.dtype("bfloat16"),
         "sliding_window": metadata.whole("attention.sliding_window"),
         "rope_parameters": rope | {"truncate": False} if rope.get("rope_type") == "yarn" else rope,
         **_mixture(metadata, _SOFTMAX_OF_CHOSEN),
         "intermediate_size": metadata.whole("expert_feed_forward_length"),
-    } | _has_biases(metadata, config)
+    }
 
 
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -370,40 +321,41 @@ _QWEN35_NAMES = _POST_NORM | {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-#: By llama.cpp's names. Language models of Qwen2.5-VL and Qwen3-VL are those of Qwen2 and Qwen3 on texts.
+_QWEN35: dict[str, Any] = {"shifted": True, "unshifted": ("ssm_norm",), "names": _QWEN35_NAMES}
+_STARCODER2_NAMES = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
+_GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
+_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
+#: By llama.cpp's names. Language models of Qwen2.5-VL and Qwen3-VL are those of Qwen2 and Qwen3 on texts; rows of q and
+#: k of ERNIE are rotated as neighbours, as they were published; the base of Hunyuan's rotation is stretched already.
 _ARCHITECTURES = {
-    "llama": Architecture(_llama, permuted=True),
-    "mistral3": Architecture(_mistral3, permuted=True),
-    "qwen2": Architecture(_qwen2),
-    "qwen2vl": Architecture(_qwen2),
-    "qwen3": Architecture(_qwen3),
-    "qwen3vl": Architecture(_qwen3),
-    "qwen35": Architecture(_qwen35, shifted=True, unshifted=("ssm_norm",), names=_QWEN35_NAMES),
-    "qwen3moe": Architecture(_qwen3moe),
-    "qwen35moe": Architecture(_qwen35moe, shifted=True, unshifted=("ssm_norm",), names=_QWEN35_NAMES),
-    "olmoe": Architecture(_olmoe),
-    "granitemoe": Architecture(_granitemoe, permuted=True, names=_GRANITE_NAMES),
-    "lfm2moe": Architecture(_lfm2moe, names=_LFM2_NAMES),
-    "gpt-oss": Architecture(_gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
-    "gemma": Architecture(_gemma, shifted=True),
-    "gemma3": Architecture(_gemma3, shifted=True, names=_GEMMA3_NORMS),
-    "phi3": Architecture(_phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "granite": Architecture(_granite, permuted=True),
-    "smollm3": Architecture(_smollm3, permuted=True),
-    "olmo2": Architecture(_olmo2, names=_POST_NORMS),
-    "exaone4": Architecture(_exaone4, names=_POST_NORMS),
-    "minicpm": Architecture(_minicpm, permuted=True),
-    "ernie4_5": Architecture(_ernie4_5),
-    "hunyuan-dense": Architecture(_hunyuan, names=_HUNYUAN_NAMES),
-    "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
-    "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
-    "starcoder2": Architecture(_starcoder2, names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "llama": Architecture("llama", permuted=True),
+    "mistral3": Architecture("mistral", _mistral3, biased=False, permuted=True),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", biased=False)),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3")),
+    "qwen35": Architecture("qwen3_5_text", _qwen35, **_QWEN35),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **_QWEN35),
+    "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
+    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=_GRANITE_NAMES),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=_LFM2_NAMES),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
+    "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
+    "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
+    "phi3": Architecture(
+        "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "granite": Architecture("granite", _granite, permuted=True),
+    "smollm3": Architecture("smollm3", constants={"no_rope_layer_interval": 4}, permuted=True),
+    "olmo2": Architecture("olmo2", _olmo2, names=_POST_NORMS),
+    "exaone4": Architecture("exaone4", _exaone4, False, names=_POST_NORMS),
+    "minicpm": Architecture("minicpm", _minicpm, permuted=True),
+    "ernie4_5": Architecture("ernie4_5", _use_bias, False),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=_HUNYUAN_NAMES),
+    "lfm2": Architecture("lfm2", _lfm2, False, names=_LFM2_NAMES),
+    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=_POST_NORM),
+    "starcoder2": Architecture("starcoder2", _starcoder2, False, names=_STARCODER2_NAMES),
 }
 #: Heads that draft for another model, of llama's layers.
-_DRAFTS = {
-    "eagle3": Architecture(
-        _eagle3,
-        permuted=True,
-        names={"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"},
-    )
-}
+_EAGLE3_NAMES = {"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"}
+_DRAFTS = {"eagle3": Architecture("llama", _eagle3, permuted=True, names=_EAGLE3_NAMES)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,25 +38,19 @@ class Metadata:
 
     def text(self, key: str) -> str | None:
         """A text; CheckpointError for anything else."""
-        return self._checked(key, str, "a text")
+        return self._checked(key, lambda value: isinstance(value, str), "a text")
 
     def flag(self, key: str) -> bool | None:
         """True or false."""
-        return self._checked(key, bool, "true or false")
+        return self._checked(key, lambda value: isinstance(value, bool), "true or false")
 
     def number(self, key: str) -> float | None:
         """A finite number; None where there is none."""
-        value = self.get(key)
-        if value is not None and not is_number(value):
-            raise self.error(key, value, "a finite number")
-        return value
+        return self._checked(key, is_number, "a finite number")
 
     def whole(self, key: str) -> int | None:
         """A whole number from 0 on; None where there is none."""
-        value = self.get(key)
-        if value is not None and not (is_integer(value) and 0 <= value <= LARGEST_SIZE):
-            raise self.error(key, value, f"a whole number from 0 to {LARGEST_SIZE}")
-        return value
+        return self._checked(key, _is_whole, f"a whole number from 0 to {LARGEST_SIZE}")
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number from 0 on, which must be there unless there is a default."""
@@ -68,7 +62,7 @@ class Metadata:
 
     def entries(self, key: str, kind: type, words: str) -> list[Any]:
         """A list of values of a type, in `words`; empty where there is none."""
-        values = self._checked(key, list, f"a list of {words}") or []
+        values = self._checked(key, lambda value: isinstance(value, list), f"a list of {words}") or []
         if set(map(type, values)) - {kind}:
             raise self.error(key, next(each for each in values if type(each) is not kind), words)
         return values
@@ -79,11 +73,7 @@ class Metadata:
 
     def flags(self, key: str) -> list[bool]:
         """A list of true or false; empty where there is none."""
-        values: list[Any] = self._checked(key, list, "a list of true or false") or []
-        wrong = next((each for each in values if not isinstance(each, bool)), None)
-        if wrong is not None:
-            raise self.error(key, wrong, "true or false")
-        return values
+        return self.entries(key, bool, "true or false")
 
     def sections(self) -> dict[str, list[int]]:
         """Of an embedding at positions in time, height and width how many frequencies follow each, by its published
@@ -95,7 +85,7 @@ class Metadata:
         """A whole number for each layer, of a list or one for all."""
         value, layers = self.get(key), self.count("block_count")
         if isinstance(value, list):
-            if len(value) != layers or not all(is_integer(each) and 0 <= each <= LARGEST_SIZE for each in value):
+            if len(value) != layers or not all(map(_is_whole, value)):
                 raise self.error(key, value, f"a whole number for each of {layers} layers")
             return value
         return [self.count(key)] * min(layers, 1)
@@ -148,11 +138,15 @@ class Metadata:
     def _full(self, key: str) -> str:
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"
 
-    def _checked(self, key: str, kind: type, words: str) -> Any:
+    def _checked(self, key: str, is_valid: Callable[[Any], bool], words: str) -> Any:
         value = self.get(key)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and not is_valid(value):
             raise self.error(key, value, words)
         return value
+
+
+def _is_whole(value: Any) -> bool:
+    return is_integer(value) and 0 <= value <= LARGEST_SIZE
 
 
 def _shortest(value: Any) -> Any:

@@ -23,7 +23,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     """What `config.json` of the model would say; raises UnsupportedModelError for an architecture that the house does
     not have, and CheckpointError for metadata that is missing or wrong."""
     metadata = Metadata(files)
-    own = architecture(metadata).own
+    own = architecture(metadata)
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
         "hidden_size": metadata.whole("embedding_length"),
@@ -48,7 +48,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     values = metadata.whole("attention.value_length")
     if values not in (None, config["head_dim"]):
         raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
-    found = config | own(metadata, config)
+    found = own.config(metadata, config)
     return {key: value for key, value in found.items() if value is not None or key == "sliding_window"}
 
 

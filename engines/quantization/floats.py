@@ -142,7 +142,6 @@ class Mxfp4(Quantization):
         self._layout = Mxfp4Layout("weight_blocks", "weight_scales")
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """See `Quantization`."""
         return self._layout if any(".mlp.experts." in name for name in names) else None
 
 

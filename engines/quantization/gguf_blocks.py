@@ -99,16 +99,13 @@ class BlockLayout(Layout):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """See `Layout`."""
         return f"GGUF {self.kind.upper()}"
 
     @property
     def group(self) -> int:  # type: ignore[override]
-        """See `Layout`."""
         return 16 if self.kind == "q6_k" else 32
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """See `Layout`."""
         return {"weight": Stored.of((rows, columns), self.kind)}
 
     def format(self, scale_dtype: str) -> WeightFormat:
@@ -169,7 +166,6 @@ class Gguf(Quantization):
         """Nothing is read of the settings."""
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """See `Quantization`."""
         return None
 
 

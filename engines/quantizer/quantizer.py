@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ from edgellm.engines.quantizer.written_layout import (
     write_json,
     write_tensors,
 )
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
@@ -118,11 +119,9 @@ def quantize_checkpoint(
     check_checkpoint_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
         is_head = is_eagle_head(checkpoint)
+        run = _Run(checkpoint, target, options, force, progress, arithmetic)
         try:
-            if is_head:
-                report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
-            else:
-                report = _quantize_model(checkpoint, target, options, texts, force, restart, progress, arithmetic)
+            report = run.head() if is_head else run.model(texts, restart)
         except OSError as error:
             raise CheckpointError(
                 f"{target} was not written: {error.strerror or error}"
@@ -149,157 +148,143 @@ def refuse_quantized(source: Path) -> None:
         )
 
 
-def _quantize_head(
-    checkpoint: Checkpoint,
-    target: Path,
-    options: QuantizationOptions,
-    force: bool,
-    progress: Progress,
-    arithmetic: Arithmetic,
-) -> QuantizationReport:
-    """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
-    if options.method != "rtn":
-        raise CheckpointError(
-            f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
-            "has no texts for it. Take --method rtn"
-        )
-    check_options(options, ())
-    format = options.format(checkpoint.dtype or "float16")
-    shapes = head_shapes(checkpoint)
-    check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
-    done, count = itertools.count(1), len(shapes)
-    progress("layers", 0, count)
-    tensors = packed_linears(checkpoint, shapes, format, lambda rows: progress("layers", next(done), count), arithmetic)
-    return _assemble(checkpoint, target, options, force, shapes.keys(), ["lm_head"], tensors)
+@dataclass(frozen=True)
+class _Run:
+    """One checkpoint on its way to a target; see `quantize_checkpoint`."""
 
+    checkpoint: Checkpoint
+    target: Path
+    options: QuantizationOptions
+    force: bool
+    progress: Progress
+    arithmetic: Arithmetic
 
-def _quantize_model(
-    checkpoint: Checkpoint,
-    target: Path,
-    options: QuantizationOptions,
-    texts: Sequence[Sequence[int]],
-    force: bool,
-    restart: bool,
-    progress: Progress,
-    arithmetic: Arithmetic,
-) -> QuantizationReport:
-    """A language model, layer by layer."""
-    check_options(options, texts)
-    config = checkpoint_decoder_config(checkpoint)
-    if config.mixture is not None and config.mixture.limit:
-        raise CheckpointError(
-            f"{checkpoint.path}: gate and up of its experts are one tensor in turn, for which no packed layout of "
-            "integers is known that others read. Take the published release, whose experts are in MXFP4"
-        )
-    checkpoint.check(decoder_weights(config), unread_tensors(config))
-    check_groups(columns_of(config), options)
-    longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
-    texts = [text[:longest] for text in texts if len(text) > 0]
-    check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
-    programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
-    done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
-    with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-        resumed = _quantize_layers(checkpoint, config, options, arithmetic, texts, work, progress)
-        layers = [work.layer(index) for index in range(config.num_layers)]
-        report = _assemble(checkpoint, target, options, force, done, _ignored(checkpoint, config), {}, layers)
-        work.remove()
-    return replace(report, layers=len(layers), resumed=resumed, tokens=sum(map(len, texts)))
+    @cached_property
+    def format(self) -> WeightFormat:
+        """What weights become."""
+        return self.options.format(self.checkpoint.dtype or "float16")
 
+    def head(self) -> QuantizationReport:
+        """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
+        checkpoint, options = self.checkpoint, self.options
+        if options.method != "rtn":
+            raise CheckpointError(
+                f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
+                "has no texts for it. Take --method rtn"
+            )
+        check_options(options, ())
+        shapes = head_shapes(checkpoint)
+        check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
+        done, count = itertools.count(1), len(shapes)
+        self.progress("layers", 0, count)
 
-def _quantize_layers(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    arithmetic: Arithmetic,
-    texts: Sequence[Sequence[int]],
-    work: WorkFolder,
-    progress: Progress,
-) -> int:
-    """Write every layer that is not done; how many were."""
-    count = config.num_layers
-    due = [index for index in range(count) if not work.has(index)]
-    done, rows = count - len(due), None
-    progress("layers", done, count)
-    if texts and due:
-        rows = CalibrationRows(config, checkpoint, texts, options.group_size, arithmetic, options.method == "gptq")
-    for index in due if rows is None else range(due[-1] + 1):
-        program = layer_program(config, index, 1)
-        weights = layer_weights(checkpoint, program)
-        if rows is not None and index not in due:
-            rows.pass_layer(index, weights)
-            continue
-        seen = {} if rows is None else rows.observe_layer(index, weights)
-        counts = [seen[linear.name].rows if linear.name in seen else 0 for linear, _ in experts_of(program)]
-        metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
-        work.write(index, _quantized(checkpoint, program, weights, seen, options, arithmetic), metadata)
-        done += 1
-        progress("layers", done, count)
-    return count - len(due)
+        def advance(rows: int) -> None:
+            self.progress("layers", next(done), count)
 
+        tensors = packed_linears(checkpoint, shapes, self.format, advance, self.arithmetic)
+        return self._assemble(shapes.keys(), ["lm_head"], tensors)
 
-def _quantized(
-    checkpoint: Checkpoint,
-    program: Program,
-    weights: dict[str, np.ndarray],
-    seen: dict[str, InputStatistics],
-    options: QuantizationOptions,
-    arithmetic: Arithmetic,
-) -> dict[str, StoredTensor]:
-    """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
-    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in layer_specs(program)}
-    format = options.format(checkpoint.dtype or "float16")
-    if options.method != "rtn":
-        seen = scale_layer(program, weights, seen, format, dtypes, arithmetic)
+    def model(self, texts: Sequence[Sequence[int]], restart: bool) -> QuantizationReport:
+        """A language model, layer by layer."""
+        checkpoint, options = self.checkpoint, self.options
+        check_options(options, texts)
+        config = checkpoint_decoder_config(checkpoint)
+        if config.mixture is not None and config.mixture.limit:
+            raise CheckpointError(
+                f"{checkpoint.path}: gate and up of its experts are one tensor in turn, for which no packed layout of "
+                "integers is known that others read. Take the published release, whose experts are in MXFP4"
+            )
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
+        check_groups(columns_of(config), options)
+        longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
+        texts = [text[:longest] for text in texts if len(text) > 0]
+        check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
+        programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
+        done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
+        with WorkFolder(self.target, job_of(checkpoint, asdict(options), texts), restart) as work:
+            resumed = self._quantize_layers(config, programs, texts, work)
+            layers = [work.layer(index) for index in range(config.num_layers)]
+            report = self._assemble(done, _ignored(checkpoint, config), {}, layers)
+            work.remove()
+        return replace(report, layers=len(layers), resumed=resumed, tokens=sum(map(len, texts)))
 
-    def quantize(name: str, weight: np.ndarray) -> PackedWeight:
-        if name not in seen:  # without texts, or an expert that none of them reached
-            return arithmetic.quantize_rows(weight, format)
-        if options.method == "gptq":
-            return quantize_in_turn(weight, format, seen.pop(name), arithmetic)
-        return arithmetic.quantize_rows(weight, format, seen[name].factors)
+    def _quantize_layers(
+        self, config: DecoderConfig, programs: Sequence[Program], texts: Sequence[Sequence[int]], work: WorkFolder
+    ) -> int:
+        """Write every layer that is not done; how many were."""
+        checkpoint, options, count = self.checkpoint, self.options, len(programs)
+        due = [index for index in range(count) if not work.has(index)]
+        done, rows = count - len(due), None
+        self.progress("layers", done, count)
+        if texts and due:
+            observed = options.group_size, self.arithmetic, options.method == "gptq"
+            rows = CalibrationRows(config, checkpoint, texts, *observed)
+        for index in due if rows is None else range(due[-1] + 1):
+            program = programs[index]
+            weights = layer_weights(checkpoint, program)
+            if rows is not None and index not in due:
+                rows.pass_layer(index, weights)
+                continue
+            seen = {} if rows is None else rows.observe_layer(index, weights)
+            counts = [seen[linear.name].rows if linear.name in seen else 0 for linear, _ in experts_of(program)]
+            metadata = {EXPERTS_CHOSEN: json.dumps(counts)} if counts and seen else {}
+            work.write(index, self._quantized(program, weights, seen), metadata)
+            done += 1
+            self.progress("layers", done, count)
+        return count - len(due)
 
-    return layer_tensors(checkpoint, program, weights, quantize)
+    def _quantized(
+        self, program: Program, weights: dict[str, np.ndarray], seen: dict[str, InputStatistics]
+    ) -> dict[str, StoredTensor]:
+        """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
+        checkpoint, arithmetic, method = self.checkpoint, self.arithmetic, self.options.method
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in layer_specs(program)}
+        if method != "rtn":
+            seen = scale_layer(program, weights, seen, self.format, dtypes, arithmetic)
 
+        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+            if name not in seen:  # without texts, or an expert that none of them reached
+                return arithmetic.quantize_rows(weight, self.format)
+            if method == "gptq":
+                return quantize_in_turn(weight, self.format, seen.pop(name), arithmetic)
+            return arithmetic.quantize_rows(weight, self.format, seen[name].factors)
 
-def _assemble(
-    checkpoint: Checkpoint,
-    target: Path,
-    options: QuantizationOptions,
-    force: bool,
-    done: Collection[str],
-    ignored: list[str],
-    tensors: dict[str, StoredTensor],
-    layers: Sequence[Path] = (),
-) -> QuantizationReport:
-    """The directory: a file of `tensors` and of those of the checkpoint that are not `done`, one for each of the files
-    `layers`, with an index of all, and the source's other files."""
-    others = {
-        published_name(name, info): StoredTensor(info.dtype, _elements(checkpoint, name))
-        for name, info in checkpoint.tensors.items()
-        if name not in done
-    }
-    names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
-    weight_map: dict[str, str] = {}
-    chosen: dict[int, list[int]] = {}
-    size = 0
-    with StagedDirectory(target) as staged:
-        copied = _copy_others(checkpoint.path, staged.path)
-        write_tensors(staged.path / names[0], others | tensors)
-        for layer, name in zip(layers, names[1:], strict=True):
-            _link(layer, staged.path / name)
-        for number, name in enumerate(names):
-            file = SafetensorsFile(staged.path / name)
-            if EXPERTS_CHOSEN in (file.metadata or {}):
-                chosen[number - 1] = json.loads(file.metadata[EXPERTS_CHOSEN])
-            weight_map |= dict.fromkeys(file.tensors, name)
-            size += sum(info.nbytes for info in file.tensors.values())
-            file.close()
-        if layers:
-            write_index(staged.path, weight_map, size)
-        settings = quantization_config(options.format(checkpoint.dtype or "float16"), ignored)
-        write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
-        staged.commit(force)
-    return QuantizationReport(target, options, len(done), 0, _total_bytes(checkpoint), size, 0, copied, chosen=chosen)
+        return layer_tensors(checkpoint, program, weights, quantize)
+
+    def _assemble(
+        self, done: Collection[str], ignored: list[str], tensors: dict[str, StoredTensor], layers: Sequence[Path] = ()
+    ) -> QuantizationReport:
+        """The directory: a file of `tensors` and of those of the checkpoint that are not `done`, one for each of the
+        files `layers`, with an index of all, and the source's other files."""
+        checkpoint = self.checkpoint
+        others = {
+            published_name(name, info): StoredTensor(info.dtype, _elements(checkpoint, name))
+            for name, info in checkpoint.tensors.items()
+            if name not in done
+        }
+        names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
+        weight_map: dict[str, str] = {}
+        chosen: dict[int, list[int]] = {}
+        size = 0
+        with StagedDirectory(self.target) as staged:
+            copied = _copy_others(checkpoint.path, staged.path)
+            write_tensors(staged.path / names[0], others | tensors)
+            for layer, name in zip(layers, names[1:], strict=True):
+                _link(layer, staged.path / name)
+            for number, name in enumerate(names):
+                file = SafetensorsFile(staged.path / name)
+                if EXPERTS_CHOSEN in (file.metadata or {}):
+                    chosen[number - 1] = json.loads(file.metadata[EXPERTS_CHOSEN])
+                weight_map |= dict.fromkeys(file.tensors, name)
+                size += sum(info.nbytes for info in file.tensors.values())
+                file.close()
+            if layers:
+                write_index(staged.path, weight_map, size)
+            settings = quantization_config(self.format, ignored)
+            write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
+            staged.commit(self.force)
+        sizes = _total_bytes(checkpoint), size
+        return QuantizationReport(self.target, self.options, len(done), 0, *sizes, 0, copied, chosen=chosen)
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:

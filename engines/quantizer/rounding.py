@@ -101,10 +101,8 @@ def unbiased(weights: np.ndarray, packed: PackedWeight, factors: np.ndarray | No
             for each in (weights, packed.codes)
         )
         steps -= middle if packed.zeros is None else packed.zeros[own, groups].T[..., None]
-        if factors is not None and factors.shape[1] == 1:
-            wanted, steps = wanted * factors[groups], steps * factors[groups]
-        elif factors is not None:
-            wanted, steps = np.matmul(wanted, factors[groups]), np.matmul(steps, factors[groups])
+        if factors is not None:
+            wanted, steps = _times(wanted, factors[groups]), _times(steps, factors[groups])
         found = packed.scales[own, groups].T
         along = np.einsum("grk,grk->gr", wanted, steps) * found
         longer = np.einsum("grk,grk->gr", wanted, wanted) / np.where(along > 0, along, np.inf)
@@ -177,8 +175,11 @@ def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
 def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
     """|(error - steps) F|^2 [groups, R]; `error` is not to be used afterwards."""
     error -= steps
-    if factors is not None and factors.shape[1] == 1:
-        error *= factors
-    elif factors is not None:
-        error = np.matmul(error, factors)
+    if factors is not None:
+        error = _times(error, factors)
     return np.einsum("grk,grk->gr", error, error)
+
+
+def _times(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Values [groups, R, size] times `factors`, in place where these are diagonal."""
+    return np.multiply(values, factors, out=values) if factors.shape[1] == 1 else np.matmul(values, factors)

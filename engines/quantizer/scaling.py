@@ -79,21 +79,12 @@ def _of(spec: WeightSpec) -> Linear:
 
 def experts_apart(spec: WeightSpec) -> list[WeightSpec]:
     """The weight of each expert by itself, of that of all: expert e of NAME.weight is NAME.e.weight."""
-    count, rows, name = (
-        len(spec.parts) // spec.experts,
-        spec.shape[0] // spec.experts,
-        spec.name.removesuffix(".weight"),
-    )
-    return [
-        replace(
-            spec,
-            name=f"{name}.{expert}.weight",
-            shape=(rows, *spec.shape[1:]),
-            parts=spec.parts[expert * count : (expert + 1) * count],
-            experts=0,
-        )
-        for expert in range(spec.experts)
-    ]
+    count, shape = len(spec.parts) // spec.experts, (spec.shape[0] // spec.experts, *spec.shape[1:])
+    found, name = [], spec.name.removesuffix(".weight")
+    for expert in range(spec.experts):
+        parts = spec.parts[expert * count : (expert + 1) * count]
+        found.append(replace(spec, name=f"{name}.{expert}.weight", shape=shape, parts=parts, experts=0))
+    return found
 
 
 def search_scales(

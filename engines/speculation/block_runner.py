@@ -36,7 +36,6 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
         return self._shape(batch, self.limits.tree_key_ranges[-1]), self.limits.draft_block
 
     def propose(self, batch: int, plan: DraftPlan, key_range: int) -> Callable[[], None]:
-        """See `ModelDrafter`."""
         assert self.config.block is not None
         state, slots, shape = self._base.sequences(slice(0, batch)), slice(0, batch), self._shape(batch, key_range)
         inputs = self._inputs(shape, state.kvcache_start_index)

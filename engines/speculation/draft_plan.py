@@ -61,9 +61,12 @@ class DraftPlan:
     def __hash__(self) -> int:
         return hash(self.__dict__["_hash"])
 
+    @cached_property
+    def _hash(self) -> int:
+        """Plans are looked up several times a step, and all their fields take longer."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     def __post_init__(self) -> None:
-        # Plans are looked up several times a step, and all their fields take longer.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, each.name) for each in fields(self))))
         if self.kind not in (*KINDS, GIVEN):
             raise EngineError(f"the drafting kind is {self.kind!r}: expected one of {', '.join(KINDS)}")
         if self.acceptance not in ACCEPTANCES:
@@ -197,12 +200,6 @@ class DraftPlan:
         draft's give way."""
         nodes = min(nodes, max(most - self.tree_size, most // 2))
         return replace(self, tree_size=min(self.tree_size + nodes, most), given_nodes=nodes, given_depth=depth)
-
-    def fitting(self, room: int) -> DraftPlan | None:
-        """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
-        if self.is_given:
-            return self if self.longest <= room else None
-        return self.shortened(room - 1) if room >= 2 else None
 
     def for_engines(self, limits: EngineLimits, fixed_shapes: bool) -> DraftPlan:
         """The plan as engines of these limits take it; raises EngineError where they cannot.

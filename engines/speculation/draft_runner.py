@@ -92,7 +92,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         chunk: int,
         images: PromptImages | None = None,
     ) -> None:
-        """See `ModelDrafter`."""
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")
@@ -184,7 +183,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         return in_order([prepare, engine.enqueue])
 
     def accept_shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
-        """See `ModelDrafter`."""
         return EngineShape("accept", batch, tokens, key_range, self.limits.kv_rows, 1, "draft")
 
     def propose_shape(self, batch: int, width: int, key_range: int) -> EngineShape:
@@ -207,7 +205,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         return in_order(steps)
 
     def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
-        """See `ModelDrafter`."""
         candidates = self.candidates(batch, plan)
         chain = self.chain(batch, plan) if plan.sampled else None
         return Proposal(candidates, self.expansion(plan), self.given(batch, plan), chain)

@@ -211,7 +211,6 @@ class ModelDrafter(Drafter):
         raise NotImplementedError
 
     def proposal(self, batch: int, plan: DraftPlan) -> Proposal:
-        """See `Drafter`."""
         return super().proposal(batch, plan) if plan.is_given else self.own_proposal(batch, plan)
 
     def engines(self, batch: int, plan: DraftPlan, taken: int) -> list[tuple[EngineShape, int]]:
@@ -220,7 +219,6 @@ class ModelDrafter(Drafter):
         return [takes] if plan.is_given else [takes, self.proposing_engine(batch, plan)]
 
     def stages(self, batch: int, plan: DraftPlan, taken: int, key_ranges: Sequence[int]) -> dict[str, Callable]:
-        """See `Drafter`."""
         stages = {DRAFT_ACCEPT: self.accept_step(batch, taken, key_ranges[0])}
         if not plan.is_given:
             stages[DRAFT_PROPOSAL] = self.propose(batch, plan, key_ranges[1])
@@ -231,7 +229,6 @@ class ModelDrafter(Drafter):
         return self.limits.accept_tokens if self.backend.fixed_shapes or batch > 1 else self.unseen[0]
 
     def decoding(self, base: BaseEngineRunner) -> Decode:
-        """See `Drafter`."""
         return self.decode
 
     def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
@@ -245,14 +242,12 @@ class ModelDrafter(Drafter):
         return step
 
     def launched(self, step: StepReadback) -> None:
-        """See `Drafter`."""
         for slot in range(step.batch):
             if self._base.lengths[slot]:
                 self.unseen[slot] = self.unseen[slot] + 1 if step.plan is None else step.plan.longest
         self._latest = step
 
     def read(self, step: StepReadback, counts: Sequence[int]) -> None:
-        """See `Drafter`."""
         for slot, count in enumerate(counts):
             if count:
                 if step.draft_accepted:
@@ -278,7 +273,6 @@ class ModelDrafter(Drafter):
         return [partial(self.backend.acceptance.append_pending, features, tokens, state, pending)]
 
     def plan_captures(self) -> None:
-        """See `Drafter`."""
         tokens = self.limits.accept_tokens
         for batch in self.limits.batches:
             widest = self.accept_shape(batch, tokens, self.limits.tree_key_ranges[-1])
@@ -299,7 +293,6 @@ class ModelDrafter(Drafter):
         yield SlotRows("draft.features", self.pending.features[slot : slot + 1], rows - (draft_rows or 0))
 
     def resume(self, slot: int, text_ids: Sequence[int], draft_rows: int | None) -> None:
-        """See `Drafter`."""
         assert draft_rows is not None
         pending, one, count = self.pending, slice(slot, slot + 1), len(text_ids) - 1 - draft_rows
         tokens = np.full(pending.token_ids[one].shape, -1, np.int32)
@@ -314,17 +307,14 @@ class ModelDrafter(Drafter):
         return self.draft_rows[slot]
 
     def complete(self, slot: int, batch: int) -> None:
-        """See `Drafter`."""
         if self.unseen[slot]:
             self._take_pending(batch)
             self.draft_rows[slot] = self.base_rows[slot]
 
     def stop(self, slot: int) -> None:
-        """See `Drafter`."""
         self.unseen[slot] = 0
 
     def move(self, source: int, target: int) -> None:
-        """See `Drafter`."""
         self.states.swap(source, target)
         pending = self.pending
         for array in (pending.features, pending.token_ids, pending.counts, pending.last):
@@ -338,7 +328,6 @@ class ModelDrafter(Drafter):
         return self.models["draft"]
 
     def close(self) -> None:
-        """See `Drafter`."""
         self.states.clear()
 
     def _set_progress(self, slot: int, rows: int, draft_rows: int) -> None:

@@ -106,13 +106,10 @@ class CandidateBuffers:
 
     def __init__(self, backend: Backend, slots: int, candidates: int, frontiers: int, selected: int) -> None:
         self._backend = backend
-        self._buffers = Candidates(
-            backend.zeros((slots * candidates,), "int32"),
-            backend.zeros((slots * candidates,), "float32"),
-            backend.zeros((slots * candidates,), "int32"),
-            backend.zeros((slots * frontiers,), "int32"),
-            backend.zeros((slots * selected,), "int32"),
-        )
+        scores = backend.zeros((slots * candidates,), "float32")
+        sizes = candidates, candidates, frontiers, selected
+        tokens, *others = (backend.zeros((slots * size,), "int32") for size in sizes)
+        self._buffers = Candidates(tokens, scores, *others)
         self._views: dict[tuple[int, DraftPlan], Candidates] = {}
 
     def of(self, batch: int, plan: DraftPlan) -> Candidates:

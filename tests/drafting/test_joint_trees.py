@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from drafted_conversations import ask_freely
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 from served_answers import answer
 from token_rules import RuledSequence
 
@@ -299,8 +299,8 @@ def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
         chances = llm._runtime._drafters.drafter._chances[False]
-        ended = chances.ended
-        chances.ended = lambda plan, emitted: (heard.append(plan), ended(plan, emitted))[1]
+        record = chances.record
+        chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
         counted = llm.drafting_report.rounds
     assert len({tuple(each.token_ids) for each in responses}) == 1
@@ -327,8 +327,8 @@ def test_lossy_kinds_take_no_given_nodes() -> None:
 @pytest.mark.parametrize("plan", [OWN.joined(7, 4, 64), chain(3).joined(7, 6, 64), chain(5).joined(3, 2, 64)])
 def test_joint_plans_are_shortened_to_the_room_there_is(plan: DraftPlan) -> None:
     for room in range(2, 9):
-        fitting = plan.fitting(room)
-        assert fitting.longest <= room and fitting.given_nodes == plan.given_nodes
-        assert (fitting == plan) == (plan.longest <= room)
-        assert fitting.tree_size <= plan.tree_size and fitting.selected + fitting.given_nodes >= fitting.tree_size - 1
-    assert plan.fitting(1) is None
+        fitted = fitting(plan, room)
+        assert fitted.longest <= room and fitted.given_nodes == plan.given_nodes
+        assert (fitted == plan) == (plan.longest <= room)
+        assert fitted.tree_size <= plan.tree_size and fitted.selected + fitted.given_nodes >= fitted.tree_size - 1
+    assert fitting(plan, 1) is None

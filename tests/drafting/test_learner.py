@@ -13,7 +13,7 @@ from edgellm.drafting.drafters import candidate_plans
 from edgellm.drafting.learner import Learner
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.errors import EngineError
 from tools.bench.drafting_simulation import CPU, H200, INT4
 from tools.bench.drafting_workloads import Workload, figures
@@ -142,17 +142,18 @@ def test_candidates_of_each_kind() -> None:
 
 
 def test_acceptance_is_borrowed_until_a_kind_has_figures_of_its_own() -> None:
-    model = AcceptanceModel({"chain": 1.0, "tree": 1.5}, 3)
+    drafted, wide = chain(2), tree(10, 3, 50)
+    model = AcceptanceModel([drafted, wide])
     for _ in range(200):
-        model.record("chain", 2, [3])
-        model.record("chain", 2, [1])
+        model.record(drafted, [3])
+        model.record(drafted, [1])
     estimates = model.estimates()
     assert abs(estimates["chain"][0] - 0.5) < 0.05
     assert estimates["chain"][1] > 0.9  # once the first was right the second always was
-    assert 0.55 < estimates["tree"][0] < 0.75  # 1 - 0.5^1.5 = 0.65
+    assert 0.55 < estimates[wide.name][0] < 0.75  # 1 - 0.5^1.5 = 0.65
     for _ in range(500):
-        model.age()
+        model.record(None, [1])
     assert abs(model.estimates()["chain"][0] - estimates["chain"][0]) < 0.15
     for _ in range(4):  # what is old gives way quickly
-        model.record("chain", 2, [3])
+        model.record(drafted, [3])
     assert model.estimates()["chain"][0] > 0.7

@@ -33,6 +33,13 @@ def take_step(
     return _Step(runner.decode(batch, rules, begun) if plan is None else runner.round(batch, plan, rules, trees))
 
 
+def fitting(plan: DraftPlan, room: int) -> DraftPlan | None:
+    """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
+    if plan.is_given:
+        return plan if plan.longest <= room else None
+    return plan.shortened(room - 1) if room >= 2 else None
+
+
 def watch_steps(runner: DecodingRunner, watched: Callable[[Callable[[], Any], int, DraftPlan | None], Any]) -> None:
     """Let `watched(take, batch, plan)` give what `take()` does for each step of a runner (plan None: a plain one)."""
     decode, drafted = runner.decode, runner.round

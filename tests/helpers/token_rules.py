@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 
 from edgellm.decoding.sequence import StepMasks
 from edgellm.engines.errors import ConstraintError
@@ -151,14 +151,14 @@ def ruled_answers(
         room = runner.limits.kv_capacity - max(
             len(prompt) + len(tokens) for prompt, tokens in zip(prompts, found, strict=False)
         )
-        fitting = plan and plan.fitting(room)
+        fitted = plan and fitting(plan, room)
         trees = None
-        if fitting is not None and fitting.takes_given:
+        if fitted is not None and fitted.takes_given:
             trees = random_trees(
-                generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitting
+                generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitted
             )
         step_rules = StepMasks(sequences) if any(each.constraint is not None for each in sequences) else None
-        step = take_step(runner, len(sequences), fitting, step_rules, trees)
+        step = take_step(runner, len(sequences), fitted, step_rules, trees)
         for sequence, tokens, emitted in zip(sequences, found, step.wait(), strict=True):
             assert sequence.failure is None
             sequence.know(emitted)

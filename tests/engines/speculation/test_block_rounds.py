@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 from block_checkpoints import BLOCK
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -41,7 +41,7 @@ def answers(
     while min(map(len, found)) < count:
         room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
         plan = plans[steps % len(plans)]
-        plan = None if plan is None else plan.fitting(room)
+        plan = None if plan is None else fitting(plan, room)
         trees = [GivenTree([5, 6], [-1, 0])] * len(prompts) if plan is not None and plan.takes_given else None
         for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
             tokens.extend(emitted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -76,7 +76,7 @@ def answers(
         room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
         plan = choose(steps)
         if plan is not None:
-            plan = plan.fitting(room)
+            plan = fitting(plan, room)
         for tokens, emitted in zip(found, take_step(runner, len(prompts), plan).wait(), strict=True):
             tokens.extend(emitted)
         steps += 1

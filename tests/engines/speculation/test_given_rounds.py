@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -74,7 +74,7 @@ def answers(
             plan = trees = None
         elif plan is not None:
             room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
-            plan = plan.fitting(room)
+            plan = fitting(plan, room)
             trees = None if plan is None else trees
         for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
             tokens.extend(emitted)

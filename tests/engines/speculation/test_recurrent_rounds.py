@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 from tiny_families import RECURRENT
 
 from edgellm.engines.building.builder import build_engine_directory
@@ -92,7 +92,7 @@ def answers(
         plan = plans[step % len(plans)]
         proposed = None
         if plan is not None:
-            plan = plan.fitting(LIMITS.kv_capacity - max(runner.base.lengths))
+            plan = fitting(plan, LIMITS.kv_capacity - max(runner.base.lengths))
         if plan is not None and plan.is_given:
             assert trees is not None and runner.takes_given(len(prompts), plan)
             proposed = trees(found, plan)
@@ -206,7 +206,7 @@ def test_a_dropped_forward_pass_changes_nothing(runner: DecodingRunner, expected
         begun = runner.begin(1)
         assert all((values == before[name]).all() for name, values in recurrent(runner, 0).items())
         if len(found) % 3:
-            plan = given(8, 4).fitting(LIMITS.kv_capacity - max(runner.base.lengths))
+            plan = fitting(given(8, 4), LIMITS.kv_capacity - max(runner.base.lengths))
             assert plan is not None
             found += take_step(runner, 1, plan, None, trees([found], plan)).wait()[0]
         else:

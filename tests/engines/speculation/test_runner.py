@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from runner_steps import take_step
+from runner_steps import fitting, take_step
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -145,7 +145,7 @@ def test_a_round_without_room_is_refused_and_a_shorter_one_runs(runner: Decoding
     runner.start(0, prompt, 0, GREEDY).wait()
     with pytest.raises(EngineError, match="may emit 5 tokens, but a sequence of 93 has room for 3 of 96"):
         runner.round(1, PLANS[0])
-    plan = PLANS[0].fitting(3)
+    plan = fitting(PLANS[0], 3)
     assert 1 <= len(runner.round(1, plan).wait()[0]) <= 3
 
 
