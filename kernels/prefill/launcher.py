@@ -8,19 +8,13 @@ from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.contracts import Contracts, cuda_header
+from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
 from edgellm.kernels.decode.attention import KEY_TILE, AttentionShape
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.contract import (
-    HeadNorms,
-    KeyValueRows,
-    PrefillKernels,
-    RotaryPart,
-    RowScales,
-    check_scales,
-)
+from edgellm.kernels.launcher import Launcher
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _HEADS_THREADS = 4, 256
@@ -100,12 +94,11 @@ def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int 
     return ModuleSource(name, (f"prefill/{file}",), (expression,), macros, (header,))
 
 
-class CudaPrefill:
-    """See `edgellm.kernels.prefill.contract.PromptKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
+class CudaPrefill(Launcher):
+    """See `edgellm.kernels.prefill.contract.PrefillKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
     def __init__(self, module: KernelModule) -> None:
-        self._module = module
-        self._check = Contracts(PrefillKernels, DeviceArray)
+        super().__init__(module, PrefillKernels)
 
     def prepare_heads(
         self,
@@ -118,10 +111,7 @@ class CudaPrefill:
         queries: DeviceArray | None,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
-        check_scales(rows, row_scales)
-        arguments = (qkv, norms, rotary, rows, row_scales, part, queries)
-        sizes = self._check("prepare_heads", *arguments)
-        packed = self._check.pack("prepare_heads", sizes, *arguments)
+        sizes, packed = self._packed("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
         grid = (sizes["T"], sizes["B"], 1)
         dtype = (rows.k_cache if queries is None else queries).dtype
         kernel = heads_kernel(dtype, sizes["D"], row_scales is not None, qkv.dtype)
@@ -155,9 +145,7 @@ class CudaPrefill:
 
     def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
         (queries, rows, _, _, row_scales, last), is_ahead = arguments, name == "attention_ahead"
-        check_scales(rows, row_scales)
-        sizes = self._check(name, *arguments)
-        packed = self._check.pack(name, sizes, *arguments)
+        sizes, packed = self._packed(name, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
         heads = sizes["E"] // size
         if tiles is None:
@@ -171,7 +159,7 @@ class CudaPrefill:
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
-        """Dense weights; see the contract."""
+        """See `NumpyPrefill.dequantize`."""
         launch = dequantize(self._module, weight, values)
         if beside:
             launch.overlap_previous()

@@ -7,15 +7,7 @@ import numpy as np
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import heads_made_ready
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend
-from edgellm.kernels.prefill.contract import (
-    HeadNorms,
-    KeyValueRows,
-    Launchable,
-    PrefillKernels,
-    RotaryPart,
-    RowScales,
-    check_scales,
-)
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -26,7 +18,7 @@ _QUERY_ROWS = 64
 
 
 class NumpyPrefill:
-    """See `edgellm.kernels.prefill.contract.PromptKernels`."""
+    """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
     def prepare_heads(
         self,
@@ -39,7 +31,6 @@ class NumpyPrefill:
         queries: np.ndarray | None,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
-        check_scales(rows, row_scales)
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
         return NumpyLaunch(lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries))
 
@@ -53,7 +44,6 @@ class NumpyPrefill:
         sinks: np.ndarray | None = None,
     ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
-        check_scales(rows, row_scales)
         _check("causal_attention", queries, rows, scale, context, row_scales, sinks)
         return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, sinks=sinks))
 
@@ -67,12 +57,13 @@ class NumpyPrefill:
         last_seen: np.ndarray,
     ) -> Launchable:
         """Attention over the rows up to one that is given for each token; see the contract."""
-        check_scales(rows, row_scales)
         _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
         return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen))
 
     def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
-        """Dense weights; see the contract."""
+        """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
+        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
+        others."""
         if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
             weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales

@@ -24,8 +24,6 @@ from edgellm.kernels.recurrent.contract import (
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
-    check_alike,
-    check_step,
     key_heads,
 )
 
@@ -51,7 +49,6 @@ class NumpyRecurrent:
     ) -> NumpyLaunch:
         """Convolve the tokens of a step; see the contract."""
         _check("short_convolution", value, convolution, bias, columns, output, parents, kept, state_tokens)
-        check_step(parents, kept, state_tokens)
 
         def compute() -> None:
             result, inputs = convolved(value, convolution, bias, columns, parents)
@@ -76,7 +73,6 @@ class NumpyRecurrent:
     ) -> NumpyLaunch:
         """The gated delta rule over the tokens of a step; see the contract."""
         _check("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        check_step(parents, kept, state_tokens)
 
         def compute() -> None:
             made = delta_gates(projected, gates)
@@ -99,7 +95,6 @@ class NumpyRecurrent:
     def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
         """Query, key and value heads without the gates; see the contract."""
         _check("separate_gates", value, heads, qkv)
-        check_alike(value, qkv)
 
         def compute() -> None:
             queries, rest = heads.heads * heads.size, 2 * heads.heads * heads.size
