@@ -14,7 +14,7 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.encoder.twin import NumpyEncoder
-from edgellm.kernels.experts.prompt_twin import NumpySortedExperts
+from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
@@ -50,7 +50,7 @@ def numpy_kernel_engine(
     by name."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
-    more["experts"] = NumpySortedExperts()
+    more["experts"] = NumpyExperts()
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
     choice, reason = kernel_choice(config, shape, "float16", _SHARED_LIMIT, packed=packed, only=(way,) if way else ())
     assert choice is not None, reason
