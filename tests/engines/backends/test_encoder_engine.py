@@ -21,8 +21,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import EncoderAttention
 from edgellm.engines.model.limits import EngineShape, vision_shape
-from edgellm.engines.model.steps import EncoderAttention, LinearResidual, NormLinear, Scale, Step
+from edgellm.engines.model.steps import LinearResidual, NormLinear, Scale, Step
 from edgellm.engines.model.vision import VisionConfig
 
 _MOST_SHARED = 99 << 10
