@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
-    CUDA_TYPES,
     THREADS,
     LinearArgument,
     NormedArgument,
     addresses,
     check_room,
+    cuda_type,
     decode_kernel,
     kept_argument,
     linear_argument,
@@ -103,9 +103,7 @@ class CudaExperts:
     """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        if dtype not in CUDA_TYPES:
-            raise KernelError(f"kernels of experts compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
-        self.module, self.dtype, self._type = module, dtype, CUDA_TYPES[dtype]
+        self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
     def choose(self, scores: DeviceArray, choice: Choice) -> Launch:
         """See `NumpyExperts.choose`."""

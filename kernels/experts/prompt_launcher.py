@@ -12,7 +12,14 @@ from dataclasses import replace
 from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, check_room, decode_kernel, linear_argument
+from edgellm.kernels.decode.arguments import (
+    CUDA_TYPES,
+    addresses,
+    check_room,
+    check_rounded,
+    decode_kernel,
+    linear_argument,
+)
 from edgellm.kernels.decode.contract import ACTIVATIONS
 from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
@@ -180,8 +187,8 @@ class CudaSortedExperts(CudaExperts):
         wanted = "float32" if kind == "sums" else self.dtype
         if reason is not None or (x.dtype, output.dtype) != (self.dtype, wanted):
             raise KernelError(reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}")
-        if layout is not None and layout.compute != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        if layout is not None:
+            check_rounded(layout, self.dtype)
         one = layout and replace(layout, rows=rows)
         tiling = self.tiling or expert_tiling(tile, pairs, experts.experts, experts.shape, self.gpu, one)
         batch, stages = most_tiles(pairs, experts.experts, tile) * tile, tiling.stages(self.gpu)

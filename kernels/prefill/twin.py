@@ -32,7 +32,33 @@ class NumpyPrefill:
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
-        return NumpyLaunch(lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries))
+
+        def compute() -> None:
+            batch, kv_heads, _, size = rows.k_cache.shape
+            tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
+            parts = qkv.reshape(batch * tokens, -1, size)
+            query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
+            turns, neighbours = None, part is not None and part.neighbours
+            if rotary is not None:
+                rotation = rotary.reshape(batch * tokens, -1)
+                first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
+                own = first + further
+                turns = rotation[:, own : own + width], rotation[:, first : first + width]
+            weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
+            behind = norms is not None and norms.behind
+            query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
+            if queries is not None:
+                queries[...] = query.reshape(queries.shape)
+            key_scales, value_scales = row_scales or (None, None)
+            for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
+                by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
+                for b, start in enumerate(rows.start.tolist()):
+                    if rows.window:
+                        write_ring_rows(b, start, by_sequence[b], cache, scales)
+                    else:
+                        write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
+
+        return NumpyLaunch(compute)
 
     def causal_attention(
         self,
@@ -68,40 +94,6 @@ class NumpyPrefill:
             weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
         return NumpyLaunch(lambda: np.copyto(values, weight.values() * scales))
-
-
-def _prepare_heads(
-    qkv: np.ndarray,
-    norms: HeadNorms | None,
-    rotary: np.ndarray | None,
-    rows: KeyValueRows,
-    row_scales: RowScales | None,
-    part: RotaryPart | None,
-    queries: np.ndarray | None,
-) -> None:
-    batch, kv_heads, _, size = rows.k_cache.shape
-    tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
-    parts = qkv.reshape(batch * tokens, -1, size)
-    query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
-    turns, neighbours = None, part is not None and part.neighbours
-    if rotary is not None:
-        rotation = rotary.reshape(batch * tokens, -1)
-        first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
-        own = first + further
-        turns = rotation[:, own : own + width], rotation[:, first : first + width]
-    weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
-    behind = norms is not None and norms.behind
-    query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
-    if queries is not None:
-        queries[...] = query.reshape(queries.shape)
-    key_scales, value_scales = row_scales or (None, None)
-    for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
-        by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
-        for b, start in enumerate(rows.start.tolist()):
-            if rows.window:
-                write_ring_rows(b, start, by_sequence[b], cache, scales)
-            else:
-                write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
 
 
 def _causal_attention(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.bfloat16 import float32_of, store_rounded
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
@@ -247,13 +247,6 @@ def ordered_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         half //= 2
         sums = sums[..., :half] + sums[..., half:]
     return sums[..., 0]
-
-
-def float32_of(values: np.ndarray) -> np.ndarray:
-    """Values of a compute dtype in float32; uint16 holds the bits of bfloat16."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 _Step = Callable[[np.ndarray, int, bool], tuple[np.ndarray, np.ndarray | None]]

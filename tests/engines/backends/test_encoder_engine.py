@@ -103,7 +103,7 @@ def test_what_is_not_bound_or_too_small_is_refused() -> None:
     config = MODELS["llava_siglip"]
     shape = shape_of(config, grids_of(config)[0])
     engine = twin_engine(config, shape)
-    assert {"patches", "image_embeddings"} <= set(engine.tensor_names)
+    assert {"patches", "image_embeddings"} <= set(engine.tensors)
     with pytest.raises(EngineError, match="never bound: image_embeddings, multi_modal"):
         engine.enqueue()
     with pytest.raises(EngineError, match=r"patch_embedding.weight is float32 \(32, 75\), the engine expects float32"):

@@ -79,7 +79,7 @@ def launched(
     """What the twins of kernels compute of it, by launches of an engine."""
     layouts = {name: array.layout for name, array in arrays.items() if isinstance(array, PackedMatrix | PackedRuns)}
     engine = numpy_kernel_engine(config, shape, way, layouts)
-    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensor_names}
+    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensors}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
     for name, (size, dtype) in model_program(config, shape).outputs.items():
         bound[name] = np.full(size, np.nan, np.float32 if dtype == "compute" else dtype)
