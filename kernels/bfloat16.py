@@ -20,6 +20,13 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     return result.reshape(np.shape(values))
 
 
+def float32_of(values: np.ndarray) -> np.ndarray:
+    """Values of a compute dtype in float32; uint16 holds the bits of bfloat16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
 def store_rounded(values: np.ndarray, target: np.ndarray) -> None:
     """Set `target` of a compute dtype (uint16: bfloat16) from float32 values of its shape, or that broadcast to it."""
     if target.dtype == np.uint16:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.nvrtc import Nvrtc, Refused, find_nvrtc, toolkit_roots, wheel_folders
+from edgellm.kernels.user_paths import user_cache_directory
 
 logger = logging.getLogger("edgellm.kernels")
 

@@ -72,7 +72,7 @@ class _Parameter(NamedTuple):
 
 
 def limited(rule: Rule) -> Callable[[_Method], _Method]:
-    """Let a method's arguments be checked by `rule`, which gets sizes and numbers by name and says what is wrong."""
+    """Let a method's arguments be checked by `rule`, which gets what `Contracts` finds and says what is wrong."""
 
     def mark(method: _Method) -> _Method:
         method.rule = rule  # type: ignore[attr-defined]
@@ -116,8 +116,8 @@ class Contracts:
         self._contracts, self._kind = _contracts(protocol), kind
 
     def __call__(self, kernel: str, *arguments: Any) -> dict[str, Any]:
-        """Sizes of the axes by letter, and numbers by name, if the arrays are of this kind and as `kernel` declares
-        them; of what was found right before, nothing is looked at again."""
+        """Sizes of the axes by letter, and by name numbers and the dtypes of the arrays that are there, if these are of
+        this kind and as `kernel` declares them; of what was found right before, nothing is looked at again."""
         kind = self._kind
         on_host = kind is np.ndarray
         found: list[tuple[Any, ...]] = []
@@ -253,6 +253,7 @@ def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[s
             raise KernelError(f"{contract.name}: {field.name} is {name}; expected {' or '.join(map(str, allowed))}")
         if field.dtype == "compute" or (field.dtype == "mixed" and name != "float32"):
             compute = name
+        sizes[field.name] = name
         if not usable:
             raise KernelError(
                 f"{contract.name}: {field.name} is not C-contiguous or has no memory; pass a contiguous array"

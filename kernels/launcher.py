@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, launch_kernel
@@ -16,16 +15,17 @@ CUDA_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat1
 
 
 class Launcher:
-    """Launches the kernels of one protocol, on arrays in device memory and the stream of `module`, in order."""
+    """Launches the kernels of one protocol, or prepares their launches, on arrays in device memory and the stream of
+    `module`, in order."""
 
     def __init__(self, module: KernelModule, protocol: type) -> None:
         self._module = module
         self._check = Contracts(protocol, DeviceArray)
 
-    def load(self, source: ModuleSource) -> None:
-        """Have a module of kernels compiled and loaded, for launches of either kind: not while the stream's work is
-        captured. Raises MissingDependencyError or KernelError."""
-        self._module.load_for_any(source)
+    def _packed(self, kernel: str, *arguments: Any) -> tuple[dict[str, Any], ctypes.Array]:
+        """What `Contracts` finds of a kernel's arguments, and the struct that it takes."""
+        sizes = self._check(kernel, *arguments)
+        return sizes, self._check.pack(kernel, sizes, *arguments)
 
     def _launch(
         self,
@@ -67,6 +67,17 @@ class Launcher:
 
 #: Blocks of 512 threads that a multiprocessor runs at once; more than these only wait in line.
 _BLOCKS_PER_MULTIPROCESSOR = 4
+
+
+def check_workspace(kernel: str, workspace: DeviceArray, needed: int, alignment: int, tells: str) -> None:
+    """Raise KernelError for a workspace of fewer bytes than a kernel needs, as the method `tells` says, or one that
+    does not begin at a multiple of `alignment`."""
+    if workspace.size < needed:
+        raise KernelError(f"{kernel}: workspace has {workspace.size} bytes; expected at least {needed} ({tells})")
+    if workspace.pointer % alignment:
+        raise KernelError(
+            f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of {alignment} bytes"
+        )
 
 
 def _argument(value: Any) -> Any:

@@ -35,3 +35,14 @@ def user_folder(variable: str, otherwise: str) -> Path:
         return Path(base) / "edgellm"
     home = user_path("~")
     return (home if home.is_absolute() else _NO_HOME) / otherwise / "edgellm"
+
+
+def user_cache_directory() -> Path:
+    """Return the directory for compiled kernels, plans and remembered digests; it may not exist yet.
+
+    `EDGELLM_CACHE_DIR` overrides it; otherwise it is `$XDG_CACHE_HOME/edgellm` or `~/.cache/edgellm`.
+    """
+    override = os.environ.get("EDGELLM_CACHE_DIR")
+    if override:
+        return user_path(override)
+    return user_folder("XDG_CACHE_HOME", ".cache")

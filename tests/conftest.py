@@ -27,7 +27,7 @@ from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 
 #: What chooses cases, and further fixtures.
 pytest_plugins = (

@@ -30,8 +30,8 @@ from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError, RequestError
 from edgellm.hub.inventory import existing_directory
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.user_paths import user_cache_directory
 from edgellm.llm import LLM
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.sampling_params import SamplingParams

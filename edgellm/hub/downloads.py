@@ -24,8 +24,8 @@ from edgellm.engines.formats.staged_directory import check_space
 from edgellm.errors import EdgeLLMError, HubError
 from edgellm.hub.names import HubName, chosen_files, encoders_beside
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.compilations import usable_cores
+from edgellm.kernels.user_paths import user_cache_directory
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

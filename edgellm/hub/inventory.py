@@ -16,7 +16,7 @@ from edgellm.hub.directories import LOCK_NAME, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
 from edgellm.hub.names import HubName, stands_for
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 
 _BUILT_NAME, _PLANS_FOLDER = "built.json", "plans"
 #: Of plans and compiled kernels, which come to a directory later.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 
 SUFFIX = ".safetensors"
 #: What the names of unfinished files have between the target's name and random hexadecimal digits.

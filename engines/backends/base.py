@@ -220,14 +220,10 @@ class BoundEngine:
     def __init__(self, shape: EngineShape, dtype: str, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         """`edge` are the inputs and outputs by name."""
         self.shape, self._dtype = shape, dtype
-        self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in edge.items()}
+        #: Shape and dtype of all inputs and outputs, by name.
+        self.tensors = {name: (size, self._own(kind)) for name, (size, kind) in edge.items()}
         self._bound: dict[str, Array] = {}
         self._has_kernels = False
-
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind

@@ -43,7 +43,7 @@ from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.launcher import AttentionKind, CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
@@ -332,9 +332,9 @@ class CudaBackend(CudaDevice):
             return None
         program = model_program(config, shape)
         for step in program.attentions:  # before one waits for it
-            kind = step.window is not None, step.looks_ahead
+            kind = AttentionKind(shape.kv_cache == "int8", step.window is not None, step.looks_ahead)
             heads = shape.batch * step.heads[0]
-            self._prefill.load(dtype, step.heads[2], shape.tokens, heads, shape.kv_cache == "int8", *kind)
+            self._prefill.load(dtype, step.heads[2], shape.tokens, heads, kind)
         packed = self._packed_of(shape.model, program)
         own = {segment.number: segment.weights_of(packed) for segment in segments_of(program)}
         engines = {

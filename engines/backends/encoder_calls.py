@@ -13,24 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.steps import (
-    Add,
-    AveragePool,
-    DropFirst,
-    EncoderAttention,
-    Gather,
-    Input,
-    Linear,
-    LinearResidual,
-    Norm,
-    Normed,
-    NormLinear,
-    Prepend,
-    Product,
-    Reshape,
-    Step,
-)
+from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
 from edgellm.kernels.encoder.contract import (

@@ -66,7 +66,7 @@ class EncoderEngine(BoundEngine):
         if self._has_kernels or self._bound or not self._weights <= loaded.keys():
             return
         memory: Any = self._scratch
-        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self.tensors.items()}
         for call in self._calls:
             self._launch(call)
         self._bound, self._has_kernels = {}, True
@@ -74,7 +74,7 @@ class EncoderEngine(BoundEngine):
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`; launches are prepared anew where they use what was bound anew, as an image's mask is."""
         fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
-        self._bound |= checked_bindings(self.shape, self._tensors, fresh)
+        self._bound |= checked_bindings(self.shape, self.tensors, fresh)
         for number, call in enumerate(self._calls):
             if not call.memory.isdisjoint(fresh):
                 self._launches[number] = None
@@ -82,7 +82,7 @@ class EncoderEngine(BoundEngine):
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if None in self._launches:
-            check_bound(self, self._tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
+            check_bound(self, self.tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
             for number, call in enumerate(self._calls):
                 if self._launches[number] is None:
                     self._launches[number] = self._launch(call)

@@ -102,18 +102,16 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
 
 def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     """The layers of a shape for which TensorRT has no operation; nothing where it has all."""
-    if isinstance(config, DecoderConfig) and config.mixture is not None:
-        return "mixtures of experts"
-    if isinstance(config, DecoderConfig) and config.is_recurrent:
-        return "recurrent layers"
-    if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:
-        return "attention within a window"
-    if isinstance(config, DecoderConfig) and config.rotates_neighbours:
-        return "rotary embeddings of neighbours"
-    if isinstance(config, DraftConfig) and config.block is not None:
-        return "drafts of blocks"
-    is_ahead = isinstance(config, DecoderConfig) and looks_ahead(config, shape)
-    return "attention of an image's tokens to those behind them" if is_ahead else ""
+    if not isinstance(config, DecoderConfig):
+        return "drafts of blocks" if isinstance(config, DraftConfig) and config.block is not None else ""
+    lacking = {
+        "mixtures of experts": config.mixture is not None,
+        "recurrent layers": config.is_recurrent,
+        "attention within a window": config.window is not None and shape.window_rows > 0,
+        "rotary embeddings of neighbours": config.rotates_neighbours,
+        "attention of an image's tokens to those behind them": looks_ahead(config, shape),
+    }
+    return next((layers for layers, are_there in lacking.items() if are_there), "")
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:

@@ -94,7 +94,7 @@ class KernelEngine(BoundEngine):
         if self._has_kernels or self._bound or not self._program.weights.keys() <= loaded.keys():
             return
         memory: Any = next(iter(self._scratch[0].values()))
-        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self.tensors.items()}
         layouts = {name: layout for name in self._program.weights if (layout := loaded[name]) is not None}
         self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
         self._prepare()
@@ -108,7 +108,7 @@ class KernelEngine(BoundEngine):
         fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
         if fresh:
             self._launches, self._launches_by_layer = [], []
-            self._bound |= checked_bindings(self.shape, self._tensors, fresh)
+            self._bound |= checked_bindings(self.shape, self.tensors, fresh)
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
@@ -150,7 +150,7 @@ class KernelEngine(BoundEngine):
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
-        check_bound(self, self._tensors, self._bound, self._program.changed, self._scratch)
+        check_bound(self, self.tensors, self._bound, self._program.changed, self._scratch)
         launches: list[Any] = []
         lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.model.config import Mixture
+from edgellm.kernels.experts.twin import chosen_experts
 
 #: The matrices of all experts (`ExpertMatrices`), and their biases [E, N].
 _Layer = tuple[Any, np.ndarray | None]
@@ -31,37 +32,13 @@ def mixed(
         return linear(rows, matrices.of(expert), None if biases is None else biases[expert])
 
     rows = x.reshape(-1, x.shape[-1])
-    ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture, correction)
+    ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture.routing, correction)
     total = np.zeros_like(rows)
     for expert in np.unique(ids).tolist():
         row, place = np.nonzero(ids == expert)
         inner = _activated(through(rows[row], gate_up, expert), mixture.limit)
         total[row] += shares[row, place, None] * through(inner, down, expert)
     return total.reshape(x.shape)
-
-
-def chosen_experts(
-    given: np.ndarray, mixture: Mixture, correction: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The ids [rows, chosen] of the experts that each row goes through, rising, and its shares of them, in the dtype of
-    what the router has `given`, [rows, experts].
-
-    A row with NaN among what was given has shares of NaN, so that its logits say so; the other rows are as they are.
-    """
-    if mixture.scores == "sigmoid":
-        scores = ACTIVATIONS["sigmoid"](given)
-    else:
-        scores = np.exp(given - given.max(axis=1, keepdims=True))
-        scores /= scores.sum(axis=1, keepdims=True)
-    judged = scores if correction is None else scores + correction
-    order = np.argsort(-judged, axis=1, kind="stable")  # of equal ones the lower id comes first
-    ids = np.sort(order[:, : mixture.chosen], axis=1)
-    shares = np.take_along_axis(scores, ids, axis=1)
-    if mixture.normalized:
-        shares /= shares.sum(axis=1, keepdims=True) + shares.dtype.type(mixture.epsilon)
-    shares *= shares.dtype.type(mixture.scale)
-    shares[np.isnan(given).any(axis=1)] = np.nan
-    return ids, shares
 
 
 def _activated(gate_up: np.ndarray, limit: float) -> np.ndarray:

@@ -19,7 +19,8 @@ from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates

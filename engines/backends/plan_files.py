@@ -25,8 +25,8 @@ from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, pla
 from edgellm.engines.model.graph import NETWORK_VERSION
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, current_compute_capability, find_gpu
+from edgellm.kernels.user_paths import user_cache_directory
 
 logger = logging.getLogger("edgellm.plans")
 

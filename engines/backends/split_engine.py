@@ -172,14 +172,14 @@ class SplitEngine(BoundEngine):
             and self._program.weights.keys() <= loaded.keys()
         ):
             any_memory: Any = next(iter(self._scratch.values()))
-            edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self._tensors.items()}
+            edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self.tensors.items()}
             for number in range(len(self._segments)):
                 self._between(number, edge | self._scratch)
             self._has_kernels = True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
-        self._bound |= checked_bindings(self.shape, self._tensors, bindings)
+        self._bound |= checked_bindings(self.shape, self.tensors, bindings)
         self._steps = []
 
     def enqueue(self) -> None:
@@ -202,7 +202,7 @@ class SplitEngine(BoundEngine):
                 launch()
 
     def _prepare(self) -> list[_Step]:
-        check_bound(self, self._tensors, self._bound, self._program.changed, self._scratch)
+        check_bound(self, self.tensors, self._bound, self._program.changed, self._scratch)
         arrays, steps = self._bound | self._scratch, []
         for number, (segment, wiring) in enumerate(zip(self._segments, self._wiring, strict=True)):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}

@@ -19,9 +19,9 @@ from edgellm.engines.errors import EngineError, PlanError
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.made import BUILT, Made
+from edgellm.kernels.user_paths import user_cache_directory
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -52,12 +52,13 @@ class TensorRTEngine:
                 "often that memory is short: close other programs on the GPU or build with smaller limits."
             )
         self.scratch_bytes = int(self._engine.device_memory_size_v2)
-        self._tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        #: Shape and dtype of all inputs and outputs, by name.
+        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         for index in range(self._engine.num_io_tensors):
             name = self._engine.get_tensor_name(index)
             dtype = _DTYPE_NAMES[self._engine.get_tensor_dtype(name).name]
-            self._tensors[name] = (tuple(self._engine.get_tensor_shape(name)), dtype)
-        self._unbound = set(self._tensors)
+            self.tensors[name] = (tuple(self._engine.get_tensor_shape(name)), dtype)
+        self._unbound = set(self.tensors)
         self._stream_handle = 0
         self._scratch: DeviceArray | None = None
         self._keep: dict[str, DeviceArray] = {}
@@ -72,11 +73,6 @@ class TensorRTEngine:
         cache.attach(configuration)
         return configuration
 
-    @property
-    def tensor_names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs."""
-        return tuple(self._tensors)
-
     def attach(self, device: CudaDevice, scratch: DeviceArray) -> None:
         """Use `scratch` (at least `scratch_bytes`), which is kept alive, and the device's stream."""
         self._scratch = scratch
@@ -86,7 +82,7 @@ class TensorRTEngine:
     def bind(self, bindings: Mapping[str, DeviceArray]) -> None:
         """See `Engine.bind`."""
         fresh = {name: array for name, array in bindings.items() if self._keep.get(name) is not array}
-        for name, array in checked_bindings(self.shape, self._tensors, fresh).items():
+        for name, array in checked_bindings(self.shape, self.tensors, fresh).items():
             if not self._context.set_tensor_address(name, array.pointer):
                 raise EngineError(f"{self.shape.name}: TensorRT refused the address of {name}")
             self._keep[name] = array

@@ -13,7 +13,8 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
-from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).

@@ -52,11 +52,10 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.errors import shown
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.kept import KeptKernels
-from edgellm.kernels.user_paths import printable
+from edgellm.kernels.user_paths import printable, user_cache_directory
 
 DESCRIPTION_NAME = "edgellm.json"
 FORMAT_VERSION = 1

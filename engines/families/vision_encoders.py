@@ -11,27 +11,12 @@ import math
 from collections.abc import Sequence
 
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import (
-    Add,
-    AveragePool,
-    DropFirst,
-    EncoderAttention,
-    Gather,
-    Input,
-    Linear,
-    LinearResidual,
-    Norm,
-    Normed,
-    NormLinear,
-    Prepend,
-    Product,
-    Reshape,
-    Step,
-)
+from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
 from edgellm.kernels.atomic_write import write_atomically
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.compilations import usable_cores
+from edgellm.kernels.user_paths import user_cache_directory
 
 logger = logging.getLogger("edgellm.digests")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
+from edgellm.kernels.experts.contract import Routing
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024
@@ -68,6 +69,12 @@ class Mixture:
     shared_size: int = field(default=0, metadata=ADDED_LATER)
     biases: bool = field(default=False, metadata=ADDED_LATER)
     limit: float = field(default=0.0, metadata=ADDED_LATER)
+
+    @property
+    def routing(self) -> Routing:
+        """How experts are chosen, as kernels take it."""
+        how = self.scores == "sigmoid", self.normalized, self.epsilon, self.scale
+        return Routing(self.experts, self.chosen, *how)
 
 
 @dataclass(frozen=True)

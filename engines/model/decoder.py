@@ -8,14 +8,13 @@ from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KIN
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import DeltaMatrix, Edge
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
     Experts,
-    GatedDelta,
-    GatedNorm,
     Input,
     Keep,
     Linear,
@@ -24,7 +23,6 @@ from edgellm.engines.model.steps import (
     NormLinear,
     NormParts,
     Scale,
-    ShortConvolution,
     Step,
 )
 from edgellm.kernels.quantization.packed_weight import WeightFormat

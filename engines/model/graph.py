@@ -12,20 +12,16 @@ from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
     Attention,
-    AveragePool,
-    DropFirst,
-    EncoderAttention,
     Experts,
-    GatedDelta,
-    GatedNorm,
-    Gather,
     Input,
     Keep,
     Linear,
@@ -34,11 +30,8 @@ from edgellm.engines.model.steps import (
     Normed,
     NormLinear,
     NormParts,
-    Prepend,
-    Product,
     Reshape,
     Scale,
-    ShortConvolution,
     SideBySide,
     Stateful,
 )

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from edgellm.engines.model.steps import Experts, GatedDelta, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
+from edgellm.engines.model.steps import Experts
 
 Tensor = TypeVar("Tensor")
 

@@ -16,17 +16,9 @@ from typing import Any, TypeVar
 
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import (
-    Attention,
-    GatedDelta,
-    GatedNorm,
-    Keep,
-    Reshape,
-    ShortConvolution,
-    SideBySide,
-    Step,
-)
+from edgellm.engines.model.steps import Attention, Keep, Reshape, SideBySide, Step
 
 Value = TypeVar("Value")
 

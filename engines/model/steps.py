@@ -1,4 +1,5 @@
-"""The steps that programs are made of: what each reads, writes and computes.
+"""The steps that programs are made of: what each reads, writes and computes. Here are those that decoders share with
+encoders or with each other; those of recurrent layers and of encoders alone are in files of their own.
 
 Values are rows: of B sequences by T tokens, of so many elements. What a step is stands here, what it computes in
 `graph.py` by operations, and how kernels do it in `backends/steps`.
@@ -8,6 +9,7 @@ Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
@@ -15,7 +17,7 @@ from typing import ClassVar
 from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, KVRows, WindowRows
+from edgellm.engines.model.states import Edge, KVRows, LayerState, WindowRows
 
 #: The input that names for each token the last row that it sees, [B, T] int32; only tokens of images see behind their
 #: own. Of the same step, and never before that of the token before.
@@ -127,6 +129,16 @@ class Step:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+class Stateful(Step, ABC):
+    """A step of layer `index` that has a state, KV rows or another."""
+
+    index: int
+
+    @abstractmethod
+    def state(self, shape: EngineShape) -> LayerState:
+        """The layer's state of this step in an engine of a shape, which need not know what of it is saved."""
+
+
 def _names(part: object, declared: object) -> Iterator[str]:
     """What a field names that is declared to be read."""
     if isinstance(part, str):
@@ -152,7 +164,7 @@ def _weights(parts: Iterable[object]) -> Iterator[WeightSpec]:
             yield from _weights(part)
 
 
-def _rows(kinds: Edge, value: str, width: int) -> tuple[int, ...]:
+def rows_like(kinds: Edge, value: str, width: int) -> tuple[int, ...]:
     """Rows like those of a value, of another width."""
     return (*kinds[value][0][:-1], width)
 
@@ -290,7 +302,7 @@ class Experts(Step):
 
 
 @dataclass(frozen=True, repr=False)
-class Attention(Step):
+class Attention(Stateful):
     """Grouped-query attention over the KV rows of layer `index`: q/k norm, rotary embedding, row write, softmax of
     scores.
 
@@ -327,7 +339,6 @@ class Attention(Step):
     norms_behind: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
-        """The layer's state in an engine of a shape, which need not know what of it is saved."""
         rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)
         if self.window is None:
             return rows
@@ -338,87 +349,7 @@ class Attention(Step):
         return f"the attention of layer {self.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (_rows(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}
-
-
-@dataclass(frozen=True)
-class ShortConvolution(Step):
-    """A causal convolution of each channel by itself over the last `width` tokens, in float32.
-
-    y_t = sum over j < width of weight[:, width - 1 - j] u_{t-j}, plus the bias, through `activation` ("silu" or none);
-    t - j counts along a node's path where tokens are a tree. u is the first `channels` columns of `value`, and y the
-    output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
-    """
-
-    value: str = field(metadata=READS)
-    index: int
-    channels: int
-    width: int
-    weight: WeightSpec
-    bias: WeightSpec | None = None
-    activation: str | None = None
-    gated: bool = False
-
-    def state(self, shape: EngineShape) -> ConvColumns:
-        """The layer's state of this step in an engine of a shape."""
-        return ConvColumns(self.index, self.channels, self.width)
-
-    @property
-    def title(self) -> str:
-        return f"the short convolution of layer {self.index}"
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (_rows(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
-
-
-@dataclass(frozen=True)
-class GatedDelta(Step):
-    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), in float32, token by token.
-
-    `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
-    `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
-    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
-    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
-    dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
-    """
-
-    value: str = field(metadata=READS)
-    gates: str = field(metadata=READS)
-    index: int
-    heads: tuple[int, int]
-    sizes: tuple[int, int]
-    first: int
-    a_log: WeightSpec
-    dt_bias: WeightSpec
-
-    def state(self, shape: EngineShape) -> DeltaMatrix:
-        """The layer's state of this step in an engine of a shape."""
-        return DeltaMatrix(self.index, self.heads, self.sizes)
-
-    @property
-    def title(self) -> str:
-        return f"the gated delta rule of layer {self.index}"
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (_rows(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
-
-
-@dataclass(frozen=True)
-class GatedNorm(Step):
-    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
-
-    value: str = field(metadata=READS)
-    gate: str = field(metadata=READS)
-    first: int
-    heads: int
-    norm: Norm
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.value][0], "compute")}
-
-
-#: The steps that have a state.
-Stateful = Attention | ShortConvolution | GatedDelta
+        return {self.output: (rows_like(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}
 
 
 def stateful(steps: Iterable[Step]) -> tuple[Stateful, ...]:
@@ -427,71 +358,11 @@ def stateful(steps: Iterable[Step]) -> tuple[Stateful, ...]:
 
 
 @dataclass(frozen=True)
-class EncoderAttention(Step):
-    """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
-
-    `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
-    them.
-    """
-
-    value: str = field(metadata=READS)
-    heads: int
-    head_size: int
-    windows: tuple[int, int]
-    mask: str | None = field(default=None, metadata=READS)
-    rotary: str | None = field(default=None, metadata=READS)
-
-
-@dataclass(frozen=True)
-class Gather(Step):
-    """output = the rows of value that the engine's input `rows` [B, M] names."""
-
-    value: str = field(metadata=READS)
-    rows: str = field(metadata=READS)
-
-
-@dataclass(frozen=True)
-class Prepend(Step):
-    """output = a row that is a weight, then those of value."""
-
-    value: str = field(metadata=READS)
-    row: WeightSpec
-
-
-@dataclass(frozen=True)
-class DropFirst(Step):
-    """output = the `rows` rows of value behind its first."""
-
-    value: str = field(metadata=READS)
-    rows: int
-
-
-@dataclass(frozen=True)
 class Reshape(Step):
     """output = the elements of value in another `shape`: neighbouring rows side by side as one."""
 
     value: str = field(metadata=READS)
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class AveragePool(Step):
-    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
-    `size` of them, in reading order; summed in float32."""
-
-    value: str = field(metadata=READS)
-    width: int
-    side: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Product(Step):
-    """output = scale * value times a weight [K, N], rounded once."""
-
-    value: str = field(metadata=READS)
-    weight: WeightSpec
-    scale: float
 
 
 @dataclass(frozen=True)

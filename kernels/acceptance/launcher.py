@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from edgellm.kernels.acceptance.contract import (
     DRAFT_STREAM,
@@ -23,9 +24,8 @@ from edgellm.kernels.acceptance.twin import check_alike
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
-from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
-from edgellm.kernels.launcher import Launcher
+from edgellm.kernels.launcher import Launcher, check_workspace
 from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
 from edgellm.kernels.sampling.launcher import SAMPLING_HEADER, SAMPLING_MACROS, CudaSampling
 from edgellm.kernels.tree.contract import TreeNodes
@@ -88,9 +88,7 @@ class CudaAcceptance(Launcher):
         processed: DeviceArray,
     ) -> None:
         """Penalties and temperature of every node; see the contract."""
-        arguments = (logits, token_counts, tree, rows, processed)
-        sizes = self._check("process_tree_logits", *arguments)
-        packed = self._check.pack("process_tree_logits", sizes, *arguments)
+        sizes, packed = self._packed("process_tree_logits", logits, token_counts, tree, rows, processed)
         self._launch(Kernel(TREE_LOGITS, "process_tree_logits"), self._node_grid(sizes), _ROW_THREADS, (packed,))
 
     def accept_workspace_size(self, batch: int, tree_size: int) -> int:
@@ -101,16 +99,13 @@ class CudaAcceptance(Launcher):
         self, logits: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted, workspace: DeviceArray
     ) -> None:
         """Greedy acceptance in one launch; see the contract."""
-        arguments = (logits, tree, active, accepted, workspace)
-        sizes = self._check("eagle_accept", *arguments)
-        rows = _rows_of(workspace, "eagle_accept", sizes)
-        packed, kernel = self._check.pack("eagle_accept", sizes, *arguments), Kernel(WALK, "eagle_accept")
+        sizes, packed = self._packed("eagle_accept", logits, tree, active, accepted, workspace)
+        rows, kernel = _rows_of(workspace, "eagle_accept", sizes), Kernel(WALK, "eagle_accept")
         self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), zeroed=rows)
 
     def accept_drawn(self, drawn: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted) -> None:
         """Follow the drawn tokens through the trees; see the contract."""
-        sizes = self._check("accept_drawn", drawn, tree, active, accepted)
-        packed = self._check.pack("accept_drawn", sizes, drawn, tree, active, accepted)
+        sizes, packed = self._packed("accept_drawn", drawn, tree, active, accepted)
         self._launch(Kernel(WALK, "accept_drawn"), (sizes["B"],), _WALK_THREADS, (packed,))
 
     def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows) -> None:
@@ -131,14 +126,9 @@ class CudaAcceptance(Launcher):
         workspace: DeviceArray,
     ) -> None:
         """Typical acceptance in three launches; see the contract."""
-        arguments = (nodes, tree, active, rows, bounds, accepted, workspace)
-        sizes = self._check("typical_accept", *arguments)
-        used = _rows_of(workspace, "typical_accept", sizes)
-        packed = (self._check.pack("typical_accept", sizes, *arguments),)
-        for name in ("row_best", "row_total"):
-            kernel = Kernel(TYPICAL, f"{name}<TypicalAcceptArguments>")
-            self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, packed, zeroed=used)
-        self._launch(Kernel(TYPICAL, "typical_accept"), (sizes["B"],), _WALK_THREADS, packed, zeroed=used)
+        sizes, packed = self._packed("typical_accept", nodes, tree, active, rows, bounds, accepted, workspace)
+        used = self._total_rows(TYPICAL, "typical_accept", workspace, sizes, packed)
+        self._launch(Kernel(TYPICAL, "typical_accept"), (sizes["B"],), _WALK_THREADS, (packed,), zeroed=used)
 
     def draft_workspace_size(self, batch: int, draft_vocabulary: int) -> int:
         """Bytes of workspace that `draft_sample` needs: of scaled logits, row sums and thresholds."""
@@ -154,17 +144,17 @@ class CudaAcceptance(Launcher):
         workspace: DeviceArray,
     ) -> None:
         """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
-        arguments = (step, logits, rows, positions, chain, workspace)
-        sizes = self._check("draft_sample", *arguments)
+        sizes, struct = self._packed("draft_sample", step, logits, rows, positions, chain, workspace)
         batch, vocabulary = sizes["B"], sizes["U"]
-        _check_workspace(workspace, "draft_sample", sizes, self.draft_workspace_size(batch, vocabulary))
+        needed = self.draft_workspace_size(batch, vocabulary)
+        check_workspace("draft_sample", workspace, needed, 16, "draft_workspace_size")
         scaled_bytes = _scaled_bytes(batch, vocabulary)
         scaled = DeviceArray(workspace.pointer, (batch, vocabulary), "float32", workspace)
         sums = workspace[scaled_bytes : scaled_bytes + _ROW_BYTES * batch]
         thresholds = DeviceArray(sums.pointer + sums.nbytes, (batch,), "float32", workspace)
         self._fill(sums, 0)
         grid = (self._blocks(vocabulary, batch, _ROW_THREADS), batch)
-        packed = (self._check.pack("draft_sample", sizes, *arguments), scaled, sums, thresholds)
+        packed = (struct, scaled, sums, thresholds)
         self._launch(Kernel(CHAINS, "draft_scale"), grid, _ROW_THREADS, packed)
         self._sampling.filter_threshold(scaled, rows, thresholds)
         for name in ("draft_total", "draft_draw"):
@@ -181,16 +171,11 @@ class CudaAcceptance(Launcher):
         workspace: DeviceArray,
     ) -> None:
         """Speculative sampling of chains in four launches; see the contract."""
-        arguments = (nodes, tree, active, rows, chain, accepted, workspace)
-        sizes = self._check("accept_sampled_chain", *arguments)
-        used = _rows_of(workspace, "accept_sampled_chain", sizes)
-        packed = (self._check.pack("accept_sampled_chain", sizes, *arguments),)
-        for name in ("row_best", "row_total"):
-            kernel = Kernel(CHAINS, f"{name}<AcceptSampledChainArguments>")
-            self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, packed, zeroed=used)
-        self._launch(Kernel(CHAINS, "chain_test"), (sizes["B"],), _WARP, packed, zeroed=used)
+        sizes, packed = self._packed("accept_sampled_chain", nodes, tree, active, rows, chain, accepted, workspace)
+        used = self._total_rows(CHAINS, "accept_sampled_chain", workspace, sizes, packed)
+        self._launch(Kernel(CHAINS, "chain_test"), (sizes["B"],), _WARP, (packed,), zeroed=used)
         grid = (self._blocks(sizes["V"], sizes["B"], _ROW_THREADS), sizes["B"])
-        self._launch(Kernel(CHAINS, "chain_draw"), grid, _ROW_THREADS, packed, zeroed=used)
+        self._launch(Kernel(CHAINS, "chain_draw"), grid, _ROW_THREADS, (packed,), zeroed=used)
 
     def accept_draws(
         self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows, accepted: Accepted
@@ -228,8 +213,7 @@ class CudaAcceptance(Launcher):
         the same size."""
         check_alike(caches)
         arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending, wraps)
-        sizes = self._check("move_accepted", *arguments)
-        packed = self._check.pack("move_accepted", sizes, *arguments)
+        sizes, packed = self._packed("move_accepted", *arguments)
         by_size: dict[int, list[DeviceArray]] = {}
         for cache in caches:
             by_size.setdefault(cache.shape[3] * ITEM_SIZES[cache.dtype], []).append(cache)
@@ -252,16 +236,14 @@ class CudaAcceptance(Launcher):
         self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: DeviceArray
     ) -> None:
         """Take the accepted tokens into the state of each active slot; see the contract."""
-        sizes = self._check("advance_accepted", accepted, state, pending, emitted)
-        packed = self._check.pack("advance_accepted", sizes, accepted, state, pending, emitted)
+        sizes, packed = self._packed("advance_accepted", accepted, state, pending, emitted)
         self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,))
 
     def append_pending(
         self, hidden_states: DeviceArray, tokens: DeviceArray, state: SequenceState, pending: Pending
     ) -> None:
         """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
-        sizes = self._check("append_pending", hidden_states, tokens, state, pending)
-        packed = self._check.pack("append_pending", sizes, hidden_states, tokens, state, pending)
+        sizes, packed = self._packed("append_pending", hidden_states, tokens, state, pending)
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
         width = _element_bytes((row_bytes,), hidden_states, pending.features)
         kernel = Kernel(ADVANCE, f"append_pending<{_ELEMENTS[width]}>")
@@ -277,6 +259,17 @@ class CudaAcceptance(Launcher):
         self._sampling.filter_threshold(logits, rows, thresholds)
         return logits, thresholds
 
+    def _total_rows(
+        self, source: ModuleSource, name: str, workspace: DeviceArray, sizes: dict[str, Any], packed: Any
+    ) -> DeviceArray:
+        """Launch what finds the largest value of each node's row, then the sum of its weights, for the kernel `name`;
+        what of the workspace has them."""
+        used, arguments = _rows_of(workspace, name, sizes), "".join(part.capitalize() for part in name.split("_"))
+        for kernel in ("row_best", "row_total"):
+            expression = f"{kernel}<{arguments}Arguments>"
+            self._launch(Kernel(source, expression), self._node_grid(sizes), _ROW_THREADS, (packed,), zeroed=used)
+        return used
+
     def _node_grid(self, sizes: dict[str, int]) -> tuple[int, int, int]:
         """Blocks of a row, nodes, slots."""
         return self._blocks(sizes["V"], sizes["B"] * sizes["T"], _ROW_THREADS), sizes["T"], sizes["B"]
@@ -285,17 +278,8 @@ class CudaAcceptance(Launcher):
 def _rows_of(workspace: DeviceArray, kernel: str, sizes: dict[str, int]) -> DeviceArray:
     """The part of a workspace that a kernel of these sizes uses."""
     needed = _ROW_BYTES * sizes["B"] * sizes["T"]
-    _check_workspace(workspace, kernel, sizes, needed)
+    check_workspace(kernel, workspace, needed, 16, "accept_workspace_size")
     return workspace[:needed]
-
-
-def _check_workspace(workspace: DeviceArray, kernel: str, sizes: dict[str, int], needed: int) -> None:
-    if sizes["N"] < needed:
-        raise KernelError(
-            f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} ({kernel} says how many it needs)"
-        )
-    if workspace.pointer % 16:
-        raise KernelError(f"{kernel}: workspace starts at {workspace.pointer:#x}; expected a multiple of 16 bytes")
 
 
 def _scaled_bytes(batch: int, vocabulary: int) -> int:

@@ -28,12 +28,13 @@ from edgellm.kernels.decode.contract import (
 )
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Threads of a block of the kernels of few rows and of norms.
 THREADS = 32 * SLICES
-#: By dtype, its name on the device.
 #: A column behind those of every layer.
 _BEHIND_ALL = 2**31 - 1
+#: By dtype, its name on the device.
 CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -87,6 +88,19 @@ MACROS = (
     ("HOST_MOST_PLACES", MAX_LORA_PLACES),
     ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
 )
+
+
+def cuda_type(dtype: str, kernels: str = "decode kernels") -> str:
+    """A dtype's name on the device. Raises KernelError for one that the `kernels` do not compute in."""
+    if dtype not in CUDA_TYPES:
+        raise KernelError(f"{kernels} compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
+    return CUDA_TYPES[dtype]
+
+
+def check_rounded(layout: DeviceLayout, dtype: str) -> None:
+    """KernelError for a packed weight that is for kernels of another compute dtype."""
+    if layout.compute != dtype:
+        raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {dtype}")
 
 
 @cache

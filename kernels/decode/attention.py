@@ -198,24 +198,33 @@ class AttentionGeometry:
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
-def attention_kernel(
-    dtype: str,
-    head_size: int,
-    shares: bool = True,
-    int8: bool = False,
-    window: bool = False,
-    tile_warps: int | None = None,
-    in_turn: bool = False,
-    sinks: bool = False,
-    neighbours: bool = False,
-    norms_behind: bool = False,
-) -> Kernel:
-    """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
-    `window`: they are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see
-    `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`: see `AttentionWeights`."""
+class AttentionKind(NamedTuple):
+    """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
+    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
+    each head has one; `neighbours`, `norms_behind`: see `AttentionWeights`."""
+
+    shares: bool = True
+    int8: bool = False
+    window: bool = False
+    tile_warps: int | None = None
+    in_turn: bool = False
+    sinks: bool = False
+    neighbours: bool = False
+    norms_behind: bool = False
+
+
+_PLAIN = AttentionKind()
+
+
+def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -> Kernel:
+    """The kernel of a kind for heads of so many elements."""
+    tile_warps, int8 = kind.tile_warps, kind.int8
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
-    sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
+    sample = (
+        AttentionGeometry(2, 2, 3, 2, False, tile_warps, kind.in_turn),
+        AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8),
+    )
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -225,15 +234,15 @@ def attention_kernel(
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
         ("HOST_INT8", int(int8)),
-        ("HOST_WINDOW", int(window)),
+        ("HOST_WINDOW", int(kind.window)),
         ("HOST_TILE_WARPS", tile_warps),
-        ("HOST_IN_TURN", int(in_turn)),
-        ("HOST_SINKS", int(sinks)),
-        ("HOST_NEIGHBOURS", int(neighbours)),
-        ("HOST_NORMS_BEHIND", int(norms_behind)),
+        ("HOST_IN_TURN", int(kind.in_turn)),
+        ("HOST_SINKS", int(kind.sinks)),
+        ("HOST_NEIGHBOURS", int(kind.neighbours)),
+        ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
     )
     expression = (
-        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
+        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(kind.shares).lower()}>"
     )
     return decode_kernel("attention.cu", expression, macros)
 
@@ -291,8 +300,8 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, further, window, shape.window_bits if window else 0),
     )
-    kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
-    kernel = attention_kernel(context.dtype, size, *kinds, weights.neighbours, weights.norms_behind)
+    how = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
+    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind))
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

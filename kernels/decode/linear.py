@@ -12,13 +12,14 @@ from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
-    CUDA_TYPES,
     THREADS,
     KeptArgument,
     LinearArgument,
     NormedArgument,
     addresses,
     check_room,
+    check_rounded,
+    cuda_type,
     decode_kernel,
     kept_argument,
     linear_argument,
@@ -157,10 +158,8 @@ class CudaDecodeKernels:
 
         Raises MissingDependencyError or KernelError.
         """
-        if dtype not in CUDA_TYPES:
-            raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
         self.module, self.dtype, self.head_size = module, dtype, head_size
-        self._type = kind = CUDA_TYPES[dtype]
+        self._type = kind = cuda_type(dtype)
         staged = staged_geometry(1, STEP, module.shared_limit) or NARROW
         kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
         linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
@@ -414,8 +413,7 @@ class CudaDecodeKernels:
                 f"packed layers of few rows take up to {MAX_PACKED_ROWS} that fit into shared memory, no LoRA adapters "
                 f"and gates in eights, found {batch} rows times {linear.weight.shape}"
             )
-        if layout.compute != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        check_rounded(layout, self.dtype)
         kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
         return Launch(

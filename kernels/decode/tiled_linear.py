@@ -17,6 +17,8 @@ from edgellm.kernels.decode.arguments import (
     LinearArgument,
     addresses,
     check_room,
+    check_rounded,
+    cuda_type,
     decode_kernel,
     kept_argument,
     linear_argument,
@@ -103,8 +105,7 @@ class CudaTiledKernels:
     most_rows = MAX_TILED_ROWS
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        if dtype not in CUDA_TYPES:
-            raise KernelError(f"decode kernels compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
+        cuda_type(dtype)  # refuses others
         self.module, self.dtype = module, dtype
         self.gpu = capacity_of(module)
 
@@ -223,8 +224,7 @@ class CudaTiledKernels:
         """KernelError for a packed weight that the kernel `name` does not take."""
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if layout.compute != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        check_rounded(layout, self.dtype)
 
     def _packed_launch(
         self, name: str, linear: LinearWeights, arguments: TiledLinear, tiling: PackedTiling | PackedTiles | None

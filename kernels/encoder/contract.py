@@ -81,6 +81,8 @@ def _check_columns(sizes: dict[str, Any]) -> str | None:
     column, last = sizes["column"], sizes["column"] + sizes["K"]
     if column < 0 or last > sizes["P"]:
         return f"columns {column} to {last} of an output of {sizes['P']}"
+    if "rows" not in sizes and sizes["S"] < sizes["R"]:  # rows are copied as they come
+        return f"{sizes['R']} rows of values of {sizes['S']}, without rows to choose"
     return None
 
 
@@ -108,12 +110,6 @@ def _check_attention(sizes: dict[str, Any]) -> str | None:
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
         return f"{rows} rows in windows of {window}; expected up to {MAXIMUM_ROWS} whole ones"
     return _check_heads(sizes)
-
-
-def check_source(values: OwnArray, rows: OwnArray | None, output: OwnArray) -> None:
-    """Raise KernelError where rows are copied as they come, of fewer than the output has."""
-    if rows is None and values.shape[0] < output.shape[0]:
-        raise KernelError(f"copy_rows: {output.shape[0]} rows of values of {values.shape[0]}, without rows to choose")
 
 
 class EncoderKernels(Protocol):

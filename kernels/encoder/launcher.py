@@ -7,12 +7,12 @@ from typing import Any
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.contracts import MAXIMUM_ROWS, Contracts, cuda_header
+from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.decode.arguments import MACROS
-from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, EncoderKernels, check_source
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, EncoderKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.launcher import CUDA_TYPES
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 
 #: Threads of a block that has a row; rows and columns of a tile of a product.
 _THREADS, _TILE = 256, 64
@@ -73,13 +73,12 @@ def _kernel(file: str, name: str, expression: str, kind: str, macros: tuple[tupl
     return Kernel(source, expression)
 
 
-class CudaEncoder:
+class CudaEncoder(Launcher):
     """See `edgellm.kernels.encoder.contract.EncoderKernels`; arrays are `DeviceArray`, a call gives a `Launch`, which
     waits for its predecessor itself."""
 
     def __init__(self, module: KernelModule) -> None:
-        self._module = module
-        self._check = Contracts(EncoderKernels, DeviceArray)
+        super().__init__(module, EncoderKernels)
 
     def norm(
         self,
@@ -106,7 +105,6 @@ class CudaEncoder:
 
     def copy_rows(self, values: DeviceArray, rows: DeviceArray | None, output: DeviceArray, column: int) -> Launch:
         """Rows, or chosen ones, into columns of others; see the contract."""
-        check_source(values, rows, output)
         sizes, packed = self._packed("copy_rows", values, rows, output, column)
         kinds, widths = (values.dtype, output.dtype), (sizes["K"], sizes["P"], column)
         return self._by_row("copy_rows", kinds, (values, output), widths, packed)
@@ -155,11 +153,6 @@ class CudaEncoder:
         grid = (count, -(-window // _rows(tiles)), windows)
         kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
-
-    def _packed(self, name: str, *arguments: Any) -> tuple[dict[str, Any], Any]:
-        """Sizes by letter, and the struct that a kernel takes."""
-        sizes = self._check(name, *arguments)
-        return sizes, self._check.pack(name, sizes, *arguments)
 
     def _by_row(
         self, name: str, dtypes: tuple[str, ...], arrays: tuple[DeviceArray, ...], widths: tuple[int, ...], packed: Any

@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, NumpyTiledKernels, product
-from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels, check_source
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
@@ -49,7 +49,6 @@ class NumpyEncoder:
     def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> NumpyLaunch:
         """Rows, or chosen ones, into columns of others; see the contract."""
         _check("copy_rows", values, rows, output, column)
-        check_source(values, rows, output)
 
         def compute() -> None:
             chosen = values[: len(output)] if rows is None else values[np.clip(rows, 0, len(values) - 1)]

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.arguments import (
-    CUDA_TYPES,
     THREADS,
     LinearArgument,
     NormedArgument,
     addresses,
     check_room,
+    cuda_type,
     decode_kernel,
     kept_argument,
     linear_argument,
@@ -41,9 +41,9 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import (
     MAX_ROUTED_ROWS,
+    Addition,
+    Choice,
     ExpertWeights,
-    Routed,
-    Routing,
     check_pairs,
     experts_refusal,
     matrix_refusal,
@@ -104,22 +104,13 @@ class CudaExperts:
     """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        if dtype not in CUDA_TYPES:
-            raise KernelError(f"kernels of experts compute in {' and '.join(CUDA_TYPES)}, not in {dtype}")
-        self.module, self.dtype, self._type = module, dtype, CUDA_TYPES[dtype]
+        self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
-    def choose(
-        self,
-        scores: DeviceArray,
-        routing: Routing,
-        routed: Routed,
-        correction: DeviceArray | None = None,
-        shared: tuple[DeviceArray, DeviceArray] | None = None,
-    ) -> Launch:
+    def choose(self, scores: DeviceArray, choice: Choice) -> Launch:
         """See `NumpyExperts.choose`."""
-        rows, choice, each = self._choice(scores, routing, routed, correction, shared)
+        rows, argument, each = self._choice(scores, choice)
         kernel = decode_kernel("experts/router.cu", f"experts::choose<{self._type}, {each}>", _ROUTER_MACROS)
-        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (choice,))
+        return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument,))
 
     def route(
         self,
@@ -127,43 +118,34 @@ class CudaExperts:
         router: LinearWeights,
         kept: Kept,
         scores: DeviceArray,
-        routing: Routing,
-        routed: Routed,
+        choice: Choice,
         counters: DeviceArray,
-        correction: DeviceArray | None = None,
-        shared: tuple[DeviceArray, DeviceArray] | None = None,
         next_early: bool = True,
     ) -> Launch:
         """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
-        rows, choice, each = self._choice(scores, routing, routed, correction, shared)
+        rows, argument, each = self._choice(scores, choice)
         if rows > MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
             raise KernelError(
                 f"a router of {rows} rows; expected up to {MAX_ROUTED_ROWS}, normed, by dense weights alone"
             )
-        limit, columns = self.module.shared_limit, router.weight.shape[1]
+        limit, columns, experts = self.module.shared_limit, router.weight.shape[1], choice.routing.experts
         geometry = norm_geometry(rows, [columns], limit, False, 0)
         arguments = NormLinearArgument(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
-            linear_argument(router, rows, routing.experts, 1.0),
+            linear_argument(router, rows, experts, 1.0),
             kept_argument(kept, columns),
             *(scores.pointer, next_early, 0),
         )
         expression = f"experts::route<{self._type}, decode::{geometry.name}, {each}>"
         kernel = decode_kernel("experts/router.cu", expression, _ROUTER_MACROS)
-        blocks = min(-(-routing.experts // 8), self.module.multiprocessors * geometry.blocks_per_multiprocessor)
+        blocks = min(-(-experts // 8), self.module.multiprocessors * geometry.blocks_per_multiprocessor)
         shared_bytes = geometry.norm_bytes(1, 1, rows, columns)
-        given = arguments, choice, ctypes.c_void_p(counters.pointer)
+        given = arguments, argument, ctypes.c_void_p(counters.pointer)
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, given)
 
-    def _choice(
-        self,
-        scores: DeviceArray,
-        routing: Routing,
-        routed: Routed,
-        correction: DeviceArray | None,
-        shared: tuple[DeviceArray, DeviceArray] | None,
-    ) -> tuple[int, _Choice, int]:
+    def _choice(self, scores: DeviceArray, choice: Choice) -> tuple[int, _Choice, int]:
         """How many rows choose, by what, and how many experts a lane has."""
+        routing, routed, correction, shared = choice
         rows, experts, chosen = scores.size // routing.experts, routing.experts, routing.chosen
         reason = experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
@@ -191,47 +173,23 @@ class CudaExperts:
         return self._product("sums", x, expert_ids, experts, output)
 
     def down_add(
-        self,
-        x: DeviceArray,
-        experts: ExpertWeights,
-        products: DeviceArray,
-        routed: Routed,
-        residual: DeviceArray,
-        output: DeviceArray,
-        counters: DeviceArray,
-        scale: float = 1.0,
-        shared: DeviceArray | None = None,
+        self, x: DeviceArray, experts: ExpertWeights, products: DeviceArray, addition: Addition, counters: DeviceArray
     ) -> Launch:
         """See `NumpyExperts.down_add`."""
-        addition, rows = self._addition(products, routed, residual, output, scale, shared)
-        check_room("counters", counters, rows, counter_words(residual.shape[-1]))
-        return self._product("sums", x, routed.expert_ids, experts, products, (addition, counters))
+        argument, rows = self._addition(products, addition)
+        check_room("counters", counters, rows, counter_words(argument.width))
+        return self._product("sums", x, addition.routed.expert_ids, experts, products, (argument, counters))
 
-    def add(
-        self,
-        outputs: DeviceArray,
-        routed: Routed,
-        residual: DeviceArray,
-        output: DeviceArray,
-        scale: float = 1.0,
-        shared: DeviceArray | None = None,
-    ) -> Launch:
+    def add(self, outputs: DeviceArray, addition: Addition) -> Launch:
         """See `NumpyExperts.add`, of up to 65,535 rows."""
-        addition, rows = self._addition(outputs, routed, residual, output, scale, shared)
+        argument, rows = self._addition(outputs, addition)
         kernel = decode_kernel("experts/router.cu", f"experts::add<{self._type}>", _ROUTER_MACROS)
-        grid = -(-addition.width // (4 * _ADDING_THREADS)), rows, 1
-        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (addition,))
+        grid = -(-argument.width // (4 * _ADDING_THREADS)), rows, 1
+        return Launch(self.module, kernel, grid, _ADDING_THREADS, 0, (argument,))
 
-    def _addition(
-        self,
-        outputs: DeviceArray,
-        routed: Routed,
-        residual: DeviceArray,
-        output: DeviceArray,
-        scale: float,
-        shared: DeviceArray | None,
-    ) -> tuple[_Addition, int]:
+    def _addition(self, outputs: DeviceArray, addition: Addition) -> tuple[_Addition, int]:
         """What is added, and of how many rows."""
+        routed, residual, output, scale, shared = addition
         width, chosen = residual.shape[-1], routed.expert_weights.shape[-1]
         rows = routed.expert_weights.size // chosen
         if width % 8 or residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":

@@ -1,7 +1,7 @@
 """Mixtures of experts for many rows on the GPU, as prompts have: pairs of rows and experts are sorted by expert, and
 those of an expert multiplied together in tiles.
 
-Each method has the arguments of its NumPy twin in `prompt_twin` and returns a `Launch`. No number of pairs is read by
+Each method has the arguments of its NumPy twin in `twin` and returns a `Launch`. No number of pairs is read by
 the host: grids and arrays have room for whatever may be chosen. No bit depends on the tiles.
 """
 
@@ -12,14 +12,27 @@ from dataclasses import replace
 from functools import cache
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, check_room, decode_kernel, linear_argument
+from edgellm.kernels.decode.arguments import (
+    CUDA_TYPES,
+    addresses,
+    check_room,
+    check_rounded,
+    decode_kernel,
+    linear_argument,
+)
 from edgellm.kernels.decode.contract import ACTIVATIONS
 from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.experts.contract import ExpertWeights, matrix_refusal
+from edgellm.kernels.experts.contract import (
+    ExpertWeights,
+    SortedPairs,
+    check_sorted,
+    matrix_refusal,
+    most_tiles,
+    rows_of_tiles,
+)
 from edgellm.kernels.experts.launcher import CudaExperts
-from edgellm.kernels.experts.prompt_contract import SortedPairs, check_sorted, most_tiles, rows_of_tiles
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -135,7 +148,7 @@ class CudaSortedExperts(CudaExperts):
         self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
     def sort(self, expert_ids: DeviceArray, experts: int, sorted_pairs: SortedPairs) -> Launch:
-        """See `NumpySortedExperts.sort`."""
+        """See `NumpyExperts.sort`."""
         chosen, tile = expert_ids.shape[-1], check_sorted(sorted_pairs, expert_ids.size, experts)
         arguments = _Sorting(*addresses(expert_ids, *sorted_pairs), expert_ids.size, chosen, experts, tile)
         shared = _SORTING_THREADS // 32 * experts * 4
@@ -144,14 +157,14 @@ class CudaSortedExperts(CudaExperts):
     def sorted_gate_up(
         self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: DeviceArray
     ) -> Launch:
-        """See `NumpySortedExperts.sorted_gate_up`."""
+        """See `NumpyExperts.sorted_gate_up`."""
         kind, pairs = "alternating" if limit else "gated", output.size * 2 // experts.shape[0]
         return self._sorted_product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
 
     def sorted_down(
         self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: DeviceArray
     ) -> Launch:
-        """See `NumpySortedExperts.sorted_down`."""
+        """See `NumpyExperts.sorted_down`."""
         pairs = output.size // experts.shape[0]
         check_room("x", x, pairs, experts.shape[1])
         return self._sorted_product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)
@@ -174,8 +187,8 @@ class CudaSortedExperts(CudaExperts):
         wanted = "float32" if kind == "sums" else self.dtype
         if reason is not None or (x.dtype, output.dtype) != (self.dtype, wanted):
             raise KernelError(reason or f"experts multiply {self.dtype} to {wanted}, not {x.dtype} to {output.dtype}")
-        if layout is not None and layout.compute != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        if layout is not None:
+            check_rounded(layout, self.dtype)
         one = layout and replace(layout, rows=rows)
         tiling = self.tiling or expert_tiling(tile, pairs, experts.experts, experts.shape, self.gpu, one)
         batch, stages = most_tiles(pairs, experts.experts, tile) * tile, tiling.stages(self.gpu)

@@ -1,12 +1,24 @@
-"""The kernels of mixtures of experts in NumPy, float32: they define what `CudaExperts` computes."""
+"""The kernels of mixtures of experts in NumPy, float32: they define what
+`CudaSortedExperts` computes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyLaunch, gated, product, rows_of, write
-from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, check_pairs
+from edgellm.kernels.experts.contract import (
+    MAX_PAIRS,
+    Addition,
+    Choice,
+    ExpertWeights,
+    Routing,
+    SortedPairs,
+    check_pairs,
+    check_sorted,
+)
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
@@ -14,16 +26,9 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight
 class NumpyExperts:
     """See `edgellm.kernels.experts.contract`."""
 
-    def choose(
-        self,
-        scores: np.ndarray,
-        routing: Routing,
-        routed: Routed,
-        correction: np.ndarray | None = None,
-        shared: tuple[np.ndarray, np.ndarray] | None = None,
-    ) -> NumpyLaunch:
-        """What each row of `scores` [R, E] float32 chooses. `correction` float32 [E]. `shared`: rows [R, H] and the
-        gate [1, H] of the expert that every row goes through, compute: sigmoid of their product is its share."""
+    def choose(self, scores: np.ndarray, choice: Choice) -> NumpyLaunch:
+        """What each row of `scores` [R, E] float32 chooses."""
+        routing, routed, correction, shared = choice
 
         def compute() -> None:
             ids, weights = chosen_experts(rows_of(scores), routing, correction)
@@ -41,17 +46,14 @@ class NumpyExperts:
         router: LinearWeights,
         kept: Kept,
         scores: np.ndarray,
-        routing: Routing,
-        routed: Routed,
+        choice: Choice,
         counters: np.ndarray,
-        correction: np.ndarray | None = None,
-        shared: tuple[np.ndarray, np.ndarray] | None = None,
         next_early: bool = True,
     ) -> NumpyLaunch:
         """`NumpyDecodeKernels.norm_linear` of what is `normed`, to `scores`, and what `choose` makes of them.
         `counters` uint32: the first is zero before and after."""
         scored = NumpyDecodeKernels().norm_linear([normed], router, scores, 1.0, kept)
-        return _one_after_the_other(scored, self.choose(scores, routing, routed, correction, shared))
+        return _one_after_the_other(scored, self.choose(scores, choice))
 
     def gate_up(
         self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, limit: float, output: np.ndarray
@@ -78,32 +80,15 @@ class NumpyExperts:
         return NumpyLaunch(compute)
 
     def down_add(
-        self,
-        x: np.ndarray,
-        experts: ExpertWeights,
-        products: np.ndarray,
-        routed: Routed,
-        residual: np.ndarray,
-        output: np.ndarray,
-        counters: np.ndarray,
-        scale: float = 1.0,
-        shared: np.ndarray | None = None,
+        self, x: np.ndarray, experts: ExpertWeights, products: np.ndarray, addition: Addition, counters: np.ndarray
     ) -> NumpyLaunch:
         """`down` to `products`, then `add`. `counters` uint32 [R, `counter_words`] are zero before and after."""
-        multiplied = self.down(x, routed.expert_ids, experts, products)
-        return _one_after_the_other(multiplied, self.add(products, routed, residual, output, scale, shared))
+        multiplied = self.down(x, addition.routed.expert_ids, experts, products)
+        return _one_after_the_other(multiplied, self.add(products, addition))
 
-    def add(
-        self,
-        outputs: np.ndarray,
-        routed: Routed,
-        residual: np.ndarray,
-        output: np.ndarray,
-        scale: float = 1.0,
-        shared: np.ndarray | None = None,
-    ) -> NumpyLaunch:
-        """`output` [R, N] float32 = residual [R, N] + scale (sum over k in order of weight times what is in `outputs`
-        [R, k N] float32, then the shared weight times `shared` [R, N] float32)."""
+    def add(self, outputs: np.ndarray, addition: Addition) -> NumpyLaunch:
+        """The `addition` of what is in `outputs` [R, k N] float32."""
+        routed, residual, output, scale, shared = addition
 
         def compute() -> None:
             weights = rows_of(routed.expert_weights)
@@ -116,12 +101,75 @@ class NumpyExperts:
 
         return NumpyLaunch(compute)
 
+    def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
+        """`sorted_pairs` of `expert_ids` [R, k] int32. A pair whose id no expert has is in none of the tiles."""
+        tile, chosen = check_sorted(sorted_pairs, expert_ids.size, experts), expert_ids.shape[-1]
+
+        def compute() -> None:
+            ids, place = expert_ids.reshape(-1), 0
+            for expert in range(experts):
+                own = np.flatnonzero(ids == expert)
+                end = place + -(-len(own) // tile) * tile
+                sorted_pairs.pairs[place:end] = sorted_pairs.rows[place:end] = -1
+                sorted_pairs.pairs[place : place + len(own)] = own
+                sorted_pairs.rows[place : place + len(own)] = own // chosen
+                sorted_pairs.expert[place // tile : end // tile] = expert
+                place = end
+            sorted_pairs.tiles[0] = place // tile
+
+        return NumpyLaunch(compute)
+
+    def sorted_gate_up(
+        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: np.ndarray
+    ) -> NumpyLaunch:
+        """`gate_up` of the pairs in the tiles: of the rows of x [R, H], to `output` [R, k I]."""
+        check_sorted(sorted_pairs, output.size * 2 // experts.shape[0], experts.experts)
+        results = output.reshape(-1, experts.shape[0] // 2)
+
+        def product(place: np.ndarray, ids: np.ndarray, found: np.ndarray) -> NumpyLaunch:
+            return self.gate_up(rows_of(x)[sorted_pairs.rows[place]], ids, experts, limit, found)
+
+        return _of_sorted(sorted_pairs, results, product)
+
+    def sorted_down(
+        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: np.ndarray
+    ) -> NumpyLaunch:
+        """`down` of the pairs in the tiles: from x [R, k I] to `output` [R, k N] float32."""
+        check_sorted(sorted_pairs, output.size // experts.shape[0], experts.experts)
+        given, results = x.reshape(-1, experts.shape[1]), output.reshape(-1, experts.shape[0])
+
+        def product(place: np.ndarray, ids: np.ndarray, found: np.ndarray) -> NumpyLaunch:
+            return self.down(given[sorted_pairs.pairs[place]], ids, experts, found)
+
+        return _of_sorted(sorted_pairs, results, product)
+
+
+def _of_sorted(
+    given: SortedPairs, results: np.ndarray, product: Callable[[np.ndarray, np.ndarray, np.ndarray], NumpyLaunch]
+) -> NumpyLaunch:
+    """What puts the pairs in the tiles at their places in `results`, by a `product` of so many of them as it takes: of
+    their places in the tiles, the ids [.., 1] of their experts, and where it gives its rows."""
+
+    def compute() -> None:
+        tile = given.pairs.size // given.expert.size
+        own = np.flatnonzero(given.pairs[: given.tiles[0] * tile] >= 0)
+        for first in range(0, len(own), MAX_PAIRS):
+            place = own[first : first + MAX_PAIRS]
+            found = np.empty((len(place), results.shape[1]), np.float32)
+            product(place, given.expert[place // tile, None], found)()
+            results[given.pairs[place]] = found
+
+    return NumpyLaunch(compute)
+
 
 def chosen_experts(
     given: np.ndarray, routing: Routing, correction: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids [R, k] int32, rising, and weights [R, k] of the experts that rows choose of what the router has `given`,
-    [R, E]. NaN is less than all else."""
+    """The ids [R, k] int32, rising, of the experts that rows choose, and their weights [R, k], in the dtype of what the
+    router has `given`, [R, E].
+
+    A row with NaN among what was given has weights of NaN, so that its logits say so; the other rows are as they are.
+    """
     if routing.sigmoid:
         scores = _sigmoid(given)
     else:
@@ -132,8 +180,8 @@ def chosen_experts(
     ids = np.sort(order[:, : routing.chosen], axis=1)
     weights = np.take_along_axis(scores, ids, axis=1)
     if routing.normalized:
-        weights = weights / (weights.sum(axis=1, keepdims=True) + np.float32(routing.epsilon))
-    weights = weights * np.float32(routing.scale)
+        weights = weights / (weights.sum(axis=1, keepdims=True) + weights.dtype.type(routing.epsilon))
+    weights = weights * weights.dtype.type(routing.scale)
     weights[np.isnan(given).any(axis=1)] = np.nan
     return ids.astype(np.int32), weights
 
@@ -153,7 +201,8 @@ def _one_after_the_other(*launches: NumpyLaunch) -> NumpyLaunch:
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    with np.errstate(over="ignore"):  # exp of a large number: infinity, and the result is 0
+        return 1 / (1 + np.exp(-x))
 
 
 def _products(x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights) -> np.ndarray:

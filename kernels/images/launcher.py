@@ -37,8 +37,7 @@ class CudaImages(Launcher):
 
     def resample(self, pixels: DeviceArray, tables: ResamplingTables, resampled: DeviceArray) -> None:
         """Resample along one axis; see the contract."""
-        sizes = self._check("resample", pixels, tables, resampled)
-        packed = self._check.pack("resample", sizes, pixels, tables, resampled)
+        sizes, packed = self._packed("resample", pixels, tables, resampled)
         kernel = Kernel(images_source(self._dtype), "resample")
         self._launch(kernel, (-(-3 * sizes["X"] // _THREADS), sizes["Y"]), _THREADS, (packed,))
 
@@ -46,8 +45,7 @@ class CudaImages(Launcher):
         self, pixels: DeviceArray, tables: ResamplingTables, table: DeviceArray, grid: PatchGrid, patches: DeviceArray
     ) -> None:
         """Resample along one axis, normalize, cut into patches; see the contract."""
-        sizes = self._check("resample_to_patches", pixels, tables, table, grid, patches)
-        packed = self._check.pack("resample_to_patches", sizes, pixels, tables, table, grid, patches)
+        sizes, packed = self._packed("resample_to_patches", pixels, tables, table, grid, patches)
         self._launch(_kernel("resample_to_patches", patches), (sizes["N"],), _THREADS, (packed,))
 
     def insert_image_rows(
@@ -61,17 +59,14 @@ class CudaImages(Launcher):
     ) -> None:
         """Rows of images in the place of their tokens' embeddings; see the contract."""
         arguments = (image_rows, token_ids, target, inserted, image_token_id, first_row)
-        sizes = self._check("insert_image_rows", *arguments)
-        packed = self._check.pack("insert_image_rows", sizes, *arguments)
+        sizes, packed = self._packed("insert_image_rows", *arguments)
         self._launch(_kernel("insert_image_rows", image_rows), (sizes["T"],), _THREADS, (packed,))
 
     def mrope_rotary_rows(
         self, positions: DeviceArray, axes: DeviceArray, rotary_table: DeviceArray, rope_rotary_cos_sin: DeviceArray
     ) -> None:
         """Rotary rows of tokens with three positions; see the contract."""
-        arguments = (positions, axes, rotary_table, rope_rotary_cos_sin)
-        sizes = self._check("mrope_rotary_rows", *arguments)
-        packed = self._check.pack("mrope_rotary_rows", sizes, *arguments)
+        sizes, packed = self._packed("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         self._launch(_kernel("mrope_rotary_rows", rope_rotary_cos_sin), (sizes["T"],), _THREADS, (packed,))
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import limited
-from edgellm.kernels.errors import KernelError
 
 #: The largest head.
 MAX_HEAD_SIZE = 256
@@ -76,7 +75,9 @@ def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) ->
 
 
 def _check_heads(sizes: dict[str, Any]) -> str | None:
-    size, kv_heads = sizes["D"], sizes["G"]
+    size, kv_heads, has_scales = sizes["D"], sizes["G"], "row_scales.key" in sizes
+    if has_scales != (sizes["rows.k_cache"] == "int8"):
+        return f"KV caches of {sizes['rows.k_cache']} {'with' if has_scales else 'without'} scales"
     heads = sizes.get("E", 0) // size
     if "E" in sizes and (heads < 1 or sizes["E"] % size):
         return f"queries have {sizes['E']} columns; expected those of heads of {size}"
@@ -96,13 +97,6 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
             f"whole tiles of {RING_STEP}"
         )
     return prefill_refusal(heads, kv_heads, size)
-
-
-def check_scales(rows: KeyValueRows, scales: RowScales | None) -> None:
-    """Raise KernelError unless rows of int8 have scales, and others none."""
-    is_int8 = str(rows.k_cache.dtype) == "int8"
-    if is_int8 == (scales is None):
-        raise KernelError(f"KV caches of {rows.k_cache.dtype} {'without' if scales is None else 'with'} scales")
 
 
 class PrefillKernels(Protocol):
@@ -163,12 +157,3 @@ class PrefillKernels(Protocol):
         before; a window still begins so many rows before the token's own. A token that sees no further than its own
         row has the bits of `causal_attention`.
         """
-
-
-class PromptKernels(PrefillKernels, Protocol):
-    """What steps of many tokens need between dense linear layers."""
-
-    def dequantize(self, weight: OwnArray, values: OwnArray, beside: bool) -> Launchable:
-        """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
-        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
-        others."""

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.contracts import Contracts, cuda_header
+from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
 from edgellm.kernels.decode.attention import KEY_TILE, AttentionShape
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.contract import (
-    HeadNorms,
-    KeyValueRows,
-    PrefillKernels,
-    RotaryPart,
-    RowScales,
-    check_scales,
-)
+from edgellm.kernels.launcher import Launcher
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _HEADS_THREADS = 4, 256
@@ -28,8 +22,19 @@ _WARPS, _HEADS_THREADS = 4, 256
 _DEQUANTIZE_WARPS = 8
 #: Tiles of keys that have places in memory, by the size that heads are padded to.
 _STAGES = {64: 2, 128: 2, 256: 1}
-#: What an attention kernel is compiled for beside sizes.
-_KINDS = ("int8", "window", "ahead", "sinks")
+
+
+class AttentionKind(NamedTuple):
+    """What a kernel is compiled for. `int8`: KV rows are; `window`: tokens see a part of a ring; `ahead`: some see rows
+    behind their own (`attention_ahead`); `sinks`: each head has one."""
+
+    int8: bool = False
+    window: bool = False
+    ahead: bool = False
+    sinks: bool = False
+
+
+_PLAIN = AttentionKind()
 
 
 class _Division(ctypes.Structure):
@@ -74,23 +79,14 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
 
 
 @lru_cache
-def attention_kernel(
-    dtype: str,
-    size: int,
-    tiles: int,
-    int8: bool = False,
-    window: bool = False,
-    ahead: bool = False,
-    sinks: bool = False,
-) -> Kernel:
-    """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
-    `ahead`: `attention_ahead`; `sinks`: each head has one."""
+def attention_kernel(dtype: str, size: int, tiles: int, kind: AttentionKind = _PLAIN) -> Kernel:
+    """`causal_attention` of a kind for heads of `size` elements."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, kind.int8)))
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
-    switches = dict(zip(_KINDS, (int8, window, ahead, sinks), strict=True))
-    host = (*sizes, *((f"HOST_{kind.upper()}", int(is_so)) for kind, is_so in switches.items()))
-    kinds = "".join(f"_{kind}" for kind, is_so in switches.items() if is_so)
+    switches = kind._asdict()
+    host = (*sizes, *((f"HOST_{name.upper()}", int(is_so)) for name, is_so in switches.items()))
+    kinds = "".join(f"_{name}" for name, is_so in switches.items() if is_so)
     name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
@@ -100,12 +96,11 @@ def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int 
     return ModuleSource(name, (f"prefill/{file}",), (expression,), macros, (header,))
 
 
-class CudaPrefill:
-    """See `edgellm.kernels.prefill.contract.PromptKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
+class CudaPrefill(Launcher):
+    """See `edgellm.kernels.prefill.contract.PrefillKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
     def __init__(self, module: KernelModule) -> None:
-        self._module = module
-        self._check = Contracts(PrefillKernels, DeviceArray)
+        super().__init__(module, PrefillKernels)
 
     def prepare_heads(
         self,
@@ -118,10 +113,7 @@ class CudaPrefill:
         queries: DeviceArray | None,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
-        check_scales(rows, row_scales)
-        arguments = (qkv, norms, rotary, rows, row_scales, part, queries)
-        sizes = self._check("prepare_heads", *arguments)
-        packed = self._check.pack("prepare_heads", sizes, *arguments)
+        sizes, packed = self._packed("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
         grid = (sizes["T"], sizes["B"], 1)
         dtype = (rows.k_cache if queries is None else queries).dtype
         kernel = heads_kernel(dtype, sizes["D"], row_scales is not None, qkv.dtype)
@@ -155,9 +147,7 @@ class CudaPrefill:
 
     def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
         (queries, rows, _, _, row_scales, last), is_ahead = arguments, name == "attention_ahead"
-        check_scales(rows, row_scales)
-        sizes = self._check(name, *arguments)
-        packed = self._check.pack(name, sizes, *arguments)
+        sizes, packed = self._packed(name, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
         heads = sizes["E"] // size
         if tiles is None:
@@ -166,33 +156,21 @@ class CudaPrefill:
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kinds = int8, rows.window > 0, is_ahead, not is_ahead and last is not None
-        kernel = attention_kernel(queries.dtype, size, tiles, *kinds)
+        kind = AttentionKind(int8, rows.window > 0, is_ahead, not is_ahead and last is not None)
+        kernel = attention_kernel(queries.dtype, size, tiles, kind)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
-        """Dense weights; see the contract."""
+        """See `NumpyPrefill.dequantize`."""
         launch = dequantize(self._module, weight, values)
         if beside:
             launch.overlap_previous()
         return launch
 
-    def load(
-        self,
-        dtype: str,
-        size: int,
-        tokens: int,
-        heads: int,
-        int8: bool = False,
-        window: bool = False,
-        ahead: bool = False,
-        sinks: bool = False,
-    ) -> None:
-        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are;
-        `window`: tokens see a part of a ring; `ahead`: some see rows behind their own; `sinks`: each head has one."""
+    def load(self, dtype: str, size: int, tokens: int, heads: int, kind: AttentionKind) -> None:
+        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        attention = attention_kernel(dtype, size, tiles, int8, window, ahead, sinks)
-        for kernel in (heads_kernel(dtype, size, int8), attention):
+        for kernel in (heads_kernel(dtype, size, kind.int8), attention_kernel(dtype, size, tiles, kind)):
             self._module.load(kernel.source)
 
 

@@ -7,15 +7,7 @@ import numpy as np
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import heads_made_ready
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend
-from edgellm.kernels.prefill.contract import (
-    HeadNorms,
-    KeyValueRows,
-    Launchable,
-    PrefillKernels,
-    RotaryPart,
-    RowScales,
-    check_scales,
-)
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -26,7 +18,7 @@ _QUERY_ROWS = 64
 
 
 class NumpyPrefill:
-    """See `edgellm.kernels.prefill.contract.PromptKernels`."""
+    """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
     def prepare_heads(
         self,
@@ -39,9 +31,34 @@ class NumpyPrefill:
         queries: np.ndarray | None,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
-        check_scales(rows, row_scales)
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
-        return NumpyLaunch(lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries))
+
+        def compute() -> None:
+            batch, kv_heads, _, size = rows.k_cache.shape
+            tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
+            parts = qkv.reshape(batch * tokens, -1, size)
+            query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
+            turns, neighbours = None, part is not None and part.neighbours
+            if rotary is not None:
+                rotation = rotary.reshape(batch * tokens, -1)
+                first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
+                own = first + further
+                turns = rotation[:, own : own + width], rotation[:, first : first + width]
+            weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
+            behind = norms is not None and norms.behind
+            query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
+            if queries is not None:
+                queries[...] = query.reshape(queries.shape)
+            key_scales, value_scales = row_scales or (None, None)
+            for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
+                by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
+                for b, start in enumerate(rows.start.tolist()):
+                    if rows.window:
+                        write_ring_rows(b, start, by_sequence[b], cache, scales)
+                    else:
+                        write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
+
+        return NumpyLaunch(compute)
 
     def causal_attention(
         self,
@@ -53,7 +70,6 @@ class NumpyPrefill:
         sinks: np.ndarray | None = None,
     ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
-        check_scales(rows, row_scales)
         _check("causal_attention", queries, rows, scale, context, row_scales, sinks)
         return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, sinks=sinks))
 
@@ -67,50 +83,17 @@ class NumpyPrefill:
         last_seen: np.ndarray,
     ) -> Launchable:
         """Attention over the rows up to one that is given for each token; see the contract."""
-        check_scales(rows, row_scales)
         _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
         return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen))
 
     def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
-        """Dense weights; see the contract."""
+        """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
+        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
+        others."""
         if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
             weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
         return NumpyLaunch(lambda: np.copyto(values, weight.values() * scales))
-
-
-def _prepare_heads(
-    qkv: np.ndarray,
-    norms: HeadNorms | None,
-    rotary: np.ndarray | None,
-    rows: KeyValueRows,
-    row_scales: RowScales | None,
-    part: RotaryPart | None,
-    queries: np.ndarray | None,
-) -> None:
-    batch, kv_heads, _, size = rows.k_cache.shape
-    tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
-    parts = qkv.reshape(batch * tokens, -1, size)
-    query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
-    turns, neighbours = None, part is not None and part.neighbours
-    if rotary is not None:
-        rotation = rotary.reshape(batch * tokens, -1)
-        first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
-        own = first + further
-        turns = rotation[:, own : own + width], rotation[:, first : first + width]
-    weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
-    behind = norms is not None and norms.behind
-    query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
-    if queries is not None:
-        queries[...] = query.reshape(queries.shape)
-    key_scales, value_scales = row_scales or (None, None)
-    for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
-        by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
-        for b, start in enumerate(rows.start.tolist()):
-            if rows.window:
-                write_ring_rows(b, start, by_sequence[b], cache, scales)
-            else:
-                write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
 
 
 def _causal_attention(

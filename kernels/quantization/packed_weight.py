@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from edgellm.kernels.bfloat16 import bfloat16_bits
+from edgellm.kernels.bfloat16 import bfloat16_bits, float32_of
 
 #: Of what codes are: integers of 4, 5, 6 or 8 bits from 0 up, OCP 8-bit floats of 4 exponent bits (Micikevicius et al.
 #: 2022), 4-bit floats of 2, or the numbers of `IQ4`.
@@ -199,5 +199,5 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         return values.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":
-        return (bfloat16_bits(values).astype(np.uint32) << 16).view(np.float32)
+        return float32_of(bfloat16_bits(values))
     return values

@@ -9,11 +9,11 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launcher import CUDA_TYPES
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Columns of a group for which there can be a factor matrix.
 MATRIX_SIZES = (32, 64, 128)
-_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 #: Of search.cu: warps of a block, and rows of a warp.
 _WARPS, _WARP_ROWS = 4, 8
 #: Of products.cu: rows and columns of a block, and its threads.
@@ -71,7 +71,7 @@ def search(
         shares.size,
         (1 << format.bits) - 1,
     )
-    options, groups = f"{_TYPES[format.dtype]}, {{}}{str(format.zeros).lower()}", columns // size
+    options, groups = f"{CUDA_TYPES[format.dtype]}, {{}}{str(format.zeros).lower()}", columns // size
     if has_matrices:
         kernel = _kernel(f"search_groups<{options.format(f'{size}, ')}>")
         shared = 4 * size * (size + 2 * _WARPS * _WARP_ROWS)

@@ -27,7 +27,6 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
-from edgellm.kernels.errors import KernelError
 
 #: The widest and the narrowest short convolution.
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
@@ -136,19 +135,13 @@ def key_heads(sizes: dict[str, Any]) -> int:
     return (sizes["R"] - sizes["G"] * sizes["E"]) // (2 * sizes["D"])
 
 
-def check_step(parents: object | None, kept: object | None, state_tokens: object | None) -> None:
-    """Raise KernelError unless a step either keeps its inputs or commits itself, and only one that keeps is a tree."""
-    if (kept is None) == (state_tokens is None):
-        raise KernelError("a step either keeps its inputs (`kept`) or commits its tokens (`state_tokens`)")
-    if parents is not None and kept is None:
-        raise KernelError("the nodes of a tree (`parents`) are not committed by the step: give `kept`")
-
-
-def check_alike(value: object, copy: object) -> None:
-    """Raise KernelError unless two arrays have one dtype."""
-    found, expected = (str(getattr(array, "dtype", None)) for array in (copy, value))
-    if found != expected:
-        raise KernelError(f"separate_gates: qkv is {found}; expected {expected}, the dtype of value")
+def _check_step(sizes: dict[str, Any]) -> str | None:
+    """A step either keeps its inputs or commits itself, and only one that keeps is a tree."""
+    if ("kept" in sizes) == ("state_tokens" in sizes):
+        return "a step either keeps its inputs (`kept`) or commits its tokens (`state_tokens`)"
+    if "parents" in sizes and "kept" not in sizes:
+        return "the nodes of a tree (`parents`) are not committed by the step: give `kept`"
+    return None
 
 
 def _check_convolution(sizes: dict[str, Any]) -> str | None:
@@ -164,7 +157,7 @@ def _check_convolution(sizes: dict[str, Any]) -> str | None:
     needed = channels * (3 if gated else 1)
     if sizes["V"] < needed:
         return f"value has {sizes['V']} columns; expected at least {needed} of {channels} channels"
-    return _check_rows(sizes)
+    return _check_step(sizes) or _check_rows(sizes)
 
 
 def _check_rows(sizes: dict[str, Any]) -> str | None:
@@ -194,7 +187,7 @@ def _check_delta(sizes: dict[str, Any]) -> str | None:
         return f"gates of {heads} heads from column {first} on of {sizes['V']}"
     if sizes["O"] != heads * sizes["E"]:
         return f"output has {sizes['O']} columns; expected {heads * sizes['E']}"
-    return _check_delta_rows(sizes)
+    return _check_step(sizes) or _check_delta_rows(sizes)
 
 
 def _check_gated_norm(sizes: dict[str, Any]) -> str | None:
@@ -214,6 +207,8 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
         return f"qkv has {sizes['Q']} columns; expected {sizes['V'] - heads * size}"
     if sizes.get("O", heads * size) != heads * size:
         return f"context has {sizes['O']} columns; expected {heads * size}"
+    if sizes.get("qkv", sizes["value"]) != sizes["value"]:
+        return f"qkv is {sizes['qkv']}; expected {sizes['value']}, the dtype of value"
     return _check_rows(sizes)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.contracts import MAXIMUM_ROWS, Contracts, cuda_header
+from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.launcher import CUDA_TYPES
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 from edgellm.kernels.recurrent.contract import (
     MAX_DELTA_SIZE,
     MAX_NODES,
@@ -26,8 +26,6 @@ from edgellm.kernels.recurrent.contract import (
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
-    check_alike,
-    check_step,
     delta_refusal,
     key_heads,
     norm_refusal,
@@ -133,12 +131,11 @@ def delta_kernel(name: str, keys: int, *arguments: str) -> Kernel:
     return Kernel(_source(names, "delta.cu", expression, *macros), expression)
 
 
-class CudaRecurrent:
+class CudaRecurrent(Launcher):
     """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
     def __init__(self, module: KernelModule) -> None:
-        self._module = module
-        self._check = Contracts(RecurrentArrays, DeviceArray)
+        super().__init__(module, RecurrentArrays)
 
     def short_convolution(
         self,
@@ -152,16 +149,14 @@ class CudaRecurrent:
         state_tokens: DeviceArray | None,
     ) -> Launch:
         """Convolve the tokens of a step; see the contract."""
-        check_step(parents, kept, state_tokens)
         arguments = (value, convolution, bias, columns, output, parents, kept, state_tokens)
-        sizes = self._check("short_convolution", *arguments)
+        sizes, packed = self._packed("short_convolution", *arguments)
         tokens, batch = sizes["T"], sizes["B"]
         if parents is not None and tokens > MAX_NODES:
             raise KernelError(f"short_convolution: a tree of {tokens} nodes; expected at most {MAX_NODES}")
         tiles = tokens if state_tokens is None else -(-tokens // _CONVOLUTION_TILE)
         name = "convolve_nodes" if state_tokens is None else "convolve_chunk"
         kernel = convolution_kernel(name, sizes["W"], value.dtype, output.dtype)
-        packed = self._check.pack("short_convolution", sizes, *arguments)
         grid = (-(-sizes["C"] // _CONVOLUTION_THREADS), tiles, batch)
         return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (packed,))
 
@@ -177,9 +172,8 @@ class CudaRecurrent:
         state_tokens: DeviceArray | None,
     ) -> Launch:
         """The gated delta rule over the tokens of a step; see the contract."""
-        check_step(parents, kept, state_tokens)
         arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        sizes = self._check("gated_delta", *arguments)
+        sizes, packed = self._packed("gated_delta", *arguments)
         tree, tokens = parents is not None, sizes["T"]
         _check_sizes("gated_delta", sizes, tokens if tree else 1)
         own = CUDA_TYPES[projected.dtype]
@@ -189,33 +183,27 @@ class CudaRecurrent:
             kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
         else:
             kernel = delta_kernel("delta_token", sizes["D"], own)
-        packed = self._check.pack("gated_delta", sizes, *arguments)
         grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
 
     def gated_norm(self, value: DeviceArray, gate: DeviceArray, norm: GatedHeadNorm, output: DeviceArray) -> Launch:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
-        arguments = (value, gate, norm, output)
-        sizes = self._check("gated_norm", *arguments)
+        sizes, packed = self._packed("gated_norm", value, gate, norm, output)
         refusal = norm_refusal(sizes["E"])
         if refusal is not None:
             raise KernelError(f"gated_norm: {refusal}")
         grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
-        packed = self._check.pack("gated_norm", sizes, *arguments)
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
 
     def separate_gates(self, value: DeviceArray, heads: GatedHeads, qkv: DeviceArray) -> Launch:
         """Query, key and value heads without the gates; see the contract."""
-        sizes = self._check("separate_gates", value, heads, qkv)
-        check_alike(value, qkv)
-        packed = self._check.pack("separate_gates", sizes, value, heads, qkv)
+        sizes, packed = self._packed("separate_gates", value, heads, qkv)
         return self._by_columns(gates_kernel("separate_gates", value.dtype), sizes, "Q", packed)
 
     def sigmoid_gate(self, value: DeviceArray, heads: GatedHeads, context: DeviceArray) -> Launch:
         """Gate what attention gives; see the contract."""
-        sizes = self._check("sigmoid_gate", value, heads, context)
-        packed = self._check.pack("sigmoid_gate", sizes, value, heads, context)
+        sizes, packed = self._packed("sigmoid_gate", value, heads, context)
         return self._by_columns(gates_kernel("sigmoid_gate", value.dtype, context.dtype), sizes, "O", packed)
 
     def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable:
@@ -242,10 +230,8 @@ class CudaRecurrent:
             for place, (matrix, rows, gates) in enumerate(own):
                 arguments.matrices[place] = matrix.pointer
                 arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel, grid = (
-                delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower()),
-                _delta_grid(of, of["B"] * len(own)),
-            )
+            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower())
+            grid = _delta_grid(of, of["B"] * len(own))
             return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
 
         for each in sizes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.bfloat16 import float32_of, store_rounded
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
@@ -24,8 +24,6 @@ from edgellm.kernels.recurrent.contract import (
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
-    check_alike,
-    check_step,
     key_heads,
 )
 
@@ -51,7 +49,6 @@ class NumpyRecurrent:
     ) -> NumpyLaunch:
         """Convolve the tokens of a step; see the contract."""
         _check("short_convolution", value, convolution, bias, columns, output, parents, kept, state_tokens)
-        check_step(parents, kept, state_tokens)
 
         def compute() -> None:
             result, inputs = convolved(value, convolution, bias, columns, parents)
@@ -76,7 +73,6 @@ class NumpyRecurrent:
     ) -> NumpyLaunch:
         """The gated delta rule over the tokens of a step; see the contract."""
         _check("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        check_step(parents, kept, state_tokens)
 
         def compute() -> None:
             made = delta_gates(projected, gates)
@@ -99,7 +95,6 @@ class NumpyRecurrent:
     def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
         """Query, key and value heads without the gates; see the contract."""
         _check("separate_gates", value, heads, qkv)
-        check_alike(value, qkv)
 
         def compute() -> None:
             queries, rest = heads.heads * heads.size, 2 * heads.heads * heads.size
@@ -252,13 +247,6 @@ def ordered_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         half //= 2
         sums = sums[..., :half] + sums[..., half:]
     return sums[..., 0]
-
-
-def float32_of(values: np.ndarray) -> np.ndarray:
-    """Values of a compute dtype in float32; uint16 holds the bits of bfloat16."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 _Step = Callable[[np.ndarray, int, bool], tuple[np.ndarray, np.ndarray | None]]

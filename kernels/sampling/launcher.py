@@ -103,7 +103,7 @@ class CudaSampling(Launcher):
         """
         super().__init__(module, SamplingKernels)
         self._step = step_source(dtype)
-        self.load(self._step)
+        module.load_for_any(self._step)
         self._rows = workspace.size // _ROW_BYTES
         self._workspace = workspace
         self._best = workspace[: 8 * self._rows]
@@ -120,16 +120,14 @@ class CudaSampling(Launcher):
     def prepare_step(self, tables: ModelTables, token_ids: DeviceArray, inputs: StepInputs) -> None:
         """Embeddings, rotary rows and mask; it lets the next kernel overlap it. See the contract."""
         tables, embedding = split_tables(tables)
-        sizes = self._check("prepare_step", tables, token_ids, inputs)
-        packed = self._check.pack("prepare_step", sizes, tables, token_ids, inputs)
+        sizes, packed = self._packed("prepare_step", tables, token_ids, inputs)
         dtype = tables.embedding.dtype
         kernel = Kernel(step_source(dtype, embedding), f"prepare_step<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"], 2), _COPY_THREADS, (packed,))
 
     def argmax(self, logits: DeviceArray, tokens: DeviceArray, state: SequenceState | None = None) -> None:
         """The lowest id of the largest logits; a `state` takes it. It overlaps the kernel before it."""
-        sizes = self._check("argmax", logits, tokens, state)
-        packed = self._check.pack("argmax", sizes, logits, tokens, state)
+        sizes, packed = self._packed("argmax", logits, tokens, state)
         self._launch_rows(Kernel(self._step, "argmax"), sizes, packed, self._best, self._finished, early=True)
 
     def constrain_logits(
@@ -137,23 +135,19 @@ class CudaSampling(Launcher):
     ) -> None:
         """Masks, then biases, in place; it overlaps the kernel before it and lets the next one do so. See the
         contract."""
-        arguments = (logits, mask_rows, masks, bias, rows)
-        sizes = self._check("constrain_logits", *arguments)
-        packed = self._check.pack("constrain_logits", sizes, *arguments)
+        sizes, packed = self._packed("constrain_logits", logits, mask_rows, masks, bias, rows)
         self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed)
 
     def process_logits(
         self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray
     ) -> None:
         """Penalties, then temperature; see the contract."""
-        sizes = self._check("process_logits", logits, token_counts, rows, processed)
-        packed = self._check.pack("process_logits", sizes, logits, token_counts, rows, processed)
+        sizes, packed = self._packed("process_logits", logits, token_counts, rows, processed)
         self._launch_rows(Kernel(DRAWING, "process_logits"), sizes, packed)
 
     def filter_threshold(self, processed: DeviceArray, rows: SamplingRows, thresholds: DeviceArray) -> None:
         """The bound of top-k, top-p and min-p of each row, in three launches; see the contract."""
-        sizes = self._check("filter_threshold", processed, rows, thresholds)
-        packed = self._check.pack("filter_threshold", sizes, processed, rows, thresholds)
+        sizes, packed = self._packed("filter_threshold", processed, rows, thresholds)
         for name in ("filter_range", "filter_histogram", "filter_select"):
             self._launch_rows(Kernel(DRAWING, name), sizes, packed, self._filter_rows)
 
@@ -167,25 +161,21 @@ class CudaSampling(Launcher):
         state: SequenceState | None = None,
     ) -> None:
         """Draw a token of each row by Gumbel-max; a `state` takes it. See the contract."""
-        arguments = (processed, thresholds, rows, positions, tokens, state)
-        sizes = self._check("sample", *arguments)
-        packed = self._check.pack("sample", sizes, *arguments)
+        sizes, packed = self._packed("sample", processed, thresholds, rows, positions, tokens, state)
         self._launch_rows(Kernel(DRAWING, "sample"), sizes, packed, self._best, self._finished)
 
     def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
         """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
-        sizes = self._check("count_tokens", token_ids, token_counts)
+        sizes, packed = self._packed("count_tokens", token_ids, token_counts)
         self._fill(token_counts, 0)
         if sizes["N"]:
-            packed = self._check.pack("count_tokens", sizes, token_ids, token_counts)
             self._launch(Kernel(DRAWING, "count_tokens"), (-(-sizes["N"] // _COPY_THREADS),), _COPY_THREADS, (packed,))
 
     def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
         """The index of the first value that is infinite or NaN; see the contract."""
-        sizes = self._check("first_not_finite", values, index)
+        sizes, packed = self._packed("first_not_finite", values, index)
         self._fill(index, 0xFF)  # -1: more than any index where bits are a size
         if sizes["N"]:
-            packed = self._check.pack("first_not_finite", sizes, values, index)
             blocks = min(-(-values.nbytes // (_BYTES_PER_THREAD * _COPY_THREADS)), _MOST_BLOCKS)
             kernel = Kernel(finite_source(values.dtype), f"first_not_finite<{CUDA_TYPES[values.dtype]}>")
             self._launch(kernel, (blocks,), _COPY_THREADS, (packed,))

@@ -12,7 +12,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
-from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.launcher import CUDA_TYPES, Launcher, check_workspace
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables
 from edgellm.kernels.tree.contract import (
@@ -92,12 +92,11 @@ class CudaTree(Launcher):
     def expand_block(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
         """The candidates of all levels of a block; see the contract."""
         arguments = (level, logits, candidates, expansion)
-        sizes = self._check("expand_block", *arguments)
+        sizes, packed = self._packed("expand_block", *arguments)
         top_k, levels = sizes["K"], level.number
         mergers, list_bytes = _mergers("expand_block", sizes, expansion, levels, sizes["B"] * sizes["n"])
         self._expand_rows(arguments, sizes)
         shared_bytes = (_KEY_BYTES + 4) * levels * top_k + max(list_bytes, _KEY_BYTES * top_k * top_k)
-        packed = self._check.pack("expand_block", sizes, *arguments)
         kernel = Kernel(tree_source(self._dtype), "draft_block_tree")
         self._launch(kernel, (1, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
@@ -113,9 +112,7 @@ class CudaTree(Launcher):
     def prepare_block(self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs) -> None:
         """What a draft model reads of a block; see the contract."""
         tables, embedding = split_tables(tables)
-        arguments = (block, token_ids, tables, inputs)
-        sizes = self._check("prepare_block", *arguments)
-        packed = self._check.pack("prepare_block", sizes, *arguments)
+        sizes, packed = self._packed("prepare_block", block, token_ids, tables, inputs)
         dtype = tables.embedding.dtype
         kernel = Kernel(tree_source(dtype, embedding), f"draft_block<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
@@ -134,11 +131,10 @@ class CudaTree(Launcher):
         """What the draft model reads in the propose step of a level; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
-        sizes = self._check("prepare_proposal", *arguments)
+        sizes, packed = self._packed("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
         mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion, rows)
         shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level.number - 1) * top_k)
-        packed = self._check.pack("prepare_proposal", sizes, *arguments)
         dtype = tables.embedding.dtype
         kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
@@ -157,13 +153,12 @@ class CudaTree(Launcher):
         """The tree to verify and what the base model reads of it; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
-        sizes = self._check("prepare_verification", *arguments)
+        sizes, packed = self._packed("prepare_verification", *arguments)
         top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
         rows = 0 if expansion is None else 1 if level.number == 1 else top_k
         mergers, list_bytes = _mergers("prepare_verification", sizes, expansion, rows)
         keeps = count <= _KEPT_CANDIDATES
         shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * rows + (_KEPT_BYTES * count if keeps else 0)
-        packed = self._check.pack("prepare_verification", sizes, *arguments)
         dtype = tables.embedding.dtype
         name = f"draft_verification<{CUDA_TYPES[dtype]}, {'true' if keeps else 'false'}>"
         kernel, grid = Kernel(tree_source(dtype, embedding), name), (sizes["T"], sizes["B"])
@@ -182,14 +177,7 @@ def _workspace_bytes(rows: int, draft_vocab_size: int, top_k: int) -> int:
 def _check_workspace(kernel: str, sizes: dict[str, int], expansion: Expansion, rows: int = 0) -> None:
     """`rows`: other than K for each sequence."""
     needed = _workspace_bytes(rows or sizes["B"] * sizes["K"], sizes["U"], sizes["K"])
-    if sizes["N"] < needed:
-        raise KernelError(
-            f"{kernel}: workspace has {sizes['N']} bytes; expected at least {needed} (expand_workspace_size)"
-        )
-    if expansion.workspace.pointer % 8:
-        raise KernelError(
-            f"{kernel}: workspace starts at {expansion.workspace.pointer:#x}; expected a multiple of 8 bytes"
-        )
+    check_workspace(kernel, expansion.workspace, needed, 8, "expand_workspace_size")
 
 
 def _mergers(

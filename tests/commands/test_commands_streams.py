@@ -14,7 +14,7 @@ from edgellm.__main__ import main
 from edgellm.commands.app import run
 from edgellm.commands.chat_input import user_history_file
 from edgellm.commands.settings import load_settings
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 
 GENERATE = "generate hello --max-tokens 4 --backend numpy --model"
 

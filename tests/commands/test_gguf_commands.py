@@ -23,7 +23,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.gguf_file import GgufFile, Texts
 from edgellm.errors import CheckpointError, EngineDirectoryError
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 from edgellm.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

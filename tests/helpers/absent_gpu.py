@@ -65,5 +65,5 @@ def prepare(
         }
         engine = SplitEngine(kernels, program, engines, dtype, packed)
     engine.attach(DEVICE, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
-    engine.load_kernels(dict.fromkeys(engine.tensor_names) | packed)
+    engine.load_kernels(dict.fromkeys(engine.tensors) | packed)
     return "kernels" if choice is not None else "split"

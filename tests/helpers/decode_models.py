@@ -295,7 +295,7 @@ def twin_step(config: ModelConfig, shape: EngineShape, arrays: dict[str, np.ndar
     """A step through the kernels' twins, as an engine of them runs it; writes KV rows, returns the outputs and the
     engine's scratch, by name."""
     engine, outputs = numpy_kernel_engine(config, shape), model_program(config, shape).outputs
-    bound = {name: array for name, array in arrays.items() if name in engine.tensor_names}
+    bound = {name: array for name, array in arrays.items() if name in engine.tensors}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
     results = {
         name: np.full(size, np.nan, np.float32 if dtype == "compute" else dtype)
@@ -378,9 +378,9 @@ class Loaded:
         gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN, so that nothing unwritten is read
         self.engine.attach(gpu, self.scratch)
         self.arrays: dict[str, DeviceArray] = {}
-        for name in [name for name in arrays if name in self.engine.tensor_names]:
+        for name in [name for name in arrays if name in self.engine.tensors]:
             array = arrays[name]
-            self.arrays[name] = gpu.empty(array.shape, self.engine._tensors[name][1])
+            self.arrays[name] = gpu.empty(array.shape, self.engine.tensors[name][1])
             self.upload(name, array)
         for name in [name for name in self.arrays if "_cache_" in name]:
             self.arrays[f"present_{name}"] = self.arrays[name]

@@ -16,7 +16,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.encoder.twin import NumpyEncoder
-from edgellm.kernels.experts.prompt_twin import NumpySortedExperts
+from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.row_runs import PackedLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
@@ -59,7 +59,7 @@ def numpy_kernel_engine(
     by name. The twins rotate any part of a head, the kernels by fours: what runs is what runs such a part."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
-    more["experts"] = NumpySortedExperts()
+    more["experts"] = NumpyExperts()
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
     only = (way,) if way else ()
     choice, reason = kernel_choice(by_fours(config), shape, "float16", _SHARED_LIMIT, packed=packed, only=only)

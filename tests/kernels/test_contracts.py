@@ -101,7 +101,8 @@ class Recorded(Protocol):
 def test_records_are_words_that_host_and_compiler_lay_out_alike() -> None:
     dtype = record_dtype(Settings)
     assert [(name, dtype.fields[name][1]) for name in dtype.names] == [("bound", 0), ("seed", 8), ("count", 16)]
-    assert Contracts(Recorded, np.ndarray)("use", np.zeros((3, 6), np.uint32), np.zeros(3, np.int32)) == {"S": 3}
+    found = {"S": 3, "rows": "uint32", "last": "int32"}
+    assert Contracts(Recorded, np.ndarray)("use", np.zeros((3, 6), np.uint32), np.zeros(3, np.int32)) == found
     with pytest.raises(KernelError, match=r"use: rows has shape \[3, 5\]; expected \[S, 6\]"):
         Contracts(Recorded, DeviceArray)("use", array(3, 5, dtype="uint32"), array(3))
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")

@@ -20,9 +20,9 @@ from edgellm.engines.backends.tensorrt_engine import RuntimeCache
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.user_paths import user_cache_directory
 from tools.bench.as_device import MODES, ModeError, enter, is_beside, measured_as, one_of, parse, python
 from tools.bench.same_bits import ON_TENSORRT, compare
 

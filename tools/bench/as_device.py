@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 
 from edgellm.device.boards import BOARDS
-from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
+from edgellm.kernels.user_paths import user_cache_directory
 
 
 class ModeError(Exception):

@@ -31,7 +31,7 @@ import edgellm.engines
 import edgellm.kernels
 import edgellm.multimodal
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.model.steps import Step
+from edgellm.engines.model.steps import Stateful, Step
 from edgellm.generation import RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Request
@@ -134,7 +134,7 @@ def functions_of_many_parameters() -> list[str]:
 
 def questions_of_steps() -> list[str]:
     """Calls of `isinstance` for kinds of steps: file and place."""
-    kinds = {each.__name__ for each in Step.__subclasses__()} | {"Stateful"}
+    kinds = {each.__name__ for base in (Step, Stateful) for each in base.__subclasses__()}
     found = []
     for path, place in _sources(".py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

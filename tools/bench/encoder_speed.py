@@ -114,7 +114,7 @@ class Bench:
         engine = EncoderEngine(self.kernels, config, shape, self.dtype)
         scratch = self.device.empty((engine.scratch_bytes,), "uint8")
         engine.attach(self.device, scratch)
-        engine.bind({name: self.array(size, kind) for name, (size, kind) in engine._tensors.items()})
+        engine.bind({name: self.array(size, kind) for name, (size, kind) in engine.tensors.items()})
         engine.enqueue()
         kinds = defaultdict(list)
         for call, launch in zip(engine._calls, engine._launches, strict=True):
@@ -140,7 +140,7 @@ class Bench:
         scratch = self.device.empty((engine.scratch_bytes,), "uint8")
         engine.attach(self.device, scratch)
         edge = model_program(config, shape).edge
-        engine.bind({name: self.array(*edge[name]) for name in engine.tensor_names})
+        engine.bind({name: self.array(*edge[name]) for name in engine.tensors})
         return {"whole": self.milliseconds(engine.enqueue), "scratch MiB": round(engine.scratch_bytes / 2**20, 1)}
 
 

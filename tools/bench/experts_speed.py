@@ -33,9 +33,19 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
-from edgellm.kernels.experts.contract import MAX_ROUTED_ROWS, ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import (
+    MAX_ROUTED_ROWS,
+    TILES,
+    Addition,
+    Choice,
+    ExpertWeights,
+    Routed,
+    Routing,
+    rows_of_tiles,
+    sorted_pairs,
+    sorted_words,
+)
 from edgellm.kernels.experts.launcher import counter_words
-from edgellm.kernels.experts.prompt_contract import TILES, rows_of_tiles, sorted_pairs, sorted_words
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
 from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.linear import CudaPromptLinear
@@ -167,23 +177,23 @@ class Step:
         """Those of a layer, in order."""
         bench, layer, ids = self.bench, self.bench.layers[number], self.ids[number]
         kernels, linears = bench.kernels, bench.linears[self.rows > MAX_TILED_ROWS]
-        routing, router = Routing(bench.experts, bench.chosen), LinearWeights(layer.router)
+        choice, router = Choice(Routing(bench.experts, bench.chosen), self.routed), LinearWeights(layer.router)
+        addition = Addition(self.routed, self.residual, self.output)
         if self.rows <= MAX_ROUTED_ROWS:
             given = NormedInput(self.residual, bench.norm, 1e-6), router, Kept(self.x)
-            found = {"route": kernels.route(*given, self.scores, routing, self.routed, self.counters)}
+            found = {"route": kernels.route(*given, self.scores, choice, self.counters)}
         else:
             found = {"router": linears.linear(self.x, router, self.scores)}
-            found["choose"] = kernels.choose(self.scores, routing, self.routed)
+            found["choose"] = kernels.choose(self.scores, choice)
         if self.sorted is None:
             found["gate_up"] = kernels.gate_up(self.x, ids, layer.gate_up, 0.0, self.inner)
-            routed = self.routed._replace(expert_ids=ids)
-            ends = self.residual, self.output, self.counters
-            found["down and add"] = kernels.down_add(self.inner, layer.down, self.products, routed, *ends)
+            own = addition._replace(routed=self.routed._replace(expert_ids=ids))
+            found["down and add"] = kernels.down_add(self.inner, layer.down, self.products, own, self.counters)
         else:
             found["sort"] = kernels.sort(ids, bench.experts, self.sorted)
             found["gate_up"] = kernels.sorted_gate_up(self.x, self.sorted, layer.gate_up, 0.0, self.inner)
             found["down"] = kernels.sorted_down(self.inner, self.sorted, layer.down, self.products)
-            found["add"] = kernels.add(self.products, self.routed, self.residual, self.output)
+            found["add"] = kernels.add(self.products, addition)
         return found
 
     def figures(self) -> dict[str, float]:

@@ -255,7 +255,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
                 "kvcache_start_index": start,
                 "logits": bench.device.empty((1, rows, LLAMA.vocab_size), "float32"),
             }
-            engine.bind({name: array for name, array in (arrays | own).items() if name in engine.tensor_names})
+            engine.bind({name: array for name, array in (arrays | own).items() if name in engine.tensors})
             engine.enqueue()
             launches = engine._launches
             whole = bench.microseconds([engine.enqueue], "step")

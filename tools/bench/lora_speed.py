@@ -161,7 +161,7 @@ class Steps:
             "lora_scales": self._uploaded(scales.astype(np.float16)),
             "logits": bench.device.empty((batch, rows, LLAMA.vocab_size), "float32"),
         }
-        engine.bind({name: array for name, array in bound.items() if name in engine.tensor_names})
+        engine.bind({name: array for name, array in bound.items() if name in engine.tensors})
         engine.enqueue()
         return engine
 

@@ -34,7 +34,7 @@ from random_gguf import write_random_gguf
 
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.hub.directories import local_directory
-from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.user_paths import user_cache_directory
 
 _CONTEXT_ALONE = (
     "import pycuda.driver as d; d.init(); c = d.Device(0).make_context(); print(flush=True); input(); c.pop()"

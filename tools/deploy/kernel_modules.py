@@ -6,7 +6,7 @@ from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
-from edgellm.kernels.decode.attention import attention_kernel
+from edgellm.kernels.decode.attention import AttentionKind, attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
@@ -17,6 +17,7 @@ from edgellm.kernels.experts.prompt_launcher import PACKED_TILINGS as PACKED_EXP
 from edgellm.kernels.experts.prompt_launcher import SORTING, product_kernel
 from edgellm.kernels.experts.prompt_launcher import TILINGS as EXPERT_TILINGS
 from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.prefill.launcher import AttentionKind as PromptAttentionKind
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.prefill.linear import PACKED_TILINGS, TILINGS, packed_prompt_kernel, prompt_kernel
@@ -40,16 +41,15 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual", "norm_parts")]
-    kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
-    kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
-    kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
-    kernels += [attention_kernel(dtype, 128, **{kind: True}) for kind in ("neighbours", "norms_behind")]
-    kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
-    kernels += [
-        attention_kernel(dtype, size, shares, int8, window=True)
-        for size, shares, int8 in ((128, True, False), (256, False, False), (256, True, True))
-    ]
-    kernels += [attention_kernel(dtype, 64, shares, window=window, sinks=True) for shares, window in _SINKS]
+    both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
+    attentions = [(size, AttentionKind(shares)) for size in (64, 128, 256) for shares in both]
+    attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
+    attentions.append((256, AttentionKind(False, tile_warps=1)))
+    attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
+    attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
+    attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
+    attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
+    kernels += [attention_kernel(dtype, size, kind) for size, kind in attentions]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
@@ -104,11 +104,11 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     prefill = [heads_kernel(dtype, size).source for size in (64, 128, 256)]
     prefill += [heads_kernel(dtype, 64, source="float32").source, heads_kernel(dtype, 256, True).source]
     prefill += [*(prefill_attention(dtype, *shape).source for shape in shapes)]
-    prefill.append(prefill_attention(dtype, 128, 1, True).source)
-    shapes = ((64, 2, False), (128, 1, True), (256, 1, False))
-    prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
-    shapes = ((64, 1, False, False), (128, 1, True, False), (256, 1, False, True), (256, 1, True, True))
-    prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
+    prefill.append(prefill_attention(dtype, 128, 1, PromptAttentionKind(True)).source)
+    kinds = [(size, tiles, PromptAttentionKind(size == 128, True)) for size, tiles in ((64, 2), (128, 1), (256, 1))]
+    kinds += [(size, 1, PromptAttentionKind(size == 128, size == 256, ahead=True)) for size in (64, 128, 256)]
+    kinds.append((256, 1, PromptAttentionKind(True, True, ahead=True)))
+    prefill += [prefill_attention(dtype, *kind).source for kind in kinds]
     names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))

@@ -22,7 +22,7 @@ from edgellm.kernels.decode.contract import (
     attention_refusal,
 )
 from edgellm.kernels.prefill.contract import RING_STEP, HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
-from edgellm.kernels.prefill.launcher import attention_bytes
+from edgellm.kernels.prefill.launcher import AttentionKind, attention_bytes
 from edgellm.kernels.recurrent.contract import GatedHeads
 
 #: Where gated attention finds its heads without the gates, and where parts of a row's keys leave what they found.
@@ -150,8 +150,8 @@ class PromptTokens(_AnyAttention):
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         (heads, size, *kinds), shape = what, program.shape
-        int8, dtype = shape.kv_cache == "int8", kernels.any_rows.dtype
-        kernels.prefill.load(dtype, size, tokens, shape.batch * heads, int8, *kinds)
+        kind = AttentionKind(shape.kv_cache == "int8", *kinds)
+        kernels.prefill.load(kernels.any_rows.dtype, size, tokens, shape.batch * heads, kind)
 
 
 def _layer_refusal(step: Attention, shape: EngineShape) -> str | None:

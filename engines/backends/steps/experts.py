@@ -26,9 +26,10 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
     MAX_ROUTED_ROWS,
+    Addition,
+    Choice,
     ExpertWeights,
     Routed,
-    Routing,
     experts_refusal,
     matrix_refusal,
 )
@@ -210,10 +211,9 @@ class RouteFewRows(Implementation[RouteExperts]):
         return {COUNTERS: ((1,), "uint32")}
 
     def launches(self, step: RouteExperts, run: Launching, next_early: bool) -> list[Any]:
-        scored, (scores, own, routed, *others) = step.scored, _chosen(step.choice, run)
+        scored, counters = step.scored, run.array(COUNTERS)
         given = run.parts(scored.inputs[0])[0], run.weights(scored.linear), run.kept(scored.keep)
-        route = run.kernels.experts.route
-        return [route(*given, scores, own, routed, run.array(COUNTERS), *others, next_early)]
+        return [run.kernels.experts.route(*given, *_chosen(step.choice, run), counters, next_early)]
 
 
 class _Pairs(Implementation[Any]):
@@ -242,7 +242,7 @@ class GateUpPairs(_Pairs):
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
-        return [run.kernels.experts.gate_up(given, ids, _weights(step, run), step.mixture.limit, output)]
+        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.limit, output)]
 
 
 class DownPairs(_Pairs):
@@ -258,37 +258,32 @@ class DownPairs(_Pairs):
         return {step.output: ((rows, width), "float32"), step.products: products}
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
-        names = step.value, step.ids, step.products, step.residual, step.output
-        given, ids, products, residual, output = map(run.array, names)
-        shared = None if step.shared is None else run.array(step.shared)
-        routed = _routed(run, step.ids, step.shares, step.shared_shares)
-        kernels, weights = run.kernels.experts, _weights(step, run)
+        given, products = run.array(step.value), run.array(step.products)
+        kernels, weights, addition = run.kernels.experts, weights_of(step, run), addition_of(step, run)
         if step_rows(step, run.program) <= MAX_TILED_ROWS:
-            ends = residual, output, run.array(COUNTERS), step.scale, shared
-            return [kernels.down_add(given, weights, products, routed, *ends)]
-        product = kernels.down(given, ids, weights, products)
-        return [product, kernels.add(products, routed, residual, output, step.scale, shared)]
+            return [kernels.down_add(given, weights, products, addition, run.array(COUNTERS))]
+        return [kernels.down(given, addition.routed.expert_ids, weights, products), kernels.add(products, addition)]
 
 
-def _weights(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeights:
+def weights_of(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeights:
+    """The weights of a layer of all experts."""
     return ExpertWeights(run.weights(step.linear), step.mixture.experts)
 
 
-def routing(mixture: Mixture) -> Routing:
-    """How a mixture's experts are chosen, as kernels take it."""
-    how = mixture.scores == "sigmoid", mixture.normalized, mixture.epsilon, mixture.scale
-    return Routing(mixture.experts, mixture.chosen, *how)
+def addition_of(step: DownExperts, run: Launching) -> Addition:
+    """What the products of a row's experts are added to."""
+    shared = None if step.shared is None else run.array(step.shared)
+    routed = _routed(run, step.ids, step.shares, step.shared_shares)
+    return Addition(routed, run.array(step.residual), run.array(step.output), step.scale, shared)
 
 
-def _chosen(
-    step: ChooseExperts, run: Launching
-) -> tuple[Array, Routing, Routed, Array | None, tuple[Array, Array] | None]:
-    """The scores, how experts are chosen, where that goes; the correction, and what the shared expert's share is of."""
+def _chosen(step: ChooseExperts, run: Launching) -> tuple[Array, Choice]:
+    """The scores, and what is chosen by them."""
     array = run.array
     correction = None if step.correction is None else array(step.correction.name)
     shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
     routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
-    return array(step.scores), routing(step.mixture), routed, correction, shared
+    return array(step.scores), Choice(step.mixture.routing, routed, correction, shared)
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:

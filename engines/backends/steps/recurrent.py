@@ -7,8 +7,8 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation, too_large
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.recurrent.contract import (
     MAX_NODES,

@@ -6,14 +6,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.backends.steps.experts import DownExperts, DownPairs, GateUpExperts, GateUpPairs
+from edgellm.engines.backends.steps.experts import (
+    DownExperts,
+    DownPairs,
+    GateUpExperts,
+    GateUpPairs,
+    addition_of,
+    weights_of,
+)
 from edgellm.engines.backends.steps.implementation import Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import Launching, StepKernels
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
-from edgellm.kernels.experts.contract import ExpertWeights, Routed
-from edgellm.kernels.experts.prompt_contract import SortedPairs, rows_of_tiles, sorted_pairs, sorted_words
+from edgellm.kernels.experts.contract import SortedPairs, rows_of_tiles, sorted_pairs, sorted_words
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _OfExperts = GateUpExperts | DownExperts
@@ -59,7 +65,7 @@ class GateUpSorted(_Sorted, GateUpPairs):
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
         kernels, pairs = run.kernels.experts, self._pairs(step, run)
-        product = kernels.sorted_gate_up(given, pairs, _weights(step, run), step.mixture.limit, output)
+        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.limit, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
 
 
@@ -67,18 +73,11 @@ class DownSorted(_Sorted, DownPairs):
     """The products of the pairs as they were sorted, and their sums in the order of the experts' ids."""
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
-        names = step.value, step.products, step.residual, step.output, step.ids, step.shares
-        given, products, residual, output, ids, shares = map(run.array, names)
-        shared, own = (None if name is None else run.array(name) for name in (step.shared, step.shared_shares))
-        kernels = run.kernels.experts
-        product = kernels.sorted_down(given, self._pairs(step, run), _weights(step, run), products)
-        return [product, kernels.add(products, Routed(ids, shares, own), residual, output, step.scale, shared)]
+        given, products, kernels = run.array(step.value), run.array(step.products), run.kernels.experts
+        product = kernels.sorted_down(given, self._pairs(step, run), weights_of(step, run), products)
+        return [product, kernels.add(products, addition_of(step, run))]
 
 
 def _words_of(step: _OfExperts) -> str:
     """Where the sorted pairs are, of both layers of a mixture."""
     return f"{step.ids}_sorted"
-
-
-def _weights(step: _OfExperts, run: Launching) -> ExpertWeights:
-    return ExpertWeights(run.weights(step.linear), step.mixture.experts)

@@ -29,20 +29,9 @@ from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSort
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import Edge, without_layer
-from edgellm.engines.model.steps import (
-    Add,
-    Attention,
-    GatedDelta,
-    GatedNorm,
-    LinearResidual,
-    NormLinear,
-    NormParts,
-    Scale,
-    ShortConvolution,
-    SideBySide,
-    Step,
-)
+from edgellm.engines.model.steps import Add, Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
 from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.quantization.row_runs import PackedLayout

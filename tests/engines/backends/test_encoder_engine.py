@@ -21,8 +21,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import EncoderAttention
 from edgellm.engines.model.limits import EngineShape, vision_shape
-from edgellm.engines.model.steps import EncoderAttention, LinearResidual, NormLinear, Scale, Step
+from edgellm.engines.model.steps import LinearResidual, NormLinear, Scale, Step
 from edgellm.engines.model.vision import VisionConfig
 
 _MOST_SHARED = 99 << 10
@@ -102,7 +103,7 @@ def test_what_is_not_bound_or_too_small_is_refused() -> None:
     config = MODELS["llava_siglip"]
     shape = shape_of(config, grids_of(config)[0])
     engine = twin_engine(config, shape)
-    assert {"patches", "image_embeddings"} <= set(engine.tensor_names)
+    assert {"patches", "image_embeddings"} <= set(engine.tensors)
     with pytest.raises(EngineError, match="never bound: image_embeddings, multi_modal"):
         engine.enqueue()
     with pytest.raises(EngineError, match=r"patch_embedding.weight is float32 \(32, 75\), the engine expects float32"):

@@ -50,7 +50,7 @@ def test_engines_of_kernels(way: type, phase: str, parents: tuple[int | None, ..
     expected = {name: array.copy() for name, array in arrays.items()}
     ProgramGraph(NumpyOperations(expected, expected), program).run()
     engine = numpy_kernel_engine(config, shape, way)
-    bound = {name: array.copy() for name, array in arrays.items() if name in engine.tensor_names}
+    bound = {name: array.copy() for name, array in arrays.items() if name in engine.tensors}
     bound |= {f"present_{name}": bound[name] for name in program.states}
     for name, (size, _) in program.outputs.items():
         bound[name] = np.full(size, np.nan, np.float32)

@@ -41,11 +41,12 @@ from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
 from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
+from edgellm.engines.model.encoder_steps import Product
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
-from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Product, Reshape, Step
+from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
@@ -78,7 +79,7 @@ def launched(
     """What the twins of kernels compute of it, by launches of an engine."""
     layouts = {name: array.layout for name, array in arrays.items() if isinstance(array, PackedMatrix | PackedRuns)}
     engine = numpy_kernel_engine(config, shape, way, layouts)
-    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensor_names}
+    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensors}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
     for name, (size, dtype) in model_program(config, shape).outputs.items():
         bound[name] = np.full(size, np.nan, np.float32 if dtype == "compute" else dtype)

@@ -116,7 +116,7 @@ def prepared(
     engine.attach(device, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
     memory = DeviceArray(1 << 20, (1 << 20,), "uint8")
     weights = {name: PackedMatrix(layout, memory) for name, layout in packed.items()}
-    engine.bind({name: DeviceArray(1 << 20, *tensor) for name, tensor in engine._tensors.items()} | weights)
+    engine.bind({name: DeviceArray(1 << 20, *tensor) for name, tensor in engine.tensors.items()} | weights)
     engine.enqueue()
     return engine
 

@@ -87,7 +87,7 @@ class DeviceStep:
         scratch = gpu.empty((engine.scratch_bytes,), "uint8")
         gpu.upload(scratch, np.full(scratch.shape, 0xFF, np.uint8))
         engine.attach(gpu, scratch)
-        engine.bind({name: array for name, array in self.arrays.items() if name in engine.tensor_names})
+        engine.bind({name: array for name, array in self.arrays.items() if name in engine.tensors})
         self.enqueue = engine.enqueue
 
     def values(self, name: str) -> np.ndarray:
@@ -101,7 +101,7 @@ def twin_outputs(config: DecoderConfig, shape: EngineShape, arrays: dict[str, np
     bound = {name: values.copy() for name, values in arrays.items()}
     bound |= {PRESENT + name: bound[name] for name in program.changed}
     bound |= {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
-    engine.bind({name: bound[name] for name in engine.tensor_names})
+    engine.bind({name: bound[name] for name in engine.tensors})
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     engine.enqueue()
     return bound

@@ -411,6 +411,7 @@ def test_every_step_declares_what_it_reads() -> None:
     written, known = {"output", "activation"}, set[str]()
     waiting = Step.__subclasses__()
     for kind in waiting:
+        waiting += kind.__subclasses__()
         names = [
             each for each in fields(kind) if each.name not in written and re.search(r"\bstr\b|Input", str(each.type))
         ]

@@ -81,9 +81,7 @@ def test_decoded_tokens_have_the_logits_of_transformers(name: str, way: type) ->
     }
     logits = np.full((2, 1, config.vocab_size), np.nan, np.float32)
     bound = arrays | inputs | caches | {f"present_{key}": array for key, array in caches.items()} | {"logits": logits}
-    engine.bind(
-        {key: array for key, array in bound.items() if key in engine.tensor_names or key.startswith("present_")}
-    )
+    engine.bind({key: array for key, array in bound.items() if key in engine.tensors or key.startswith("present_")})
     engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
     for row in range(token_ids.shape[1]):
         inputs["inputs_embeds"][:, 0] = arrays[EMBEDDING][token_ids[:, row]]

@@ -35,7 +35,6 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
-from edgellm.engines.backends.numpy_experts import chosen_experts
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -56,6 +55,7 @@ from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.steps import Experts
+from edgellm.kernels.experts.twin import chosen_experts
 
 #: The golden models with mixtures.
 NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text"]
@@ -123,32 +123,32 @@ class TestChoice:
 
     def test_ties_go_to_the_lower_id(self) -> None:
         given = np.array([[1, 3, 3, 3, 0]], np.float32)
-        ids, shares = chosen_experts(given, Mixture(5, 2, 8))
+        ids, shares = chosen_experts(given, Mixture(5, 2, 8).routing)
         assert ids.tolist() == [[1, 2]] and shares.tolist() == [[0.5, 0.5]]
 
     def test_shares_are_of_all_unless_normalized(self) -> None:
         given = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32))
-        ids, shares = chosen_experts(given, Mixture(4, 2, 8, normalized=False))
+        ids, shares = chosen_experts(given, Mixture(4, 2, 8, normalized=False).routing)
         assert ids.tolist() == [[1, 3]]
         np.testing.assert_allclose(shares, [[0.4, 0.3]], rtol=1e-6)
-        _, shares = chosen_experts(given, Mixture(4, 2, 8, scale=2.5))
+        _, shares = chosen_experts(given, Mixture(4, 2, 8, scale=2.5).routing)
         np.testing.assert_allclose(shares, [[2.5 * 4 / 7, 2.5 * 3 / 7]], rtol=1e-6)
 
     def test_a_correction_is_for_the_choice_alone(self) -> None:
         given, mixture = np.zeros((1, 3), np.float32), Mixture(3, 1, 8, "sigmoid", normalized=False)
-        ids, shares = chosen_experts(given, mixture, np.array([0, 0, 0.1], np.float32))
+        ids, shares = chosen_experts(given, mixture.routing, np.array([0, 0, 0.1], np.float32))
         assert ids.tolist() == [[2]] and shares.tolist() == [[0.5]]
-        _, shares = chosen_experts(given, replace(mixture, normalized=True, epsilon=0.5))
+        _, shares = chosen_experts(given, replace(mixture, normalized=True, epsilon=0.5).routing)
         assert shares.tolist() == [[0.5]]
 
     @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
     def test_nan_is_of_its_row_alone(self, scores: str) -> None:
         given = np.array([[1, 2, 3], [1, np.nan, 3], [3, 2, 1]], np.float32)
         mixture = Mixture(3, 2, 8, scores)
-        ids, shares = chosen_experts(given, mixture)
+        ids, shares = chosen_experts(given, mixture.routing)
         assert np.isnan(shares[1]).all() and ids.min() >= 0 and ids.max() < 3
         for row in (0, 2):
-            alone = chosen_experts(given[row : row + 1], mixture)
+            alone = chosen_experts(given[row : row + 1], mixture.routing)
             assert alone[0][0].tolist() == ids[row].tolist() and alone[1][0].tolist() == shares[row].tolist()
 
 

@@ -88,7 +88,7 @@ class KernelSteps(RecurrentSteps):
             bindings[name] = np.full(shape, np.nan, np.float32)
         arrays = self.weights | self.packed | bindings
         arrays |= {PRESENT + name: bindings[name] for name in program.changed}
-        engine.bind({name: arrays[name] for name in engine.tensor_names})
+        engine.bind({name: arrays[name] for name in engine.tensors})
         engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # nothing unwritten is read
         engine.enqueue()
 

@@ -11,8 +11,7 @@ from expert_cases import ROUTINGS, random_layer, random_scores
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
-from edgellm.engines.backends.numpy_experts import chosen_experts, mixed
-from edgellm.engines.backends.steps.experts import routing
+from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.model.config import Mixture
 from edgellm.kernels import nvrtc
@@ -21,7 +20,15 @@ from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.experts import launcher, twin
-from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing, experts_refusal, matrix_refusal
+from edgellm.kernels.experts.contract import (
+    Addition,
+    Choice,
+    ExpertWeights,
+    Routed,
+    Routing,
+    experts_refusal,
+    matrix_refusal,
+)
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
@@ -36,18 +43,24 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_the_choice_is_that_of_the_numpy_backend(name: str) -> None:
+def test_the_choice_is_that_of_a_loop(name: str) -> None:
     own = ROUTINGS[name]
     mixture = Mixture(own.experts, own.chosen, 8, "sigmoid" if own.sigmoid else "softmax", True, own.normalized)
     mixture = Mixture(*list(vars(mixture).values())[:6], own.epsilon, own.scale)
-    assert routing(mixture) == own
+    assert mixture.routing == own
     scores, correction = random_scores(own, 40)
     scores[5, 1] = np.nan
     for added in (None, correction):
-        found, expected = twin.chosen_experts(scores, own, added), chosen_experts(scores, mixture, added)
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_allclose(found[1], expected[1], rtol=2e-6)
-        assert np.isnan(found[1]).any(axis=1).nonzero()[0].tolist() == [5]
+        ids, weights = twin.chosen_experts(scores, own, added)
+        assert np.isnan(weights).any(axis=1).nonzero()[0].tolist() == [5]
+        for row in set(range(40)) - {5}:
+            given = np.exp(scores[row].astype(np.float64))
+            each = given / (1 + given) if own.sigmoid else given / given.sum()
+            judged = (each if added is None else each + added).astype(np.float32).tolist()
+            best = sorted(sorted(range(own.experts), key=lambda e, judged=judged: (-judged[e], e))[: own.chosen])
+            assert ids[row].tolist() == best
+            shares = each[best] / (each[best].sum() + own.epsilon) if own.normalized else each[best]
+            np.testing.assert_allclose(weights[row], shares * own.scale, rtol=2e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -55,7 +68,7 @@ def test_the_choice_is_that_of_the_numpy_backend(name: str) -> None:
 def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     mixture, rows, hidden = MIXTURES[name], 9, 32
     random = np.random.default_rng(2)
-    x, scores = random.standard_normal((rows, hidden), np.float32), random_scores(routing(mixture), rows)[0]
+    x, scores = random.standard_normal((rows, hidden), np.float32), random_scores(mixture.routing, rows)[0]
     sizes = {"gate_up": (2 * mixture.size, hidden), "down": (hidden, mixture.size)}
     layers, own = [], []
     for number, (out, inside) in enumerate(sizes.values()):
@@ -80,10 +93,10 @@ def test_the_sum_is_that_of_the_numpy_backend(name: str, packed: bool) -> None:
     gate, shared = random.standard_normal((1, hidden), np.float32), random.standard_normal((rows, hidden), np.float32)
     residual, total = random.standard_normal((rows, hidden), np.float32), np.zeros((rows, hidden), np.float32)
     for launch in (
-        kernels.choose(scores, routing(mixture), routed, None, (x, gate)),
+        kernels.choose(scores, Choice(mixture.routing, routed, None, (x, gate))),
         kernels.gate_up(x, routed.expert_ids, own[0], mixture.limit, inner),
         kernels.down(inner, routed.expert_ids, own[1], outputs),
-        kernels.add(outputs, routed, residual, total, 0.5, shared),
+        kernels.add(outputs, Addition(routed, residual, total, 0.5, shared)),
     ):
         launch()
     share = 1 / (1 + np.exp(-(x @ gate.T)))
@@ -119,10 +132,10 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
     counters, total, x = array(rows, 256, kind="uint32"), array(rows, 2048, kind="float32"), array(rows, 2048)
     if rows == 1:
         router, kept = LinearWeights(array(128, 2048)), Kept(x)
-        kernels.route(NormedInput(x, array(2048)), router, kept, scores, Routing(128, 8), routed, counters)
+        kernels.route(NormedInput(x, array(2048)), router, kept, scores, Choice(Routing(128, 8), routed), counters)
     else:
-        kernels.choose(scores, Routing(128, 8), routed, None, (x, array(1, 2048)))
-        kernels.add(sums, routed, x, total)
+        kernels.choose(scores, Choice(Routing(128, 8), routed, None, (x, array(1, 2048))))
+        kernels.add(sums, Addition(routed, x, total))
     for kind in kinds:
         sizes = ((16 * 1536, 2048), (16 * 2048, 768))
         if kind == "dense":
@@ -134,7 +147,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
             both = [ExpertWeights(LinearWeights(each), 16) for each in packed]
         for limit in (0.0, 7.0):
             kernels.gate_up(x, routed.expert_ids, both[0], limit, array(rows, 8 * 768))
-        kernels.down_add(array(rows, 8 * 768), both[1], sums, routed, x, total, counters)
+        kernels.down_add(array(rows, 8 * 768), both[1], sums, Addition(routed, x, total), counters)
     return module
 
 

@@ -17,7 +17,7 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.experts.twin import NumpyExperts, clamped
 
@@ -59,10 +59,10 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
     for added in (None, correction):
         routed, given = routed_on(gpu, rows, own.chosen, True), device_copy(gpu, scores)
         more = None if added is None else device_copy(gpu, added)
-        kernels.choose(given, own, routed, more, shared)()
+        kernels.choose(given, Choice(own, routed, more, shared))()
         expected = Routed(*(np.zeros_like(gpu.download(each)) for each in routed if each is not None))
         rounded = tuple(from_bits(to_bits(each, "float16"), "float16") for each in (x, gate))
-        NumpyExperts().choose(scores, own, expected, added, rounded)()
+        NumpyExperts().choose(scores, Choice(own, expected, added, rounded))()
         ids, weights = gpu.download(routed.expert_ids), gpu.download(routed.expert_weights)
         # NumPy's exponentials round otherwise: of neighbours that are as good as equal either is right.
         same = (ids == expected.expert_ids).all(axis=1)
@@ -73,7 +73,7 @@ def test_the_choice_is_that_of_the_twin(gpu, name: str, rows: int) -> None:
         for row in {0, rows - 1} - {rows // 2}:
             alone = routed_on(gpu, 1, own.chosen)
             one = device_copy(gpu, scores[row : row + 1].copy())
-            kernels.choose(one, own, alone, more)()
+            kernels.choose(one, Choice(own, alone, more))()
             np.testing.assert_array_equal(gpu.download(alone.expert_ids)[0], ids[row])
             np.testing.assert_array_equal(gpu.download(alone.expert_weights)[0], weights[row])
 
@@ -94,11 +94,9 @@ def test_a_router_in_one_launch_is_its_layer_and_the_choice(gpu, name: str, rows
     correction, found = device_copy(gpu, random_scores(own, 1)[1]), []
     kept, scores = gpu.empty((rows, hidden), dtype), gpu.empty((rows, own.experts), "float32")
     counters, routed = gpu.zeros((1,), "uint32"), routed_on(gpu, rows, own.chosen, True)
-    apart = (
-        dense.norm_linear([normed], router, scores, 1.0, Kept(kept)),
-        kernels.choose(scores, own, routed, correction, (kept, gate)),
-    )
-    route = kernels.route(normed, router, Kept(kept), scores, own, routed, counters, correction, (kept, gate))
+    choice = Choice(own, routed, correction, (kept, gate))
+    apart = dense.norm_linear([normed], router, scores, 1.0, Kept(kept)), kernels.choose(scores, choice)
+    route = kernels.route(normed, router, Kept(kept), scores, choice, counters)
     for launches in (apart, (route,), (route,)):
         for each in (kept, scores, *routed):
             gpu.upload(each, np.zeros_like(gpu.download(each)))
@@ -116,7 +114,7 @@ def test_equal_scores_are_chosen_by_the_lower_ids(gpu) -> None:
     scores = np.zeros((2, 70), np.float32)
     scores[1, [40, 69]] = 1
     given = device_copy(gpu, scores)
-    kernels.choose(given, Routing(70, 3), routed)()
+    kernels.choose(given, Choice(Routing(70, 3), routed))()
     assert gpu.download(routed.expert_ids).tolist() == [[0, 1, 2], [0, 40, 69]]
 
 
@@ -200,20 +198,20 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
         ends = 0.25, device_copy(gpu, shared[rows].copy())
-        kernels.add(outputs, own, before, total, *ends)()
+        kernels.add(outputs, Addition(own, before, total, *ends))()
         if count <= MAX_TILED_ROWS:  # the same in one launch, twice
             counters = gpu.zeros((count, counter_words(hidden)), "uint32")
             products, at_once = gpu.empty(outputs.shape, "float32"), gpu.empty(total.shape, "float32")
             for _ in range(2):
                 gpu.upload(at_once, np.full(total.shape, np.nan, np.float32))
-                kernels.down_add(inner, layers[1], products, own, before, at_once, counters, *ends)()
+                kernels.down_add(inner, layers[1], products, Addition(own, before, at_once, *ends), counters)()
                 np.testing.assert_array_equal(gpu.download(at_once), gpu.download(total))
                 assert not gpu.download(counters).any()
         return gpu.download(outputs), gpu.download(total)
 
     products, total = computed(slice(0, most))
     expected = np.zeros_like(total)
-    NumpyExperts().add(products, Routed(ids, weights, shares), residual, expected, 0.25, shared)()
+    NumpyExperts().add(products, Addition(Routed(ids, weights, shares), residual, expected, 0.25, shared))()
     np.testing.assert_allclose(total, expected, rtol=2e-5, atol=2e-5)
     for rows in (slice(0, 1), slice(1, 3), slice(3, 11), slice(11, 27), slice(27, 91), slice(199, 200)):
         np.testing.assert_array_equal(computed(rows)[1], total[rows])

@@ -15,9 +15,9 @@ from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.experts.contract import ExpertWeights
-from edgellm.kernels.experts.prompt_contract import (
+from edgellm.kernels.experts.contract import (
     TILES,
+    ExpertWeights,
     SortedPairs,
     most_tiles,
     rows_of_tiles,
@@ -25,7 +25,6 @@ from edgellm.kernels.experts.prompt_contract import (
     sorted_words,
 )
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
-from edgellm.kernels.experts.prompt_twin import NumpySortedExperts
 from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
@@ -55,7 +54,7 @@ def chosen(experts: int, count: int, rows: int, skewed: bool) -> np.ndarray:
 def test_pairs_are_sorted_as_by_a_loop(experts: int, count: int, rows: int, tile: int, skewed: bool) -> None:
     ids = chosen(experts, count, rows, skewed)
     found = room(ids.size, experts, tile)
-    NumpySortedExperts().sort(ids, experts, found)()
+    NumpyExperts().sort(ids, experts, found)()
     tiles: list[tuple[int, list[tuple[int, int]]]] = []
     for expert in range(experts):
         own = [(row, row * count + place) for row in range(rows) for place in range(count) if ids[row, place] == expert]
@@ -74,14 +73,14 @@ def test_there_is_room_for_every_choice() -> None:
         counts = [tile + 1] * experts
         ids = np.repeat(np.arange(experts), counts)[:, None].astype(np.int32)
         found = room(ids.size, experts, tile)
-        NumpySortedExperts().sort(ids, experts, found)()
+        NumpyExperts().sort(ids, experts, found)()
         assert found.tiles[0] == 2 * experts == most_tiles(ids.size, experts, tile)
 
 
 def test_ids_that_no_expert_has_are_in_no_tile() -> None:
     ids = np.array([[0, 9], [-1, 1]], np.int32)
     found = room(4, 2, 16)
-    NumpySortedExperts().sort(ids, 2, found)()
+    NumpyExperts().sort(ids, 2, found)()
     assert found.tiles[0] == 2 and found.pairs[[0, 16]].tolist() == [0, 3]
     assert (found.pairs[:32] >= 0).sum() == 2
 
@@ -95,7 +94,7 @@ def test_products_are_those_of_each_pair(kind: str, limit: float) -> None:
     for out, inside in ((2 * size, hidden), (hidden, size)):
         weight = random_layer(experts, out, inside, "float16", kind, out)
         layers.append(ExpertWeights(LinearWeights(weight, random.standard_normal((experts, out), np.float32)), experts))
-    x, few, many = random.standard_normal((rows, hidden), np.float32), NumpyExperts(), NumpySortedExperts()
+    x, few, many = random.standard_normal((rows, hidden), np.float32), NumpyExperts(), NumpyExperts()
     inner, outputs = np.zeros((2, rows, count * size), np.float32), np.zeros((2, rows, count * hidden), np.float32)
     few.gate_up(x, ids, layers[0], limit, inner[0])()
     few.down(inner[0], ids, layers[1], outputs[0])()
@@ -108,7 +107,7 @@ def test_products_are_those_of_each_pair(kind: str, limit: float) -> None:
 
 
 def test_arrays_of_other_pairs_are_refused() -> None:
-    kernels, ids = NumpySortedExperts(), np.zeros((40, 2), np.int32)
+    kernels, ids = NumpyExperts(), np.zeros((40, 2), np.int32)
     with pytest.raises(KernelError, match=r"sorted pairs have .* expected \[96, 96, 6, 1\] of int32, for 80 pairs"):
         kernels.sort(ids, 2, room(96, 2, 16))
     with pytest.raises(KernelError, match="80 pairs with 513 experts in tiles of 16 rows; expected up to 512 experts"):

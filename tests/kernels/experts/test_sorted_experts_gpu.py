@@ -14,11 +14,17 @@ from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.experts.contract import ExpertWeights
+from edgellm.kernels.experts.contract import (
+    TILES,
+    ExpertWeights,
+    SortedPairs,
+    rows_of_tiles,
+    sorted_pairs,
+    sorted_words,
+)
 from edgellm.kernels.experts.launcher import CudaExperts
-from edgellm.kernels.experts.prompt_contract import TILES, SortedPairs, rows_of_tiles, sorted_pairs, sorted_words
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
-from edgellm.kernels.experts.prompt_twin import NumpySortedExperts
+from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 
 pytestmark = pytest.mark.gpu
@@ -80,7 +86,7 @@ def test_sorting_equals_the_twin(gpu, experts: int, chosen: int, rows: int, tile
     for ids in every:
         found = sorted_on(gpu, kernels, ids, experts, tile)
         expected = SortedPairs(*(np.full(each.shape, -7, np.int32) for each in found))
-        NumpySortedExperts().sort(ids, experts, expected)()
+        NumpyExperts().sort(ids, experts, expected)()
         for name, one, other in zip(SortedPairs._fields, found, expected, strict=True):
             np.testing.assert_array_equal(gpu.download(one), other, err_msg=name)
 

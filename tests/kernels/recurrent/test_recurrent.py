@@ -8,7 +8,7 @@ import pytest
 from recurrent_cases import CONVOLUTIONS, DELTA_SHAPES, ConvolutionCase, DeltaCase, noise, path_to, trees, twin_run
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.bfloat16 import bfloat16_bits
+from edgellm.kernels.bfloat16 import bfloat16_bits, float32_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.recurrent.contract import (
     AcceptedPath,
@@ -19,7 +19,7 @@ from edgellm.kernels.recurrent.contract import (
     convolution_refusal,
     delta_refusal,
 )
-from edgellm.kernels.recurrent.twin import NumpyRecurrent, float32_of, ordered_sum
+from edgellm.kernels.recurrent.twin import NumpyRecurrent, ordered_sum
 
 TWIN = NumpyRecurrent()
 

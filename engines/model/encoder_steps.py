@@ -1,0 +1,68 @@
+"""The steps of vision encoders alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.steps import READS, Step
+
+
+@dataclass(frozen=True)
+class EncoderAttention(Step):
+    """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
+
+    `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
+    them.
+    """
+
+    value: str = field(metadata=READS)
+    heads: int
+    head_size: int
+    windows: tuple[int, int]
+    mask: str | None = field(default=None, metadata=READS)
+    rotary: str | None = field(default=None, metadata=READS)
+
+
+@dataclass(frozen=True)
+class Gather(Step):
+    """output = the rows of value that the engine's input `rows` [B, M] names."""
+
+    value: str = field(metadata=READS)
+    rows: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
+class Prepend(Step):
+    """output = a row that is a weight, then those of value."""
+
+    value: str = field(metadata=READS)
+    row: WeightSpec
+
+
+@dataclass(frozen=True)
+class DropFirst(Step):
+    """output = the `rows` rows of value behind its first."""
+
+    value: str = field(metadata=READS)
+    rows: int
+
+
+@dataclass(frozen=True)
+class AveragePool(Step):
+    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
+    `size` of them, in reading order; summed in float32."""
+
+    value: str = field(metadata=READS)
+    width: int
+    side: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Product(Step):
+    """output = scale * value times a weight [K, N], rounded once."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    scale: float

@@ -1,0 +1,84 @@
+"""The steps of layers with a state of their own: short convolutions, gated delta rules, and the norms behind these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge
+from edgellm.engines.model.steps import READS, Norm, Stateful, Step, rows_like
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Stateful):
+    """A causal convolution of each channel by itself over the last `width` tokens, in float32.
+
+    y_t = sum over j < width of weight[:, width - 1 - j] u_{t-j}, plus the bias, through `activation` ("silu" or none);
+    t - j counts along a node's path where tokens are a tree. u is the first `channels` columns of `value`, and y the
+    output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
+    """
+
+    value: str = field(metadata=READS)
+    index: int
+    channels: int
+    width: int
+    weight: WeightSpec
+    bias: WeightSpec | None = None
+    activation: str | None = None
+    gated: bool = False
+
+    def state(self, shape: EngineShape) -> ConvColumns:
+        return ConvColumns(self.index, self.channels, self.width)
+
+    @property
+    def title(self) -> str:
+        return f"the short convolution of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
+
+
+@dataclass(frozen=True)
+class GatedDelta(Stateful):
+    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), in float32, token by token.
+
+    `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
+    `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
+    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
+    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
+    dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
+    """
+
+    value: str = field(metadata=READS)
+    gates: str = field(metadata=READS)
+    index: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    first: int
+    a_log: WeightSpec
+    dt_bias: WeightSpec
+
+    def state(self, shape: EngineShape) -> DeltaMatrix:
+        return DeltaMatrix(self.index, self.heads, self.sizes)
+
+    @property
+    def title(self) -> str:
+        return f"the gated delta rule of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (rows_like(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
+
+
+@dataclass(frozen=True)
+class GatedNorm(Step):
+    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
+
+    value: str = field(metadata=READS)
+    gate: str = field(metadata=READS)
+    first: int
+    heads: int
+    norm: Norm
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], "compute")}
