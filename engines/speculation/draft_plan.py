@@ -59,7 +59,7 @@ class DraftPlan:
     given_depth: int = 0
 
     def __hash__(self) -> int:
-        return hash(self.__dict__["_hash"])
+        return self._hash
 
     @cached_property
     def _hash(self) -> int:
