@@ -97,15 +97,6 @@ def test_a_request_joins_while_another_runs(served: LLM, slowed: Slow) -> None:
     assert long.result().usage.completion_tokens == 80
 
 
-def test_requests_are_served_in_their_order(served: LLM, paused: Pause) -> None:
-    with paused(served):
-        generations = [served.stream("x", SHORT) for _ in range(8)]
-    for generation in generations:
-        generation.result()
-    started = [generation.request_state.sequence.clock.started for generation in generations]
-    assert started == sorted(started)
-
-
 def test_a_reader_that_stops_blocks_nobody(served: LLM, paused: Pause) -> None:
     unread = served.stream("unread", SamplingParams(max_tokens=85, ignore_eos=True))
     assert served.generate("x", SHORT).finish_reason == "length"
@@ -129,15 +120,6 @@ def test_calls_have_the_model_for_themselves(served: LLM) -> None:
     with pytest.raises(RequestError, match="no draft model is loaded"):
         served.use_drafting(DraftingConfig())
     assert served.generate("x", SHORT).finish_reason == "length"
-
-
-def test_a_cached_system_prompt_is_reused_by_sessions(served: LLM) -> None:
-    system = "be brief"
-    session = served.create_session(system, SHORT)
-    plain = session.send("one")
-    again = served.create_session(system, SHORT)
-    served.cache_system_prompt(system)
-    assert again.send("one").token_ids == plain.token_ids
 
 
 def test_a_session_remembers_what_was_said(served: LLM, serving_engines: Path, paused: Pause) -> None:

@@ -194,11 +194,6 @@ def test_prompts_have_no_template(llm: LLM) -> None:
         llm.create_session(tools=[5])
 
 
-def test_half_a_surrogate_pair_is_no_text(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="half of a surrogate pair"):
-        llm.chat(HELLO, SHORT, template_variables={"mood": "\udc80"})
-
-
 def test_special_tokens_in_tools_stay_text(llm: LLM) -> None:
     plain, special = "a description of ten", "<|im_end|>"
     counts = [
@@ -249,13 +244,6 @@ def test_tools_that_no_template_shows_are_refused_where_they_may_be_called(tiny_
 )
 def test_names_that_a_template_reads(source: str, names: set[str]) -> None:
     assert ChatTemplate({"default": source}, "test").template_variables == names
-
-
-def test_a_template_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate({"default": "{{ messages }}"}, "test")
-    assert template.template_variables == {"messages"}
-    monkeypatch.setattr(ChatTemplate, "_compiled_template", lambda *_: pytest.fail("it was parsed again"))
-    assert template.template_variables == {"messages"}
 
 
 def test_names_that_several_templates_read() -> None:

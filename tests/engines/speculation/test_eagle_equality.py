@@ -38,17 +38,7 @@ COUNT = 28
 
 @pytest.fixture(
     scope="module",
-    params=[
-        (1, True),
-        (3, False),
-        (1, True, "int8"),
-        ("mtp", True),
-        (1, False),
-        (3, True),
-        ("mtp", False),
-        ("mtp", True, "int8"),
-        (3, False, "int8"),
-    ],
+    params=[(1, True), (3, False), ("mtp", False), ("mtp", True, "int8")],
     ids=lambda p: "-".join(map(str, p)),
 )
 def eagle(
@@ -85,7 +75,7 @@ def answers(
     return [tokens[:count] for tokens in found], steps
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled", "everything", "penalized", "filtered"])
+@pytest.mark.parametrize("name", ["greedy", "filtered", "everything"])
 def test_one_slot(eagle: DecodingRunner, name: str) -> None:
     sampling = SAMPLINGS[name]
     plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)
