@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -381,24 +380,6 @@ def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.
     assert "edgellm-ignored" not in server.chat()[2]
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, user="me")
     assert raw.headers["edgellm-ignored"] == "user"
-
-
-def test_many_streams_have_the_answers_that_each_would_have_alone(client: openai.OpenAI, llm: LLM) -> None:
-    """32 at a time, of which this model computes one: the others wait in the queue."""
-    colours = ("red", "blue", "green", "white")
-    asked = [
-        ([{"role": "user", "content": f"Where is the {colours[n % 4]} cup?"}], {"temperature": 0.9, "seed": n // 4})
-        for n in range(32)
-    ]
-
-    def stream(which: int) -> str:
-        messages, drawn = asked[which]
-        options = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 8, **drawn}
-        return deltas(client.chat.completions.create(**options))[0]
-
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(stream, range(len(asked))))
-    assert found == [llm.chat(messages, SamplingParams(max_tokens=8, **drawn)).text for messages, drawn in asked]
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:

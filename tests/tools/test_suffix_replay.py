@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
-from tools.bench.suffix_replay import SHAPES, Replayed, Replays, accepted_path, calibration, replay, rounds, summary
+from tools.bench.suffix_replay import Replayed, accepted_path, rounds, summary
 
 
 def test_the_accepted_path_follows_the_answer_through_the_tree() -> None:
@@ -19,14 +19,3 @@ def test_a_repeated_prompt_is_accepted_in_whole_chains() -> None:
     assert [len(one.accepted) for one in played] == [0, 0, *[5] * 10, 4]
     assert [one.tokens for one in played] == [1, 1, *[6] * 10, 4]  # no token follows the last one
     assert summary(played)["tokens_a_round"] == round(66 / 13, 3)
-
-
-def test_replays_of_the_shipped_model_count_the_last_action_alone() -> None:
-    replays = Replays(1)
-    groups = replays.actions(False)
-    assert all([request.counts for request in group] == [False] * (len(group) - 1) + [True] for group in groups)
-    played = replay(groups[:2], SHAPES["tree 16"])
-    assert summary(played)["tokens_a_round"] > 2
-    bins = calibration(played)
-    assert all(0 <= one["accepted"] <= 1 and 0 < one["promised"] < 1 for one in bins)
-    assert sum(one["candidates"] for one in bins) > len(played)

@@ -111,7 +111,7 @@ def plans_of(runner: DecodingRunner) -> list[DraftPlan]:
     return [*GIVEN, *([] if not runner.draft.has_model else JOINT)]
 
 
-@pytest.mark.parametrize("name", ["greedy", "everything"])
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_chains_and_trees_give_the_tokens_of_plain_decoding(runner: DecodingRunner, name: str) -> None:
     expected = plain(runner, [SAMPLINGS[name]])
     rng = np.random.default_rng(7)
@@ -155,7 +155,7 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
         assert answers(runner, samplings, lambda *_, nothing=nothing: nothing)[0] == expected, plan.name
 
 
-@pytest.mark.parametrize("name", ["greedy", "sampled"])
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_draft_goes_on_behind_a_chain_that_leads(runner: DecodingRunner, name: str) -> None:
     """The same tokens, whether the chain is right or not; and more of them a round than of the chain alone."""
     if not runner.draft.has_model:
