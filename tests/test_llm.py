@@ -25,17 +25,6 @@ def model(tiny_engines: Path) -> Iterator[LLM]:
         yield opened
 
 
-def test_a_stream_gives_the_response_piece_by_piece(model: LLM) -> None:
-    generation = model.stream_chat(MESSAGES, SAMPLED)
-    chunks = list(generation)
-    response = generation.result()
-    assert "".join(chunk.text for chunk in chunks) == response.text
-    assert tuple(token for chunk in chunks for token in chunk.token_ids) == response.token_ids
-    assert (response.finish_reason, response.usage.completion_tokens) == ("length", 20)
-    assert response.usage.prompt_tokens == len(model.tokenizer.encode_chat(MESSAGES))
-    assert response.timings.total_seconds >= response.timings.time_to_first_token > 0
-
-
 def test_a_prompt_far_beyond_the_context_is_refused_by_its_size(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "1" * 100_000
     assert model.count_tokens(text) == 100_000
@@ -127,24 +116,6 @@ def test_stop_ids_and_stop_strings(model: LLM) -> None:
     )
     assert (cut.finish_reason, cut.stop_match) == ("stop_string", string)
     assert cut.text == free.text[: free.text.index(string)]
-
-
-def test_bad_prompts_are_refused_by_name(model: LLM) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        model.generate("")
-    with pytest.raises(RequestError, match="empty"):
-        model.chat([{"role": "user", "content": "  "}])
-    with pytest.raises(EdgeLLMError, match=r"0\.\.319"):
-        model.generate([5000])
-    assert model.generate("hello", SAMPLED).finish_reason == "length"
-
-
-def test_use_after_close(tiny_engines: Path) -> None:
-    model = LLM(tiny_engines, backend="numpy")
-    model.close()
-    model.close()
-    with pytest.raises(RequestError, match="closed"):
-        model.generate("hello")
 
 
 def test_an_unknown_backend_is_refused(tiny_engines: Path) -> None:

@@ -158,11 +158,6 @@ def test_sampling_is_that_of_the_request(client: openai.OpenAI, llm: LLM) -> Non
         client.completions.create(model=MODEL, prompt="The", max_tokens=5, extra_body={"min_tokens": 6})
 
 
-def test_an_adapter_answers_under_its_name(client: openai.OpenAI, llm: LLM) -> None:
-    found = client.chat.completions.create(model="json", messages=[{"role": "user", "content": "Wave."}])
-    assert json.loads(found.choices[0].message.content) == {"action": "wave"} and found.model == "json"
-
-
 def test_images_come_as_data_urls(client: openai.OpenAI, llm: LLM) -> None:
     path = SHIPPED_MODEL / "scenes" / "toys.png"
     url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -174,13 +169,6 @@ def test_images_come_as_data_urls(client: openai.OpenAI, llm: LLM) -> None:
     items = [{"role": "user", "content": [{"type": "input_text", "text": "What do you see?"}]}]
     items[0]["content"].append({"type": "input_image", "image_url": url, "detail": "auto"})
     assert client.responses.create(model=MODEL, input=items).output_text == expected.text
-
-
-def test_a_message_is_continued_where_that_is_asked(client: openai.OpenAI, llm: LLM) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "The red"}]
-    more = {"continue_final_message": True}
-    found = client.chat.completions.create(model=MODEL, messages=messages, extra_body=more)
-    assert found.choices[0].message.content == llm.chat(messages, continue_final_message=True).text
 
 
 def completing(server: ServerProcess, stream: bool) -> openai.OpenAI:

@@ -122,29 +122,6 @@ def test_calls_have_the_model_for_themselves(served: LLM) -> None:
     assert served.generate("x", SHORT).finish_reason == "length"
 
 
-def test_a_session_remembers_what_was_said(served: LLM, serving_engines: Path, paused: Pause) -> None:
-    session = served.create_session("be brief", SHORT)
-    first = session.send("one")
-    expected = [{"role": "system", "content": "be brief"}]
-    if first.text:
-        expected += [{"role": "user", "content": "one"}, {"role": "assistant", "content": first.text}]
-    assert session.messages == expected
-    second = session.send("two")
-    assert second.usage.reused_tokens > 0
-    with LLM(serving_engines, backend="numpy", drafting=None) as llm:
-        single = llm.chat([*expected, {"role": "user", "content": "two"}], SHORT)
-    assert second.token_ids == single.token_ids
-    session.replace(session.messages[:1])
-    known = session.messages
-    with paused(served):
-        growing = session.stream("three")
-        with pytest.raises(RequestError, match="still being answered"):
-            session.send("four")
-        growing.cancel()
-        assert session.messages == known
-    assert session.send("one").token_ids == first.token_ids
-
-
 def test_logging_is_quiet_by_default_and_structured_on_request(
     serving_engines: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,15 +87,3 @@ def test_the_model_card_tells_of_the_adapters():
         found = evaluation["answers"][name]
         assert found["in_style_percent"] == 100
         assert f"| `{name}` | {found['exact_match_percent']:.1f} % | 100.0 % |" in section
-
-
-def test_held_out_beginnings_are_left_out_of_training():
-    pytest.importorskip("torch")
-    from tools.demo_model.calls.dialogues import tool_dialogue
-    from tools.demo_model.train_adapters import checksum, generate
-
-    whole = generate((SHIPPED, "tools", "seed", 6, frozenset()))
-    rng = random.Random("seed")
-    talk = tool_dialogue(rng, "train", rng.randint(1, 6))
-    left = generate((SHIPPED, "tools", "seed", 5, frozenset({checksum(talk.messages, talk.signatures)})))
-    assert [ids.tolist() for ids, _ in left] == [ids.tolist() for ids, _ in whole[1:]]

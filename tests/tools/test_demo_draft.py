@@ -1,6 +1,5 @@
 """The draft head of the shipped model: training sees what drafting will do, and the published layout comes out."""
 
-import random
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from tools.demo_model.documents import ANSWER, CONTEXT, FIRST  # noqa: E402
 from tools.demo_model.draft_model import Draft, DraftDimensions  # noqa: E402
-from tools.demo_model.evaluate_draft import Simulation, Tree  # noqa: E402
+from tools.demo_model.evaluate_draft import Simulation  # noqa: E402
 from tools.demo_model.model import Dimensions, Model  # noqa: E402
 from tools.demo_model.train import attend_within, document_attention  # noqa: E402
 from tools.demo_model.unrolled import ChainAttention, attend_with_sum, predictable, unrolled_loss  # noqa: E402
@@ -84,50 +83,3 @@ def test_unrolled_training_is_what_drafting_computes(models):
     assert [count for _, count in found] == rows and counts[0] > 3 and counts[1] > 0
     each = [decay**step * value / max(1, count) for step, (value, count) in enumerate(zip(total, counts, strict=True))]
     assert torch.allclose(loss, sum(each) / sum(decay**step for step in range(steps)), rtol=1e-4)
-
-
-def test_a_chain_is_the_narrowest_tree(models):
-    base, draft = models
-    ids = torch.randint(50, (20,)).tolist()
-    with torch.no_grad():
-        simulation = Simulation(base, draft, ids)
-        chain = simulation.proposed(9, Tree(1, 4, 5))
-        assert [parent for parent, _ in chain] == [-1, 0, 1, 2]
-        tokens, part = [], ids[:10]
-        for _ in range(4):
-            following = chain_logits(base, draft, part + [0], 9, len(part) - 9)
-            tokens.append(int(draft.targets[following[-1].argmax()]))
-            part = part + tokens[-1:]
-        assert [token for _, token in chain] == tokens
-
-
-def test_continuations_end_where_the_text_ends():
-    from tools.demo_model.continuations import continued
-
-    torch.manual_seed(1)
-    base = Model(BASE)
-    prompts = [[random.Random(i).randrange(50) for _ in range(3 + i)] for i in range(4)]
-    generator = torch.Generator().manual_seed(2)
-    greedy = continued(base, prompts, 9, 1.0, generator, ends=set())
-    for prompt, new in zip(prompts, greedy, strict=True):
-        ids = list(prompt)
-        for token in new:
-            assert base.logits(base(torch.tensor([ids]))[:, -1]).argmax() == token
-            ids.append(token)
-        assert len(new) == 9
-    cut = continued(base, prompts, 9, 1.0, generator, ends={greedy[0][4]})
-    assert cut[0] == greedy[0][: greedy[0].index(greedy[0][4]) + 1]
-
-
-def test_draft_vocabulary_is_what_answers_use_most(tmp_path):
-    import numpy as np
-
-    from tools.demo_model.train_draft import frequent_answer_tokens
-
-    tokens = np.array([[7, 7, 7, 7, 3, 3, 9, 5, 5, 5]], np.uint16)
-    codes = np.array(
-        [[CONTEXT + FIRST, CONTEXT, CONTEXT, ANSWER, ANSWER, ANSWER, ANSWER, CONTEXT, ANSWER, ANSWER]], np.uint8
-    )
-    np.savez(tmp_path / "00000.npz", tokens=tokens, codes=codes)
-    found = frequent_answer_tokens(tmp_path, 1, 3, 50, np.array([9, 9, 9], np.uint16))
-    assert found.tolist() == [9, 3, 5]

@@ -22,7 +22,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import CheckpointError, EngineDirectoryError, ImageError, UnsupportedModelError
+from edgellm.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -73,14 +73,6 @@ def test_a_prompt_has_the_text_that_the_processor_writes(engines: Path) -> None:
         for raw in (rendered_chat(tokenizer, [shown]), text.replace(image * TOKENS, image)):
             asked = Request(raw, params=PARAMS, images=[PIXELS, OTHER, PIXELS])
             assert list(runtime.prepare(asked).prompt_ids) == expected
-
-
-def test_text_cannot_smuggle_markers(engines: Path) -> None:
-    with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        said = runtime.prepare(Request(messages=[message(f"{MARKERS[0]} and {MARKERS[1]}")], params=PARAMS))
-        assert not {VISION_START, IMAGE_TOKEN} & set(said.prompt_ids)
-        with pytest.raises(ImageError, match=r"has 1 image markers .token 259., but there are 0 images"):
-            runtime.prepare(Request(f"Look: {MARKERS[0]}", params=PARAMS))
 
 
 def test_a_tokenizer_without_these_tokens_is_refused(engines: Path, tmp_path: Path) -> None:
