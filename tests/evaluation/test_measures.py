@@ -21,18 +21,7 @@ from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import EngineError, RequestError
-from edgellm.evaluation import (
-    Example,
-    Window,
-    answers,
-    divergence,
-    exact_match,
-    measures,
-    perplexity,
-    record_logits,
-    rouge,
-    text_windows,
-)
+from edgellm.evaluation import Window, divergence, exact_match, measures, perplexity, record_logits, rouge, text_windows
 
 LOSSES = golden_folder("losses")
 TEXT = [(13 * index * index + 7 * index + 5) % 256 for index in range(150)]
@@ -214,18 +203,6 @@ def test_scores_and_answers_do_not_disturb_each_other(tiny_draft_engines: Path, 
             losses = -expected[np.arange(149), TEXT[1:]]
             assert found.mean_negative_log_likelihood == pytest.approx(losses.mean(), abs=1e-5)
         assert llm.generate(prompts[0], params).usage.reused_tokens == 0
-
-
-def test_answers_are_those_of_the_prompts_in_their_order(model: LLM) -> None:
-    examples = [Example(({"role": "user", "content": f"say {number}"},), "x") for number in range(7)]
-    params, seen = SamplingParams(max_tokens=3 + len(examples), ignore_eos=True), []
-    found = answers(model, examples, params, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(number, 7) for number in range(1, 8)]
-    alone = [model.chat(list(example.messages), params).token_ids for example in examples]
-    assert [response.token_ids for response in found] == alone
-    long = Example(({"role": "user", "content": "x" * 200},), "x", "file, line 8")
-    with pytest.raises(RequestError, match=r"file, line 8: the prompt has 2.. tokens"):
-        answers(model, [*examples, long], params)
 
 
 def test_exact_match_leaves_out_spaces_around() -> None:

@@ -15,7 +15,6 @@ from command_line import Edgellm
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.errors import TemplateError
 from edgellm.text.messages import checked_tools, checked_variables
 from edgellm.text.template import ChatTemplate
 
@@ -244,13 +243,6 @@ def test_tools_that_no_template_shows_are_refused_where_they_may_be_called(tiny_
 )
 def test_names_that_a_template_reads(source: str, names: set[str]) -> None:
     assert ChatTemplate({"default": source}, "test").template_variables == names
-
-
-def test_names_that_several_templates_read() -> None:
-    both = ChatTemplate({"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}"}, "test")
-    assert both.template_variables == {"messages", "tools"}
-    with pytest.raises(TemplateError, match="the chat template of test has a syntax error in line 1"):
-        _ = ChatTemplate({"default": "{% if %}"}, "test").template_variables
 
 
 def test_generate(edgellm: Edgellm, engines: Path, tools_file: Path, llm: LLM) -> None:
