@@ -55,17 +55,6 @@ def test_drafts_batches_and_adapters_change_no_answer() -> None:
 
 
 @shipped
-def test_a_prompt_with_an_image_is_answered_alike_with_a_draft() -> None:
-    shown = [{"type": "image", "image": str(SHIPPED_MODEL / "scenes" / "toys.png")}, {"type": "text", "text": "What?"}]
-    message = {"role": "user", "content": shown}
-    answers = []
-    for drafting in (None, DraftingConfig(10, 4, 16)):
-        with LLM(backend="numpy", kv_cache="int8", drafting=drafting) as llm:
-            answers.append(llm.chat([message], PARAMS).token_ids)
-    assert answers[0] == answers[1]
-
-
-@shipped
 def test_logits_are_close_to_those_without_it_and_the_same_however_a_prompt_is_cut() -> None:
     directory = EngineDirectory.open(SHIPPED_MODEL)
     prompt, answer = [(37 * index) % 900 + 20 for index in range(50)], [5, 77, 300, 21, 8, 90]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, AsyncLLM, ContextError, EdgeLLMError, Request, RequestError, SamplingParams
-from edgellm.errors import EngineError
 from edgellm.requests import RequestOptions, SamplingOptions
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -25,17 +23,6 @@ GREEDY = SamplingParams(ignore_eos=True)
 def model(tiny_engines: Path) -> Iterator[LLM]:
     with LLM(tiny_engines, backend="numpy") as opened:
         yield opened
-
-
-def test_a_stream_gives_the_response_piece_by_piece(model: LLM) -> None:
-    generation = model.stream_chat(MESSAGES, SAMPLED)
-    chunks = list(generation)
-    response = generation.result()
-    assert "".join(chunk.text for chunk in chunks) == response.text
-    assert tuple(token for chunk in chunks for token in chunk.token_ids) == response.token_ids
-    assert (response.finish_reason, response.usage.completion_tokens) == ("length", 20)
-    assert response.usage.prompt_tokens == len(model.tokenizer.encode_chat(MESSAGES))
-    assert response.timings.total_seconds >= response.timings.time_to_first_token > 0
 
 
 def test_a_prompt_far_beyond_the_context_is_refused_by_its_size(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,53 +116,6 @@ def test_stop_ids_and_stop_strings(model: LLM) -> None:
     )
     assert (cut.finish_reason, cut.stop_match) == ("stop_string", string)
     assert cut.text == free.text[: free.text.index(string)]
-
-
-def test_cancelling_from_another_thread_ends_the_answer_and_the_next_request_works(model: LLM) -> None:
-    expected = model.generate("hello", SAMPLED)
-    generation = model.stream("hello", SamplingParams(ignore_eos=True))
-    generation.next_chunk()
-    thread = threading.Thread(target=generation.cancel)
-    thread.start()
-    thread.join()
-    response = generation.result()
-    assert response.finish_reason in ("cancelled", "context") and response.usage.completion_tokens >= 1
-    assert model.generate("hello", SAMPLED).token_ids == expected.token_ids
-
-
-def test_bad_prompts_are_refused_by_name(model: LLM) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        model.generate("")
-    with pytest.raises(RequestError, match="empty"):
-        model.chat([{"role": "user", "content": "  "}])
-    with pytest.raises(EdgeLLMError, match=r"0\.\.319"):
-        model.generate([5000])
-    assert model.generate("hello", SAMPLED).finish_reason == "length"
-
-
-def test_a_failing_request_leaves_the_model_usable(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = model.generate("hello", SAMPLED)
-    kernels = model._runtime._runner.backend.kernels
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "argmax", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
-        with pytest.raises(EngineError, match="MemoryError: no more"):  # its prefill fails: the request's own failure
-            model.generate("hello", GREEDY)
-    generation = model.stream("hello", GREEDY)
-    generation.next_chunk()
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "prepare_step", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
-        with pytest.raises(EngineError, match="MemoryError: no more") as caught:
-            generation.result()
-    assert isinstance(caught.value.__cause__, MemoryError)
-    assert model.generate("hello", SAMPLED).token_ids == expected.token_ids
-
-
-def test_use_after_close(tiny_engines: Path) -> None:
-    model = LLM(tiny_engines, backend="numpy")
-    model.close()
-    model.close()
-    with pytest.raises(RequestError, match="closed"):
-        model.generate("hello")
 
 
 def test_an_unknown_backend_is_refused(tiny_engines: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -57,14 +57,6 @@ class DraftPlan:
     built_top_k: int = 0
     given_nodes: int = 0
     given_depth: int = 0
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Plans are looked up several times a step, and all their fields take longer."""
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):

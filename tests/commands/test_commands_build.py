@@ -125,15 +125,6 @@ def test_without_tensorrt_a_target_has_kernels(
     assert refused.exit_code == 1 and "neither package is installed" in refused.output
 
 
-def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
-    command = ("build", "--refresh-plans", plain_directory, "--target", "sm_89", "--all-plans")
-    result = edgellm(*command)
-    assert result.returncode == 0, result.stderr
-    assert len(list((plain_directory / "plans").rglob("sm_89-*/*.engine"))) == 4
-    again = edgellm(*command)
-    assert again.stdout.count("kept") == 4
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signals_leave_nothing_behind(checkpoint: Path, tmp_path: Path, number: signal.Signals) -> None:
     """The limits ask for some twenty plans, so that the build is under way for long enough."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from kept_snapshots import flip_what_is_written
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.cache import cache, size_in_bytes
@@ -217,18 +216,6 @@ def test_a_name_in_use_is_refused_and_replaced_if_asked(options: tuple[object, .
     (new,) = folder.iterdir()
     assert output.startswith(f"{new}: 'patrol'") and output.endswith(f"\n{old}: replaced\n")
     assert read_snapshot(new).prompt == PromptRecord("You patrol the hall.")
-
-
-def test_what_is_replaced_stays_until_the_new_one_is_verified(
-    options: tuple[object, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
-    before = contents(folder)
-    flip_what_is_written(monkeypatch)
-    for prompt in ("You patrol.", "You patrol the hall."):
-        result = run("build", "--prompt", prompt, "--name", "patrol", "--replace", *options)
-        assert "did not read back" in error_of(result)
-        assert contents(folder) == before
 
 
 def test_the_same_prompt_keeps_the_name_that_it_has(options: tuple[object, ...], folder: Path) -> None:

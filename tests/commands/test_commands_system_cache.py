@@ -152,16 +152,6 @@ def test_a_snapshot_of_the_format_before_is_used_and_brings_no_prompt(edgellm: E
     assert code == 0 and f"{path} is of another system prompt: it has 8 of the " in err
 
 
-def test_a_template_that_renders_a_cached_prompt_otherwise_is_said(
-    edgellm: Edgellm, engines: Path, tmp_path: Path
-) -> None:
-    path = built(edgellm, engines)
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    options = (*COMMON[:2], "--system-cache", path, "--chat-template", tmp_path / "t.jinja")
-    code, _, err = edgellm("chat", engines, *options, stdin="/exit\n")
-    assert code == 0 and f"{path} is of another system prompt: it has 0 of the " in err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -240,16 +230,6 @@ def test_chat_changes_adapters(edgellm: Edgellm, engines: Path, loras: dict[str,
     assert err.splitlines()[-1] == SYSTEM
 
 
-def test_chat_without_adapters(edgellm: Edgellm, tiny_engines: Path) -> None:
-    code, _, err = edgellm("chat", tiny_engines, "--backend", "numpy", stdin="/adapter\n/adapter json\n/adapter ''\n")
-    assert code == 1
-    assert err.splitlines() == [
-        "There are no LoRA adapters; --lora NAME=DIR loads one.",
-        "error: there is no LoRA adapter 'json': none is loaded (--lora NAME=DIR loads one)",
-        "Answers are given without an adapter from now on.",
-    ]
-
-
 def test_the_opening_line_names_the_adapters(engines: Path) -> None:
     with LLM(engines, backend="numpy", drafting=None) as llm:
         assert "context 240 tokens, LoRA adapters json, style; answers are given with json. /help" in _greeting(
@@ -309,14 +289,3 @@ def test_wrong_adapters_of_cache_build(
     (tmp_path / "prompts.yaml").write_text(content)
     found, _, err = edgellm("cache", "build", "--prompts", tmp_path / "prompts.yaml", "-m", engines)
     assert found == code and message in err
-
-
-def test_errors_of_cache_are_explained(edgellm: Edgellm, engines: Path) -> None:
-    code, out, err = edgellm("cache", "build", "--prompt", " ", "-m", engines)
-    assert (code, out, err) == (1, "", "error: --prompt is empty: expected a system prompt\n")
-    code, _, err = edgellm("cache", "build", "--prompt", "x", "--lora", "jsn", "-m", engines)
-    assert code == 1 and "did you mean json?" in err
-    assert edgellm("cache", "show", "nothing")[0] == 1
-    assert edgellm("cache", "build", "--prompts", "x.yaml", "--lora", "json")[0] == 2
-    code, out, err = edgellm("cache")
-    assert "build" in out + err and "verify" in out + err

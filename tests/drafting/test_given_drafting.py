@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -313,24 +312,6 @@ def test_the_index_lives_as_long_as_its_sequences() -> None:
     _, (tree,) = choice(drafts, [later], 100, most=31)
     assert list(tree.tokens[:3]) == TEXT[9:12]
     drafts.close(first)  # again: nothing happens
-
-
-def test_without_an_index_only_rules_propose() -> None:
-    drafts = drafting(index=False)
-    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-    record(drafts, None, 0.01, 1)
-    assert sequence.said is None
-    assert choice(drafts, [sequence], 100, most=31) is None and not drafts.promises(Takes(), [sequence], 100)
-    drafts.take(sequence, [1, 2])
-    drafts.close(sequence)
-
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_plans_grow(captured: bool) -> None:
-    plans = drafting(captured).given_plans
-    assert all(small.top_k < large.top_k for small, large in pairwise(plans))
-    assert all(plan.steps <= DEEPEST for plan in plans)
-    assert np.all([plan.is_given for plan in plans])
 
 
 def test_plain_steps_begin_early_where_no_round_is_likely() -> None:

@@ -18,6 +18,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts
 from edgellm.kernels.gpu import absent_gpu
@@ -27,6 +28,14 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 TARGET = "sm_86"
+#: What tilings are chosen by.
+GPUS = {
+    "H200": Capacity(132, 232_448, True, "sm_90"),
+    "Thor": Capacity(20, 232_448, True, "sm_110"),
+    "Orin": Capacity(16, 166_912, False, "sm_87"),
+    "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
+    "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
+}
 DEVICE: Any = SimpleNamespace(
     zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
     empty=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),

@@ -203,21 +203,15 @@ class Slots:
             self.filled[takes] += 1
 
 
-def plain_tokens(tables: Tables, settings: Settings, count: int, late: bool = False) -> np.ndarray:
-    """What plain decoding emits: `SamplingKernels` alone, no tree, no acceptance. `late`: a wrong rule, masks of what
-    the filters have left."""
+def plain_tokens(tables: Tables, settings: Settings, count: int) -> np.ndarray:
+    """What plain decoding emits: `SamplingKernels` alone, no tree, no acceptance."""
     slots = Slots(count, settings, 1)
     rows = slots.settings
     for place in range(EMITTED):
         logits = slots.logits(tables, slots.last)[:, 0]
         values, thresholds = np.empty_like(logits), np.empty(count, np.float32)
         KERNELS.process_logits(logits, slots.counts, rows, values)
-        if late:
-            free = tables.base[slots.last[:, 0]] + settings.bias()
-            KERNELS.process_logits(free, slots.counts, rows, free)
-            KERNELS.filter_threshold(free, rows, thresholds)
-        else:
-            KERNELS.filter_threshold(values, rows, thresholds)
+        KERNELS.filter_threshold(values, rows, thresholds)
         token = np.empty(count, np.int32)
         KERNELS.sample(values, thresholds, rows, slots.positions, token)
         slots.last[:, 0] = token
@@ -235,8 +229,8 @@ TREES = {
 }
 
 
-def tree_tokens_emitted(tables: Tables, settings: Settings, kind: str, count: int, redraws: bool = False) -> Slots:
-    """Rounds with deterministic children: the draft's best. `redraws`: a wrong rule, see the test."""
+def tree_tokens_emitted(tables: Tables, settings: Settings, kind: str, count: int) -> Slots:
+    """Rounds with deterministic children: the draft's best."""
     shape = TREES[kind]
     size = len(shape)
     parents = np.array([parent for parent, _ in shape], np.int32)
@@ -257,18 +251,13 @@ def tree_tokens_emitted(tables: Tables, settings: Settings, kind: str, count: in
         values, thresholds = slots.processed(tables, tree)
         drawn = slots.drawn(values, thresholds, tree.draw_positions)
         accepted = slots.accepted()
-        indices, ids, lengths = accepted
         ACCEPTANCE.accept_drawn(drawn, tree, slots.state.active, accepted)
-        if redraws:
-            ends = indices[np.arange(count), lengths - 1]
-            again = slots.drawn(values, thresholds, slots.positions[:, None] + depths + np.int32(1000))
-            ids[np.arange(count), lengths - 1] = again[np.arange(count), ends]
         slots.advance(accepted)
     return slots
 
 
-def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, count: int, wrong: str = "") -> Slots:
-    """Rounds with chains sampled from the draft under its own settings. `wrong`: what is done wrong, see the test."""
+def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, count: int) -> Slots:
+    """Rounds with chains sampled from the draft under its own settings."""
     steps = 2
     slots = Slots(count, settings, steps + 1)
     draft_rows = draft.rows(count, seed=records(slots.settings)["seed"], sequence=records(slots.settings)["sequence"])
@@ -283,15 +272,7 @@ def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, co
             logits = tables.draft[last]
             ACCEPTANCE.draft_sample(step, logits, draft_rows, slots.positions, chain, NO_WORKSPACE)
             last = drafted[:, step]
-            if wrong == "q before its processors":
-                q[:, step] = softmax(logits)
         tokens = np.concatenate([slots.last, drafted], axis=1)
-        if wrong == "unlikely drafts dropped":
-            likely = np.take_along_axis(q, target_to_draft[drafted][:, :, None], 2)[:, :, 0] > 0.3
-            tokens[:, 1:][~np.logical_and.accumulate(likely, axis=1)] = -1
-        if wrong == "forbidden drafts dropped":
-            follows = settings.allowed()[tokens[:, :-1], tokens[:, 1:]]
-            tokens[:, 1:][~np.logical_and.accumulate(follows, axis=1)] = -1
         draw_positions = slots.positions[:, None] + np.arange(steps + 1, dtype=np.int32)
         tree = tree_nodes(tokens, ancestors=ancestors, draw_positions=draw_positions)
         nodes = NodeLogits(*slots.processed(tables, tree), np.zeros(tokens.shape, np.int32))

@@ -22,24 +22,21 @@ VOCABULARY, ANSWER_TOKENS = 320, 24
 class RandomRules:
     """After each pair of tokens a random share of the `vocab_size` tokens is allowed; see `TokenConstraint`.
 
-    `free` of 7 pairs leave all tokens free, `dead` of them have no way on. A wrong rule is `late` by so many tokens.
+    `free` of 7 pairs leave all tokens free, `dead` of them have no way on.
     """
 
-    def __init__(
-        self, vocab_size: int, seed: int = 0, share: float = 0.5, free: int = 0, dead: int = 0, late: int = 0
-    ) -> None:
+    def __init__(self, vocab_size: int, seed: int = 0, share: float = 0.5, free: int = 0, dead: int = 0) -> None:
         self.vocab_size, self._seed, self._share = vocab_size, seed, share
-        self._free, self._dead, self._late = free, dead, late
+        self._free, self._dead = free, dead
         self.path: list[int] = []
 
     def allowed(self) -> np.ndarray:
         """[V] bool: the tokens that may come next."""
-        known = self.path[: len(self.path) - self._late] if self._late else self.path
-        pair = (-1, -1, *known)[-2:]
+        pair = (-1, -1, *self.path)[-2:]
         kind = (3 * pair[0] + 5 * pair[1] + self._seed) % 7
         if kind < self._free:
             return np.ones(self.vocab_size, np.bool_)
-        if kind >= 7 - self._dead and known:
+        if kind >= 7 - self._dead and self.path:
             return np.zeros(self.vocab_size, np.bool_)
         random = np.random.default_rng((self._seed, pair[0] + 1, pair[1] + 1))
         return random.random(self.vocab_size) < self._share

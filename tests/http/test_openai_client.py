@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -159,11 +158,6 @@ def test_sampling_is_that_of_the_request(client: openai.OpenAI, llm: LLM) -> Non
         client.completions.create(model=MODEL, prompt="The", max_tokens=5, extra_body={"min_tokens": 6})
 
 
-def test_an_adapter_answers_under_its_name(client: openai.OpenAI, llm: LLM) -> None:
-    found = client.chat.completions.create(model="json", messages=[{"role": "user", "content": "Wave."}])
-    assert json.loads(found.choices[0].message.content) == {"action": "wave"} and found.model == "json"
-
-
 def test_images_come_as_data_urls(client: openai.OpenAI, llm: LLM) -> None:
     path = SHIPPED_MODEL / "scenes" / "toys.png"
     url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -175,13 +169,6 @@ def test_images_come_as_data_urls(client: openai.OpenAI, llm: LLM) -> None:
     items = [{"role": "user", "content": [{"type": "input_text", "text": "What do you see?"}]}]
     items[0]["content"].append({"type": "input_image", "image_url": url, "detail": "auto"})
     assert client.responses.create(model=MODEL, input=items).output_text == expected.text
-
-
-def test_a_message_is_continued_where_that_is_asked(client: openai.OpenAI, llm: LLM) -> None:
-    messages = [*MESSAGES, {"role": "assistant", "content": "The red"}]
-    more = {"continue_final_message": True}
-    found = client.chat.completions.create(model=MODEL, messages=messages, extra_body=more)
-    assert found.choices[0].message.content == llm.chat(messages, continue_final_message=True).text
 
 
 def completing(server: ServerProcess, stream: bool) -> openai.OpenAI:
@@ -381,24 +368,6 @@ def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.
     assert "edgellm-ignored" not in server.chat()[2]
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, user="me")
     assert raw.headers["edgellm-ignored"] == "user"
-
-
-def test_many_streams_have_the_answers_that_each_would_have_alone(client: openai.OpenAI, llm: LLM) -> None:
-    """32 at a time, of which this model computes one: the others wait in the queue."""
-    colours = ("red", "blue", "green", "white")
-    asked = [
-        ([{"role": "user", "content": f"Where is the {colours[n % 4]} cup?"}], {"temperature": 0.9, "seed": n // 4})
-        for n in range(32)
-    ]
-
-    def stream(which: int) -> str:
-        messages, drawn = asked[which]
-        options = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 8, **drawn}
-        return deltas(client.chat.completions.create(**options))[0]
-
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(stream, range(len(asked))))
-    assert found == [llm.chat(messages, SamplingParams(max_tokens=8, **drawn)).text for messages, drawn in asked]
 
 
 def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:

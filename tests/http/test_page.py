@@ -259,8 +259,7 @@ def test_what_an_operator_watches(page: Page, server: ServerProcess) -> None:
     assert page.evaluate("document.getElementById('queue').innerText") == "0 waiting"
 
 
-@pytest.mark.parametrize("width", [360, 768, 1920])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (768, "light"), (1920, "light")])
 def test_every_size_and_scheme(page: Page, width: int, scheme: str) -> None:
     """Nothing is wider than the window, every control has a name, every text stands out from what is behind it."""
     page.prefer(scheme)

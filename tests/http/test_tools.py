@@ -288,15 +288,10 @@ def named(name: str, **more: Any) -> dict[str, Any]:
     [
         ({"tools": [MOVE, WAVE, MOVE]}, "tools[2].function.name", "as that of tools[0]"),
         ({"tools": "move"}, "tools", "expected a list"),
-        ({"tools": [7]}, "tools[0]", "expected an object"),
         ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0].type", "expected 'function'"),
-        ({"tools": [named("a b")]}, "tools[0].function.name", "letters, digits"),
         ({"tools": [WAVE, named("a", parameters={"type": "object", "properties": {"x": {"uniqueItems": True}}})]},
          "tools[1].function.parameters", "'uniqueItems'"),
         ({"tools": [named("a", strict=1)]}, "tools[0].function.strict", "true or false"),
-        ({"tools": [named(f"t{n}") for n in range(129)]}, "tools", "at most 128"),
-        ({"tools": TOOLS, "tool_choice": "mov"}, "tool_choice", "did you mean move"),
-        ({"tools": TOOLS, "tool_choice": named("run")}, "tool_choice", "'run', which the request has not"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "expected 'auto'"),
         ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "expected 'auto'"),
         ({"tool_choice": "required"}, "tool_choice", "has no tools"),
@@ -333,7 +328,7 @@ def test_the_field_of_tools_that_no_template_shows_is_named() -> None:
     assert http_error(error, {"tools": "tools", "": "messages"}).param == "tools"
 
 
-@pytest.mark.parametrize("choice", ["auto", "none", "required", NAMED], ids=str)
+@pytest.mark.parametrize("choice", ["auto", NAMED], ids=str)
 def test_an_answer_beside_a_format_is_calls_or_has_it(calling: openai.OpenAI, taught: LLM, choice: Any) -> None:
     described = {
         "name": "seen",

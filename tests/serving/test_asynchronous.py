@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from served_answers import Answers, Pause, Slow
+from served_answers import Answers
 
 from edgellm import SamplingParams
 from edgellm.asynchronous import AsyncLLM
@@ -69,27 +69,6 @@ def test_streams_errors_and_the_loop_staying_free(serving_engines: Path) -> None
     asyncio.run(talk())
 
 
-def test_giving_up_cancels_the_request(serving_engines: Path, slowed: Slow) -> None:
-    async def give_up() -> None:
-        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
-            slowed(llm.served)
-            async for _ in (stream := llm.stream("hello", LONG)):
-                break
-            await stream.aclose()
-            task = asyncio.create_task(llm.generate("hello", LONG))
-            await asyncio.sleep(0.01)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            with pytest.raises(TimeoutError if hasattr(asyncio, "timeout") else asyncio.TimeoutError):
-                await asyncio.wait_for(llm.generate("hello", LONG), 0.01)
-            assert (await llm.generate("hello", SHORT)).finish_reason == "length"
-            finished = llm.served.metrics()["requests"]["finished"]
-            assert finished == {"cancelled": 3, "length": 1}
-
-    asyncio.run(give_up())
-
-
 def test_use_after_close_and_an_event_loop_that_ends_first(serving_engines: Path) -> None:
     llm = AsyncLLM(serving_engines, backend="numpy", drafting=None)
 
@@ -115,23 +94,3 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
             await AsyncLLM(tmp_path).open()
 
     asyncio.run(open_it())
-
-
-def test_sessions_and_cached_system_prompts(serving_engines: Path, paused: Pause) -> None:
-    async def talk() -> None:
-        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
-            kept = await llm.cache_system_prompt("be kind")
-            session = llm.create_session("be kind", SamplingParams(max_tokens=3, ignore_eos=True))
-            first = await session.send("hi")
-            assert first.usage.reused_tokens == kept.tokens
-            with paused(llm.served):
-                generation = await session.stream("ho")
-                with pytest.raises(RequestError, match="still being answered"):
-                    await session.send("too early")
-            second = await generation.result()
-            assert second.usage.reused_tokens > first.usage.prompt_tokens - 2
-            assert [message["role"] for message in session.messages] == ["system", *["user", "assistant"] * 2]
-            session.replace([])
-            assert session.messages == []
-
-    asyncio.run(talk())

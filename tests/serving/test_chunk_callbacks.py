@@ -92,17 +92,6 @@ def test_those_that_run_together_take_turns(runtime: SpecDecodeRuntime) -> None:
     assert 0 in after and not set(range(1, slots)) <= set(after)
 
 
-def test_text_comes_in_whole_characters_and_without_the_stop_string(runtime: SpecDecodeRuntime) -> None:
-    free = runtime.handle_request(Request("hello", params=LONG))
-    stop = free.text[10:13]
-    chunks: list[Chunk] = []
-    params = SamplingParams(max_tokens=60, ignore_eos=True, stop=(stop,))
-    response = runtime.handle_request(Request("hello", params=params), chunks.append)
-    assert response.finish_reason == "stop_string"
-    assert joined(chunks) == (response.text, response.token_ids)
-    assert stop not in response.text
-
-
 def raising_at(count: int, error: BaseException) -> Callable[[Chunk], None]:
     """Raises with the chunk that completes so many tokens, and fails the test if it is called once more."""
     left = [count]
@@ -135,13 +124,6 @@ def test_a_callback_that_raises_ends_its_request_alone(runtime: SpecDecodeRuntim
     assert caught.value is error
     assert idle(runtime)
     assert answer(runtime.handle_request(requests[0])) == expected[0]
-
-
-def test_all_callbacks_may_raise(runtime: SpecDecodeRuntime) -> None:
-    errors = [ValueError(f"number {index}") for index in range(9)]
-    asked = [Request([index], params=LONG) for index in range(9)]
-    assert runtime.handle_request(asked, [raising_at(1 + index, error) for index, error in enumerate(errors)]) == errors
-    assert idle(runtime)
 
 
 def test_an_interrupt_in_a_callback_unwinds_everything(runtime: SpecDecodeRuntime) -> None:

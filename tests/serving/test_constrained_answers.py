@@ -351,24 +351,6 @@ def test_bad_words_of_several_tokens_never_come(serving_engines: Path) -> None:
         assert len(words) > 20
 
 
-def test_cancelled_and_late_answers_leave_others_alone(serving_engines: Path, slowed: Callable[[LLM], None]) -> None:
-    structure = Structure(regex="[a-z]{60}")
-    with LLM(serving_engines, backend="numpy", drafting=TREE) as llm:
-        expected = llm.generate([1], SamplingParams(structure=Structure(json=SCHEMAS[0])))
-        slowed(llm)
-        long = llm.submit(Request([3, 4], None, SamplingParams(structure=structure)))
-        other = llm.submit(Request([1], None, SamplingParams(structure=Structure(json=SCHEMAS[0]))))
-        next(iter(long))
-        long.cancel()
-        assert answer(other.result()) == answer(expected)
-        cancelled = long.result()
-        assert cancelled.finish_reason == "cancelled" and cancelled.structure_complete is False
-        assert cancelled.parsed is None
-        late = llm.generate([3, 4], SamplingParams(structure=structure), deadline=0.05)
-        assert late.finish_reason == "deadline" and late.parsed is None
-        assert answer(llm.generate([1], SamplingParams(structure=Structure(json=SCHEMAS[0])))) == answer(expected)
-
-
 def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
     structure = Structure(json=SCHEMAS[0])
     with LLM(serving_engines, backend="numpy", drafting=TREE) as llm:

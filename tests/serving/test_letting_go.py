@@ -121,46 +121,6 @@ def test_who_gives_up_while_a_model_loads_leaves_nothing(
     assert opened[0].opened.exception() is None
 
 
-@pytest.mark.parametrize("spoken", [False, True])
-def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slowed: Slow, spoken: bool) -> None:
-    """While a thread of asyncio was about to say the message, or had said it and was about to tell."""
-    reached, go_on, left = threading.Event(), threading.Event(), threading.Event()
-
-    async def talk() -> list[str]:
-        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
-            slowed(llm.served)
-            session = llm.create_session(params=LONG)
-            say = session._ask_turn
-
-            def say_and_halt(*arguments: object) -> object:
-                try:
-                    generation = say(*arguments) if spoken else None
-                    reached.set()
-                    go_on.wait()
-                    return generation or say(*arguments)
-                finally:
-                    left.set()
-
-            session._ask_turn = say_and_halt
-            task = asyncio.create_task(session.send("one"))
-            await asyncio.to_thread(reached.wait)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            session._ask_turn = say
-            try:
-                assert (await session.send("two", SHORT)).finish_reason == "length"
-            finally:
-                go_on.set()
-            await asyncio.to_thread(left.wait)
-            assert (await session.send("three", SHORT)).finish_reason == "length"
-            finished = llm.served.metrics()["requests"]["finished"]
-            assert finished == ({"cancelled": 1, "length": 2} if spoken else {"length": 2})
-            return [message["content"] for message in session.messages[::2]]
-
-    assert asyncio.run(talk())[-2:] == ["two", "three"]
-
-
 @pytest.mark.parametrize("awaited", [True, False])
 def test_a_session_goes_on_after_tasks_that_gave_up_at_any_time(
     serving_engines: Path, slowed: Slow, awaited: bool

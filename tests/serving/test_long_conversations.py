@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from edgellm import LLM, AsyncLLM, ContextError, Request, RequestError, Response, SamplingParams, Session
+from edgellm import LLM, ContextError, Request, RequestError, Response, SamplingParams, Session
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
@@ -302,19 +301,6 @@ def test_a_context_that_is_nearly_full_is_warned_of(llm: LLM, overflow: Any, cap
     session.replace(session.messages[:1])
     session.send("one", SamplingParams(max_tokens=240 - used, ignore_eos=True))
     assert session.messages == [{"role": "system", "content": SYSTEM}]
-
-
-def test_asynchronous_sessions_drop_too(engines: Path) -> None:
-    async def talk() -> tuple[int, int]:
-        dropped = 0
-        async with AsyncLLM(engines, backend="numpy", drafting=None) as llm:
-            session = await llm.create_session(SYSTEM, SHORT)
-            for number in range(20):
-                dropped += (await session.send(f"number {number}")).dropped_turns
-            return dropped, len(session.messages)
-
-    dropped, messages = asyncio.run(talk())
-    assert dropped > 5 and messages == 1 + 2 * (20 - dropped)
 
 
 def test_counting_renders_a_prompt_once_where_nothing_leaves(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

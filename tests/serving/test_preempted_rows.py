@@ -130,21 +130,3 @@ def test_rows_that_are_put_back_are_all_that_a_sequence_had(runtime: SpecDecodeR
     undisturbed = run(runtime, before, 4, lambda loop, found: None)
     disturbed = run(runtime, before, 4, give_way)
     assert disturbed == undisturbed
-
-
-def test_again_and_again(runtime: SpecDecodeRuntime) -> None:
-    """It gives way after each step; others that give way, too, take the memory that it leaves."""
-    expected = runtime.handle_request(Request(sequence(runtime, 1).prompt_ids, None, PARAMS)).token_ids
-    loop, one, other = runtime.loop(), sequence(runtime, 1), sequence(runtime, 2)
-    for waiting, coming in [(one, other), (other, one)] * 100:
-        if coming.finished:
-            continue
-        loop.admit(coming)
-        settled(loop, 1)
-        list(loop.evict())  # what was read behind the step may have ended it
-        if coming in loop.running:
-            loop.give_way(coming)
-        assert waiting not in loop.running
-    assert one.finished and one.answer.token_ids == expected and one.clock.preemptions > 10
-    loop.slots.forget(other)
-    assert runtime.kept_bytes == 0

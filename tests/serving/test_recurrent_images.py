@@ -5,30 +5,17 @@ token ids: what tells them apart is what they show."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drafted_conversations import (
-    GREEDY,
-    MODES,
-    SAMPLED,
-    Cold,
-    answering_cold,
-    assert_same_in_every_order,
-    runtime,
-    tokens_reused,
-)
-from fixed_shape_backend import FixedShapeBackend
+from drafted_conversations import GREEDY, SAMPLED, Cold, answering_cold, runtime, tokens_reused
 from mtp_checkpoints import add_head
-from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, VISION_END, VISION_START
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from tools.bench.answering import answered
 
 __all__ = ["runtime"]  # a fixture
 
@@ -159,63 +146,6 @@ def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Co
         states.most = budget
     total = tokens_reused(runtime, cold, random_texts(cold, 5, 20), asked)
     assert budget == 0 or total > 200
-
-
-def test_batches_in_every_order(runtime: SpecDecodeRuntime, cold: Cold) -> None:
-    """More sequences than slots, with and without pictures, so that slots change owners and offsets of positions."""
-    text: Text = [*range(60, 75), *picture(0), 4, 5]
-    texts: list[Text] = [
-        text,
-        [*range(60, 75), *picture(1), 4, 5],
-        [9, 8, 7],
-        [*text, *said(cold(text)), *picture(3), 3],
-    ]
-    assert_same_in_every_order(runtime, cold, texts, 7, asked)
-
-
-@pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
-@pytest.mark.parametrize("mode", MODES)
-def test_an_answer_that_gives_way(engines: Path, cold: Cold, mode: str, budget: int) -> None:
-    texts: list[Text] = [[*range(12), *picture(0), 5, *picture(3), 6], [*range(12), *picture(1), 5], [3, *picture(3)]]
-    params = [replace(SAMPLED, max_tokens=40), GREEDY, GREEDY]
-    expected = [said(cold(text, each)) for text, each in zip(texts, params, strict=True)]
-    drafting = MODES[mode]
-    with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
-        keeping_near(runtime)
-        for rounds in (1, 3):
-            loop = runtime.loop()
-            first, *others = (runtime.prepare(asked(text, each)) for text, each in zip(texts, params, strict=True))
-            loop.admit(first)
-            for _ in range(rounds):
-                list(loop.advance())
-            list(loop.settle())
-            if IMAGE_TOKEN in first.answer.token_ids:
-                pytest.skip("the answer has an image token: it gives way to nobody")
-            loop.give_way(first)
-            assert (first.kept is not None) == bool(budget)
-            list(answered(loop, others))
-            loop.admit(first)
-            while not first.finished:
-                list(loop.advance())
-            loop.abandon()
-            assert [said(tuple(each.answer.token_ids)) for each in (first, *others)] == expected, rounds
-
-
-@pytest.mark.parametrize("mode", ["plain", "tree"])
-def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, other pictures, eviction."""
-    monkeypatch.setattr(
-        "edgellm.opened_model.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
-    )
-    with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
-        monkeypatch.undo()
-        states = keeping_near(runtime)._states
-        assert states is not None
-        states.most = 6
-        texts = list(random_texts(cold, 8, 12))
-        assert tokens_reused(runtime, cold, texts, asked) > 100
-        responses = runtime.handle_request([asked(text) for text in texts[:5]])
-        assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:5]]
 
 
 def test_a_system_prompt_with_a_picture_is_kept_on_disk(engines: Path, tmp_path: Path) -> None:

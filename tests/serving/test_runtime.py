@@ -182,18 +182,6 @@ def test_what_cannot_be_captured_is_named_and_runs(
         assert [response.token_ids for response in ahead.handle_request(asked)] == expected
 
 
-def test_plain_steps_that_cannot_be_captured_are_named(
-    captured: Callable[..., tuple[SpecDecodeRuntime, FixedShapeBackend]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FixedShapeBackend, "capture", lambda backend, step, name: step)
-    ahead, _ = captured(None)
-    with ahead:
-        assert ahead.capture_decoding_cuda_graph() is False
-        rows = ahead.directory.limits.key_ranges[0]
-        assert f"plain decode of 1 sequences, {rows} rows, greedy" in ahead.uncaptured_stages
-        assert len(ahead.handle_request(Request([1, 2], None, PARAMS)).token_ids) == 12
-
-
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("on_captures", [False, True])
 def test_closing_frees_the_engines_in_that_thread(

@@ -97,15 +97,6 @@ def test_a_request_joins_while_another_runs(served: LLM, slowed: Slow) -> None:
     assert long.result().usage.completion_tokens == 80
 
 
-def test_requests_are_served_in_their_order(served: LLM, paused: Pause) -> None:
-    with paused(served):
-        generations = [served.stream("x", SHORT) for _ in range(8)]
-    for generation in generations:
-        generation.result()
-    started = [generation.request_state.sequence.clock.started for generation in generations]
-    assert started == sorted(started)
-
-
 def test_a_reader_that_stops_blocks_nobody(served: LLM, paused: Pause) -> None:
     unread = served.stream("unread", SamplingParams(max_tokens=85, ignore_eos=True))
     assert served.generate("x", SHORT).finish_reason == "length"
@@ -129,38 +120,6 @@ def test_calls_have_the_model_for_themselves(served: LLM) -> None:
     with pytest.raises(RequestError, match="no draft model is loaded"):
         served.use_drafting(DraftingConfig())
     assert served.generate("x", SHORT).finish_reason == "length"
-
-
-def test_a_cached_system_prompt_is_reused_by_sessions(served: LLM) -> None:
-    system = "be brief"
-    session = served.create_session(system, SHORT)
-    plain = session.send("one")
-    again = served.create_session(system, SHORT)
-    served.cache_system_prompt(system)
-    assert again.send("one").token_ids == plain.token_ids
-
-
-def test_a_session_remembers_what_was_said(served: LLM, serving_engines: Path, paused: Pause) -> None:
-    session = served.create_session("be brief", SHORT)
-    first = session.send("one")
-    expected = [{"role": "system", "content": "be brief"}]
-    if first.text:
-        expected += [{"role": "user", "content": "one"}, {"role": "assistant", "content": first.text}]
-    assert session.messages == expected
-    second = session.send("two")
-    assert second.usage.reused_tokens > 0
-    with LLM(serving_engines, backend="numpy", drafting=None) as llm:
-        single = llm.chat([*expected, {"role": "user", "content": "two"}], SHORT)
-    assert second.token_ids == single.token_ids
-    session.replace(session.messages[:1])
-    known = session.messages
-    with paused(served):
-        growing = session.stream("three")
-        with pytest.raises(RequestError, match="still being answered"):
-            session.send("four")
-        growing.cancel()
-        assert session.messages == known
-    assert session.send("one").token_ids == first.token_ids
 
 
 def test_logging_is_quiet_by_default_and_structured_on_request(

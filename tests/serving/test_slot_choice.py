@@ -157,18 +157,6 @@ def test_an_edited_history_keeps_what_comes_before_the_edit(llm: LLM, fresh: LLM
     assert whole.token_ids == answer_alone(fresh, [*talk, 79])
 
 
-def test_rows_stay_true_while_others_finish_and_move(llm: LLM, fresh: LLM) -> None:
-    """Sequences of different lengths finish at different times and change slots; what they leave is what it says."""
-    prompts = [[*SYSTEM, 10 * index, *range(index)] for index in range(1, 9)]
-    params = [SamplingParams(max_tokens=2 + 3 * (index % 4), ignore_eos=True) for index in range(8)]
-    first = llm.handle([Request(prompt, None, each) for prompt, each in zip(prompts, params, strict=True)])
-    longer = [[*prompt, *response.token_ids, 60] for prompt, response in zip(prompts, first, strict=True)]
-    again = llm.handle([Request(prompt, None, PARAMS) for prompt in reversed(longer)])
-    for prompt, response in zip(reversed(longer), again, strict=True):
-        assert response.token_ids == answer_alone(fresh, prompt)
-    assert sum(response.usage.reused_tokens for response in again) > 4 * len(SYSTEM)
-
-
 def test_a_template_that_drops_earlier_thoughts(llm: LLM, fresh: LLM) -> None:
     """The first half of each earlier answer, which stands for its thoughts: what comes before it is reused."""
     source = (

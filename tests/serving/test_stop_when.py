@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,23 +224,6 @@ def test_without_a_thread(runtime: SpecDecodeRuntime) -> None:
     assert answer(results[2]) == answer(whole)
 
 
-def test_stopping_at_any_time(llm: LLM) -> None:
-    """At whatever pace it is read, the answer is the beginning of the whole one, and the model goes on."""
-    whole = llm.generate("hello", PARAMS)
-    for pause in (0.0, 0.003):
-        for most in (1, 5, len(whole.text) // 2, len(whole.text)):
-            generation = llm.stream("hello", PARAMS, stop_when=lambda text, most=most: len(text) >= most)
-            shown = ""
-            for chunk in generation:
-                shown += chunk.text
-                time.sleep(pause)
-            response = generation.result()
-            assert response.text == shown
-            assert response.token_ids == whole.token_ids[: len(response.token_ids)]
-            assert response.finish_reason == "stop"
-    assert answer(llm.generate("hello", PARAMS)) == answer(whole)
-
-
 def test_a_conversation_goes_on_with_what_stands(llm: LLM) -> None:
     """However far the engine was ahead, and whatever the session is asked before the answer is read."""
     whole = llm.create_session("").send("hello", PARAMS)
@@ -261,16 +243,3 @@ def test_a_conversation_goes_on_with_what_stands(llm: LLM) -> None:
     assert session.messages[-2]["content"] == "and?"
     with pytest.raises(RequestError, match="stop_when"):
         session.send("hello", stop_when=5)
-
-
-def test_a_conversation_on_an_event_loop(serving_engines: Path, drafting: DraftingConfig | None) -> None:
-    async def run() -> None:
-        async with AsyncLLM(serving_engines, backend="numpy", drafting=drafting) as llm:
-            whole = await llm.create_session("").send("hello", PARAMS)
-            session = llm.create_session("")
-            check_cut(await session.send("hello", PARAMS, stop_when=enough), whole)
-            check_cut(await session.retry(PARAMS, stop_when=enough).result(), whole)
-            text = "".join([chunk.text async for chunk in session.stream("and?", PARAMS, stop_when=enough)])
-            assert len(text) >= ENOUGH and session.messages[-1]["content"] == text
-
-    asyncio.run(run())

@@ -22,9 +22,8 @@ from edgellm.errors import SnapshotError
 from edgellm.snapshots import slots as slot_snapshots
 from edgellm.snapshots import snapshot, transfer
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.file import read_snapshot, write_snapshot
+from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.staging import touch
 from edgellm.snapshots.store import SnapshotStore
 
@@ -265,19 +264,6 @@ def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
     assert [stored.facts.label for stored in snapshots.store.snapshots()] == ["short"]
 
 
-def test_a_slot_whose_restoring_failed_has_no_rows(slots: Slots, tmp_path: Path) -> None:
-    runner, _ = slots
-    snapshots = SlotSnapshots(SnapshotStore(), *slots)
-    path = save(snapshots.store, snapshots.compute(0, SYSTEM, KVContents(), "system"), tmp_path)
-    data = bytearray(path.read_bytes())
-    data[-40] ^= 1
-    path.write_bytes(data)
-    contents = KVContents()
-    contents.replace(SYSTEM[:10], draft_rows(runner, 10))
-    assert snapshots.restore(0, PROMPTS[0], contents) == 0
-    assert contents.reusable(PROMPTS[0]) == 0
-
-
 def test_a_file_that_is_gone_is_no_error(slots: Slots, tmp_path: Path) -> None:
     snapshots = SlotSnapshots(SnapshotStore(), *slots)
     path = save(snapshots.store, snapshots.compute(0, SYSTEM, KVContents(), "system"), tmp_path)
@@ -308,14 +294,6 @@ def test_a_prompt_that_does_not_fit_leaves_the_slot_empty(slots: Slots, answer: 
         snapshots.compute(0, [1] * directory.limits.kv_capacity, contents, "long")
     assert contents.reusable([1, 1, 1]) == 0
     assert len(answer(runner, PROMPTS[0], 0)) == 12
-
-
-def test_a_memory_budget_of_nothing_reads_from_the_file(slots: Slots, tmp_path: Path) -> None:
-    snapshots = SlotSnapshots(SnapshotStore(memory_budget=0), *slots)
-    write_snapshot(tmp_path / "x", snapshots.compute(0, SYSTEM, KVContents(), "system"))
-    stored = snapshots.load(tmp_path / "x")
-    assert stored.memory is None and stored.path == tmp_path / "x"
-    assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
 
 
 def test_rows_of_another_shape_or_dtype_are_refused(tiny_engines: Path) -> None:
@@ -356,26 +334,3 @@ def test_rows_go_to_the_gpu_and_back(tiny_engines: Path, tmp_path: Path, open_sl
         np.testing.assert_array_equal(answers["disk"], answers["memory"])
         del made, again
         snapshots.close()
-
-
-def test_closing_gives_the_memory_back_and_leaves_files_usable(slots: Slots, tmp_path: Path) -> None:
-    snapshots = SlotSnapshots(SnapshotStore(), *slots)
-    made = snapshots.compute(0, SYSTEM, KVContents(), "system")
-    snapshots.store.put(made)
-    snapshots.store.put(snapshots.compute(0, [9, 8, 7], KVContents(), "in memory alone"))
-    save(snapshots.store, made, tmp_path)
-    snapshots.close()
-    assert snapshots.store.memory_bytes == 0
-    assert [stored.facts.label for stored in snapshots.store.snapshots()] == ["system"]
-    assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
-
-
-def test_a_snapshot_says_what_it_is(slots: Slots, tmp_path: Path) -> None:
-    snapshots = SlotSnapshots(SnapshotStore(), *slots)
-    path = save(snapshots.store, snapshots.compute(0, SYSTEM, KVContents(), "the name"), tmp_path)
-    found: Snapshot = read_snapshot(path)
-    facts = found.facts
-    assert (facts.label, facts.tokens, facts.model) == ("the name", 40, "qwen3, 3 layers of 64")
-    assert facts.binding == snapshots.binding() and facts.binding.backend == "numpy"
-    assert facts.binding.has_draft == slots[0].draft.has_model
-    assert found.token_ids.tolist() == SYSTEM

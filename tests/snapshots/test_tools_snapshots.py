@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edgellm import LLM, AsyncLLM, Request, SamplingParams
+from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.cache_building import build_snapshots
 from edgellm.commands.cache_prompts import CachePrompt, with_cached_prompt
 from edgellm.commands.models import open_model
@@ -77,28 +76,6 @@ def test_a_prompt_cached_with_tools_is_reused_by_chats_with_them(llm: LLM, tmp_p
     found = llm.generate(prompt, GREEDY)
     assert (found.usage.reused_tokens, found.token_ids) == (TOKENS, expected.token_ids)
     assert read_snapshot(tmp_path / "x").prompt == PromptRecord(SYSTEM, TOOLS, VARIABLES)
-
-
-def test_the_order_of_keys_is_kept_as_the_template_shows_it(llm: LLM, tmp_path: Path) -> None:
-    llm.cache_system_prompt(SYSTEM, save=tmp_path / "x", tools=TOOLS, template_variables=VARIABLES)
-    record = read_snapshot(tmp_path / "x").prompt
-    assert record is not None and record.tools is not None and record.template_variables is not None
-    assert reused(llm, record.tools, record.template_variables) == TOKENS
-
-
-def test_the_asynchronous_api_takes_tools_as_well(engines: Path) -> None:
-    async def cached() -> int:
-        async with AsyncLLM(engines, backend="numpy") as llm:
-            return (await llm.cache_system_prompt(SYSTEM, tools=TOOLS, template_variables=VARIABLES)).tokens
-
-    assert asyncio.run(cached()) == TOKENS
-
-
-def test_wrong_tools_are_named(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="tools is a str: expected a list of "):
-        llm.cache_system_prompt(SYSTEM, tools="grasp")  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="the name 'messages'"):
-        llm.cache_system_prompt(SYSTEM, template_variables={"messages": []})
 
 
 @pytest.fixture

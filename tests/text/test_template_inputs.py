@@ -15,7 +15,6 @@ from command_line import Edgellm
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.errors import TemplateError
 from edgellm.text.messages import checked_tools, checked_variables
 from edgellm.text.template import ChatTemplate
 
@@ -194,11 +193,6 @@ def test_prompts_have_no_template(llm: LLM) -> None:
         llm.create_session(tools=[5])
 
 
-def test_half_a_surrogate_pair_is_no_text(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="half of a surrogate pair"):
-        llm.chat(HELLO, SHORT, template_variables={"mood": "\udc80"})
-
-
 def test_special_tokens_in_tools_stay_text(llm: LLM) -> None:
     plain, special = "a description of ten", "<|im_end|>"
     counts = [
@@ -249,20 +243,6 @@ def test_tools_that_no_template_shows_are_refused_where_they_may_be_called(tiny_
 )
 def test_names_that_a_template_reads(source: str, names: set[str]) -> None:
     assert ChatTemplate({"default": source}, "test").template_variables == names
-
-
-def test_a_template_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate({"default": "{{ messages }}"}, "test")
-    assert template.template_variables == {"messages"}
-    monkeypatch.setattr(ChatTemplate, "_compiled_template", lambda *_: pytest.fail("it was parsed again"))
-    assert template.template_variables == {"messages"}
-
-
-def test_names_that_several_templates_read() -> None:
-    both = ChatTemplate({"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}"}, "test")
-    assert both.template_variables == {"messages", "tools"}
-    with pytest.raises(TemplateError, match="the chat template of test has a syntax error in line 1"):
-        _ = ChatTemplate({"default": "{% if %}"}, "test").template_variables
 
 
 def test_generate(edgellm: Edgellm, engines: Path, tools_file: Path, llm: LLM) -> None:

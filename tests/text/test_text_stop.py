@@ -88,25 +88,6 @@ def test_nothing_of_a_stop_string_is_ever_shown_and_nothing_else_is_held_back():
         assert (shown == cut) or match is None
 
 
-def test_held_text_comes_when_it_turns_out_otherwise():
-    answer = OutputText(Letters(), stop_strings=["</end>"])
-    assert fed(answer, "a</enx") == ["a", "", "", "", "", "</enx"]
-    assert answer.finish_reason is None
-    assert answer.text == "a</enx"
-
-
-def test_stop_string_ends_the_answer_and_is_left_out():
-    answer = OutputText(Letters(), stop_strings=["\n\n", "User:"])
-    assert "".join(fed(answer, "Yes.\nUser: no")) == "Yes.\n"
-    assert (answer.finish_reason, answer.stop_match, answer.text) == ("stop_string", "User:", "Yes.\n")
-    assert answer.token_count == len("Yes.\nUser:") == len(answer.token_ids)
-
-
-def test_stop_string_inside_one_piece_of_text():
-    assert StopStrings(["cd", "b"]).push("abcd") == ("a", "b")
-    assert StopStrings(["abcd", "cd"]).push("abcde") == ("", "abcd")
-
-
 def test_end_of_sequence_has_no_text_and_releases_what_is_held():
     answer = OutputText(Letters(), stop_strings=["ab!"], eos_token_ids=[EOS])
     fed(answer, "xab")

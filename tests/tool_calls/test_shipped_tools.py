@@ -10,7 +10,6 @@ import pytest
 
 from edgellm import LLM, Response, SamplingParams
 from edgellm.opened_model import SHIPPED_MODEL
-from edgellm.tool_calls.calls import joined_deltas
 
 OBJECTS = ["red cup", "blue cup", "white bowl", "yellow banana", "green apple", "wooden spoon"]
 PLACES = [f"{row} {column}" for row in ("front", "middle", "back") for column in ("left", "centre", "right")]
@@ -107,29 +106,11 @@ def test_a_conversation_with_a_question_back_and_results(llm: LLM) -> None:
     assert failed.text == "That did not work: the motor is too hot."
 
 
-def test_an_answer_streams_its_calls(llm: LLM) -> None:
-    messages = [{"role": "user", "content": "Look at the red cup and the green apple."}]
-    with llm.stream_chat(messages, GREEDY, adapter="tools", tools=[LOOK, PICK]) as stream:
-        chunks = list(stream)
-        response = stream.result()
-    deltas = joined_deltas([delta for chunk in chunks for delta in chunk.tool_calls])
-    assert [(each.name, json.loads(each.arguments)) for each in deltas] == called(response)
-    assert [arguments["object"] for _, arguments in called(response)] == ["red cup", "green apple"]
-    assert not any(chunk.text for chunk in chunks)
-
-
 def test_the_rules_keep_what_the_adapter_would_write_otherwise(llm: LLM) -> None:
     """The arguments of a call that "auto" begins obey the schema, whatever was asked for."""
     only_bowl = tool("pick_up", "Pick up an object from the table.", {"object": {"enum": ["white bowl"]}})
     assert called(asked(llm, "Please pick up the red cup.", [only_bowl])) == [("pick_up", {"object": "white bowl"})]
     assert called(asked(llm, "Please pick up the red cup.", [PICK])) == [("pick_up", {"object": "red cup"})]
-
-
-def test_drafted_calls_are_plain_ones(llm: LLM) -> None:
-    with LLM(SHIPPED_MODEL, backend="numpy", drafting=None) as plain:
-        for question in ("Look at the white bowl and the blue cup.", "What do you see?", "Wave."):
-            drafted, undrafted = (asked(each, question, [LOOK, WAVE]) for each in (llm, plain))
-            assert drafted.token_ids == undrafted.token_ids
 
 
 @pytest.mark.parametrize(("of_each_kind", "least"), [(1, 14), pytest.param(2, 28, marks=pytest.mark.slow)])

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from random_answers import random_answer
 
-from edgellm import LLM
 from edgellm.engines.speculation.constraints import mask_words
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import byte_vocabulary
@@ -108,17 +107,3 @@ def test_what_was_drafted_is_taken_back(name: str) -> None:
         assert rules.try_advance(256) and rules.is_stopped() and rules.forced(3) == []
         rules.rollback(len(answer) + 1)
         assert not rules.is_complete() and not rules.try_advance(ord("x"))
-
-
-def test_the_shipped_model_answers_by_its_structure_or_calls() -> None:
-    look = {"name": "look_at", "description": "Look at an object."}
-    look["parameters"] = PARAMETERS | {"properties": {"object": {"type": "string"}}, "required": ["object"]}  # type: ignore[assignment]
-    texts = ["The green apple is at the middle left.", "I do not know."]
-    with LLM(backend="numpy") as llm:
-        where, seen = (
-            llm.chat([{"role": "user", "content": text}], adapter="tools", tools=[look], structure=texts)
-            for text in ("Where is the green apple?", "Look at the red cup.")
-        )
-    assert (where.parsed, where.tool_calls, where.finish_reason) == (texts[0], (), "stop")
-    assert [call.parsed for call in seen.tool_calls] == [{"object": "red cup"}]
-    assert (seen.text, seen.structure_complete, seen.parsed, seen.finish_reason) == ("", None, None, "tool_calls")

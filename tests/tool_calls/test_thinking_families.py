@@ -18,11 +18,8 @@ from tokenizers import Tokenizer
 from edgellm import LLM, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.http.answers import AnswerReader
-from edgellm.requests import Chunk
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
-from edgellm.text.output import OutputText
 
 pytestmark = pytest.mark.usefixtures("private_files")
 
@@ -159,18 +156,3 @@ def test_thinking_that_is_switched_off_leaves_the_answer_alone(llm: LLM) -> None
     count, found = thoughts(llm, biased(llm, "<think>", "</think>", max_tokens=20), structure=form)
     assert found.parsed in ("yes", "no") and count >= 1
     assert found.text.endswith(found.parsed)
-
-
-def test_reasoning_is_apart_over_http(llm: LLM) -> None:
-    """Qwen3.5's answers begin within it, without a mark; LFM2.5's with one."""
-    prefix = "" if llm.family == "qwen3_5" else "<think>"  # type: ignore[attr-defined]
-    ids = llm.tokenizer.encode(f"{prefix}\nhello world\n</think>\n\nhow are you?", add_special_tokens=False)
-    marks = reasoning_marks(llm.tokenizer)
-    for size in (1, 3, 100):
-        detokenizer = llm.tokenizer.detokenizer()
-        reader = AnswerReader(llm.tokenizer, OutputText(llm.tokenizer.detokenizer()), marks, state_of(llm))
-        parts = [ids[start : start + size] for start in range(0, len(ids), size)]
-        pieces = [reader.read(Chunk("".join(map(detokenizer.push, part)), tuple(part))) for part in parts]
-        pieces.append(reader.read(Chunk(detokenizer.finish(), ())))
-        assert "".join(piece.reasoning for piece in pieces) == "hello world"
-        assert "".join(piece.content for piece in pieces) == "how are you?"

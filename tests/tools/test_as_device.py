@@ -23,7 +23,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.user_paths import user_cache_directory
-from tools.bench.as_device import MODES, ModeError, enter, is_beside, measured_as, one_of, parse, python
+from tools.bench.as_device import MODES, ModeError, enter, measured_as, one_of, parse, python
 from tools.bench.same_bits import ON_TENSORRT, compare
 
 H200 = GPU("NVIDIA H200", "sm_90", (13, 0), 141 << 30, "sm_90", 132, 232_448, True, True)
@@ -121,19 +121,6 @@ def test_a_process_of_its_own_measures_as_its_parent_does(h200: GPU) -> None:
     assert user_cache_directory() == cache
     with pytest.raises(ModeError, match="measures as thor already"):
         enter("orin")
-
-
-def test_a_process_of_its_own_has_a_neighbour_where_its_parent_has(h200: GPU) -> None:
-    enter("orin-nano", beside=True)
-    assert measured_as() == "orin-nano" and is_beside()
-    assert python()[2:] == ["orin-nano"]
-    gpu = find_gpu()
-    assert gpu is not None and gpu.name == "NVIDIA H200 as orin-nano"
-
-
-def test_the_whole_gpu_has_no_neighbour(h200: GPU) -> None:
-    enter("rtx", beside=True)
-    assert measured_as() == "rtx" and not is_beside()
 
 
 @pytest.mark.parametrize(

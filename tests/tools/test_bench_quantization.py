@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,7 @@ from edgellm.commands.quantize import default_texts, token_pieces
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.quantizer.arithmetic import NUMPY
-from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
-from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 
 
@@ -137,27 +132,3 @@ def test_what_quantizing_may_cost_the_shipped_model(tokenizer: Tokenizer) -> Non
         assert lost <= 0.5 + 2 / 3
     assert found[KV_CACHE]["equal_tokens_percent"] >= 99.5
     assert all(each["margin"] <= 0.5 for each in found[KV_CACHE]["differences"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("zeros", "most"), [(False, 0.85), (True, 0.95)], ids=["symmetric", "zero points"])
-def test_errors_of_a_layer_on_other_texts(tokenizer: Tokenizer, zeros: bool, most: float) -> None:
-    """Of the shipped model's second layer, beside plain rounding: all of its linear layers, and what it adds."""
-    from tools.bench.quantization_error import SHIPPED, compare_layer, held_out_texts
-
-    format = WeightFormat("int4", 64, zeros, "float16")
-    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
-    with Checkpoint.open(SHIPPED) as checkpoint:
-        config = decoder_config(checkpoint.config, dtype=checkpoint.dtype)
-        pieces = token_pieces(tokenizer, default_texts()), held_out_texts(tokenizer)[:8]
-        calibration, unseen = (CalibrationRows(config, checkpoint, texts, 64, NUMPY, True) for texts in pieces)
-        for index in range(2):
-            program = layer_program(config, index, 1)
-            weights = load_numpy_weights(checkpoint, list(program.weights.values()))
-            if index < 1:
-                for rows in (calibration, unseen):
-                    rows.pass_layer(index, weights)
-    compare_layer(1, program, weights, (calibration, unseen), format, errors)
-    for kind in ("all linears", "whole layers"):
-        assert np.mean(errors[kind, "awq"]) <= most * np.mean(errors[kind, "plain"])
-        assert np.mean(errors[kind, "gptq"]) <= 0.75 * np.mean(errors[kind, "plain"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,15 +45,6 @@ def test_a_plain_step_is_that_of_its_bytes_on_every_board() -> None:
         rate = 1 / model.seconds(board, reached=1.0, edge=0.0)
         assert rate == pytest.approx(board.gb_per_s / model.weight_gb, rel=0.01)
         assert 1 / model.seconds(board) == pytest.approx(REACHED * rate, rel=0.02)
-
-
-def test_half_the_clock_takes_twice_as_long_where_arithmetic_holds() -> None:
-    model, narrow = Model("llama-1b", "int4", 512), replace(ORIN, gb_per_s=1e6)
-    slow = replace(narrow, ghz=narrow.ghz / 2)
-    fast, twice = (model.seconds(each, reached=1.0, edge=0.0) for each in (narrow, slow))
-    assert twice == pytest.approx(2 * fast)
-    alone = 1.6437e-3 * (1.98 / 1.3)  # what the part without a neighbour took, at an Orin's clock
-    assert fast == pytest.approx(alone, rel=0.15)
 
 
 RESULTS, PART_CLOCKS = PAGE.parent, 1.98e9 * 16  # of 16 multiprocessors of an H200, a second
@@ -119,15 +109,6 @@ def test_models_are_of_the_published_sizes() -> None:
         assert Model(name, "float16", 512).memory_gb == pytest.approx(2 * billions, rel=0.01)
     assert all(decoder_config(each).num_layers for each in MODELS.values())
     assert all(each.board in BOARDS and each.model in MODELS and each.weights in WEIGHTS for each in PUBLISHED)
-
-
-def test_it_is_printed_and_written_as_a_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "forecast.json"
-    main(["--models", "llama-1b", "--boards", "orin", "thor", "--tree-tokens", "3", "--output", str(output)])
-    printed, found = capsys.readouterr().out, json.loads(output.read_text())
-    assert printed.startswith("A FORECAST, not measured") and "tree 10/4/16, 3.00 tokens a round" in printed
-    assert found["kind"] == "forecast, not measured" and len(found["rows"]) == 2 * len(WEIGHTS)
-    assert found["assumed"]["reached"] == REACHED
 
 
 def test_the_page_of_models_has_plain_speeds_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:

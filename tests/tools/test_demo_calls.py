@@ -82,34 +82,6 @@ def test_values_are_of_the_scene_or_of_the_user(talks):
     assert seen > 100
 
 
-def test_results_follow_calls_and_name_them(talks):
-    said = 0
-    for talk in talks:
-        open_calls: list[str] = []
-        for before, message in zip([{"role": ""}, *talk.messages], talk.messages, strict=False):
-            if message["role"] == "tool":
-                assert message["tool_call_id"] == open_calls.pop(0)
-                continue
-            open_calls = [call["id"] for call in message.get("tool_calls", ())]
-            said += message["role"] == "assistant" and before["role"] == "tool"
-            assert message["role"] != "assistant" or before["role"] in ("user", "tool")
-    assert said > 100
-
-
-def test_a_failed_tool_leaves_the_scene_as_it_was():
-    talk = ToolTalk(random.Random("failing"), "train", ("pick",))
-    while True:
-        answer = talk.step()
-        if answer is not None and answer.actions and answer.actions[0]["action"] == "pick" and talk.is_told:
-            break
-        talk = ToolTalk(random.Random(talk.rng.random()), "train", ("pick",))
-    talk.say(answer)
-    assert talk.world.holding is not None
-    said = talk.respond(answer, fails=True)
-    assert talk.world.holding is None and said.startswith("That did not work: ")
-    assert said.removeprefix("That did not work: ").rstrip(".") in talk.messages[-1]["content"]
-
-
 def test_items_are_of_every_group_and_held_out(talks, items):
     assert Counter(item["skill"] for item in items) == dict.fromkeys(GROUPS, 8)
     prompts = [render(item["messages"], True, item["tools"]) for item in items]

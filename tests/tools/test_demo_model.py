@@ -10,10 +10,9 @@ import pytest
 from tools.demo_model import actions_text, questions_text
 from tools.demo_model.dialogue import Dialogue, dialogue
 from tools.demo_model.evaluate import SOURCES, evaluation_items
-from tools.demo_model.grammar import choose, expand, phrasings
-from tools.demo_model.scene import Thing, World
+from tools.demo_model.grammar import expand, phrasings
 from tools.demo_model.smalltalk import intents
-from tools.demo_model.words import LISTS, Words, article, held_out_words, join, listed, plural
+from tools.demo_model.words import LISTS, held_out_words, listed
 
 SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"
 BLOCKS = [
@@ -66,13 +65,6 @@ def test_held_out_words_never_occur_in_training_scenes():
         words = {word for thing in talk.world.things for word in thing.name.split()}
         assert not words & held_out_words()
         assert talk.world.name not in listed("name", "eval")
-
-
-def test_held_out_numbers():
-    train, evaluation = Words(random.Random(1), "train"), Words(random.Random(1), "eval")
-    learned = {train.number(1, 100) for _ in range(300)}
-    assert 10 in learned and not any(value % 7 == 3 for value in learned - {10})
-    assert any(evaluation.number(11, 100) % 7 == 3 for _ in range(50))
 
 
 def test_items_cover_every_skill_and_end_with_the_user(items):
@@ -149,24 +141,6 @@ def test_answers_agree_with_a_plain_reading_of_the_scene():
                 assert int(match[1]) == len(cells)
                 checked += 1
     assert checked > 300
-
-
-def test_state_follows_the_actions():
-    cup = Thing("red", "cup", "front left", (0, 0))
-    bowl = Thing("white", "bowl", "centre", (1, 1))
-    world = World("Pip", "the desk", 50, None, [cup, bowl], True)
-    assert world.related("left of", bowl) == [cup] and world.related("behind", cup) == [bowl]
-    world.remove_from_place(cup)
-    cup.moved = "in the white bowl"
-    assert cup.location() == "in the white bowl" and world.at("front left") == []
-    assert world.related("left of", bowl) == []
-
-
-def test_small_functions():
-    assert [article("cup"), article("amber egg")] == ["a cup", "an amber egg"]
-    assert [plural("box"), plural("cherry"), plural("key")] == ["boxes", "cherries", "keys"]
-    assert join(["a", "b", "c"]) == "a, b and c"
-    assert choose(random.Random(1), "only this", "eval") == "only this"
 
 
 def test_shipped_chat_template_equals_the_training_format():

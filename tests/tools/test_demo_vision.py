@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,12 @@ import pytest
 from tools.demo_model.vision.arrays import NumpyArrays
 from tools.demo_model.vision.dialogues import PICTURE, SOURCES, seen_dialogue, seen_items
 from tools.demo_model.vision.documents import LENGTH, PICTURES, PICTURES_OF_ROWS, encode_row, group, render_seen
-from tools.demo_model.vision.items import picture_items
 from tools.demo_model.vision.kinds import COLOURS, KINDS, STRANGERS
-from tools.demo_model.vision.layout import NOTHING, ROWS, UNNAMED, cells_of, first_row, token_tables
+from tools.demo_model.vision.layout import NOTHING, ROWS, cells_of, first_row, token_tables
 from tools.demo_model.vision.renderer import SIDE, Objects, draw_objects, render
 from tools.demo_model.vision.samples import SCENES, picture, scene_cells
-from tools.demo_model.vision.sampling import held_out_table, sample_cells, with_strangers
+from tools.demo_model.vision.sampling import held_out_table, sample_cells
 from tools.demo_model.vision.scenes import ROWS_COLUMNS, held_out_pair
-from tools.demo_model.vision.shapes import box, ellipse, line, polygon, ring, without
 from tools.demo_model.vocabulary import load_vocabulary
 
 SHIPPED = Path(__file__).parents[2] / "edgellm" / "shipped"
@@ -50,23 +47,6 @@ def tiles(cells: np.ndarray, seed: int = 1) -> tuple[np.ndarray, np.ndarray, Obj
     return drawn, origins, objects
 
 
-def test_shapes_are_negative_inside_and_positive_outside():
-    inside_outside = (
-        (ellipse(0, 0, 1, 0.5), (0.0, 0.0), (0.0, 0.6)),
-        (box(0, 0, 0.5, 0.5, 0.1), (0.4, 0.0), (0.5, 0.5)),
-        (polygon((0, -1), (1, 1), (-1, 1)), (0.0, 0.5), (0.9, -0.5)),
-        (line(0, 0, 1, 0, 0.1), (0.5, 0.05), (0.5, 0.2)),
-        (ring(0, 0, 1, 1, 0.1), (1.0, 0.0), (0.0, 0.0)),
-        (without(ellipse(0, 0, 1, 1), ellipse(0, 0, 0.3, 0.3)), (0.6, 0.0), (0.0, 0.0)),
-    )
-    for shape, inside, outside in inside_outside:
-        x, y = np.array([inside[0], outside[0]]), np.array([inside[1], outside[1]])
-        first, second = shape(np, x, y)
-        assert first < 0 < second
-    distance = box(0, 0, 0.5, 0.25, 0.0)(np, np.array([0.8]), np.array([0.25 + 0.4]))
-    assert distance == pytest.approx(0.5, abs=1e-6)  # a 3-4-5 triangle from the corner
-
-
 def test_polygons_of_all_kinds_run_clockwise():
     """A polygon that runs the other way has no inside, and its part would be missing."""
     grid = np.linspace(-1.1, 1.1, 111)
@@ -95,14 +75,6 @@ def test_every_kind_is_drawn_in_its_colour_and_fits_its_tile():
             assert shaded > 0.4 and own > 0.12, f"{names[colour]} {list(KINDS)[kind]}: {own:.2f}, {shaded:.2f}"
 
 
-def test_kinds_look_different_from_each_other():
-    drawn, _, _ = tiles(one_of_each(0), seed=4)
-    flat = drawn[:, :3] * drawn[:, 3:]
-    for first, second in combinations(range(len(KINDS)), 2):
-        apart = np.abs(flat[first] - flat[second]).sum() / max(drawn[first, 3].sum(), drawn[second, 3].sum())
-        assert apart > 0.3, (list(KINDS)[first], list(KINDS)[second], apart)
-
-
 def test_objects_stand_on_their_cells():
     """The middle of what is drawn is nearest to the middle of the object's own cell, whatever the random numbers."""
     for cell in range(9):
@@ -126,54 +98,6 @@ def test_pictures_are_repeatable_whole_steps_of_the_asked_size():
     assert render(nothing, NumpyArrays(1)).std() > 0
 
 
-def test_nearer_objects_hide_farther_ones():
-    """Where the front object's tile is opaque, the picture shows it and nothing of the one behind."""
-    front, behind = scene_cells(("", "", "", "", "red ball", "", "", "green ball", ""))[0], None
-    alone = front.copy()
-    alone[:, 4] = NOTHING
-    canvases = []
-    for cells in (front, alone):
-        arrays = NumpyArrays(2)
-        objects = Objects(cells[None], arrays)
-        objects.y[:] = np.where(objects.cell == 7, 0.62, 0.5)  # close together
-        objects.x[:], objects.size[:] = 0.5, 0.13
-        drawn, origins = draw_objects(objects, np.zeros(1, np.float32), NumpyArrays(2), TILE, SIDE)
-        canvas = np.zeros((3, 1, SIDE + 2 * TILE, SIDE + 2 * TILE), np.float32)
-        from tools.demo_model.vision.renderer import _paste
-
-        flat = canvas.reshape(3, -1)
-        _paste(flat, objects, drawn, origins, np.zeros(1, np.float32), NumpyArrays(3), SIDE)
-        canvases.append(flat.reshape(canvas.shape)[:, 0])
-        behind = objects
-    assert behind is not None
-    y, x = TILE + round(0.62 * SIDE), TILE + SIDE // 2
-    greens = [canvas[:, y - 4 : y + 5, x - 4 : x + 5] for canvas in canvases]
-    assert greens[0][1].mean() > 1.5 * greens[0][0].mean()  # green over red
-    assert canvases[0][0, TILE + round(0.42 * SIDE), x] > 0.3 > canvases[1][0, TILE + round(0.42 * SIDE), x]
-
-
-def test_numpy_and_torch_draw_the_same():
-    torch = pytest.importorskip("torch")
-    from tools.demo_model.vision.arrays import TorchArrays
-
-    class Same(TorchArrays):
-        """PyTorch's operations on NumPy's random numbers."""
-
-        def __init__(self, seed: int):
-            super().__init__(seed, "cpu")
-            self.source = NumpyArrays(seed)
-
-        def uniform(self, *shape):
-            return torch.from_numpy(self.source.uniform(*shape))
-
-        def normal(self, *shape):
-            return torch.from_numpy(self.source.normal(*shape))
-
-    cells = sample_cells(np.random.default_rng(9), 6, held_out_table())
-    ours, theirs = render(cells, NumpyArrays(4)), render(cells, Same(4)).numpy()
-    assert np.abs(ours - theirs).max() <= 2 and np.mean(ours != theirs) < 0.01
-
-
 def test_random_scenes_hold_what_they_may():
     held_out = held_out_table()
     assert 0.08 < held_out.mean() < 0.22 and held_out.any(1).all()
@@ -187,28 +111,6 @@ def test_random_scenes_hold_what_they_may():
             assert len(set(pairs)) == len(pairs)
         if not only:
             assert np.bincount(full.sum(1), minlength=10).min() > 20
-
-
-def test_unnamed_colours_keep_away_from_held_out_pairs():
-    random_numbers, held_out = np.random.default_rng(5), held_out_table()
-    cells = sample_cells(random_numbers, 3000, held_out)
-    before = cells.copy()
-    paints = with_strangers(random_numbers, cells, held_out, 0.4, 0.1)
-    unnamed = cells[:, 0] == UNNAMED
-    strange = (cells[:, 1] >= len(KINDS)) & (cells[:, 1] != NOTHING)
-    full = before[:, 1] != NOTHING
-    assert 0.3 < unnamed[full].mean() < 0.45 and 0.07 < strange[full].mean() < 0.13
-    assert not (unnamed & strange).any() and not (unnamed | strange)[~full].any()
-    kept = full & ~unnamed & ~strange
-    assert np.array_equal(before[:, 0][kept], cells[:, 0][kept]) and np.array_equal(
-        before[:, 1][kept], cells[:, 1][kept]
-    )
-    table = np.array(list(COLOURS.values()))
-    for scene, cell in np.argwhere(unnamed):
-        away = np.linalg.norm(table - paints[scene, cell], axis=1)
-        assert (away[held_out[:, cells[scene, 1, cell]]] >= 0.28).all()
-    drawn = render(cells[:3], NumpyArrays(1), paints=paints[:3])
-    assert not np.array_equal(drawn, render(cells[:3], NumpyArrays(1), paints=1 - paints[:3]))
 
 
 def test_training_dialogues_never_show_a_held_out_pair():
@@ -326,17 +228,6 @@ def test_the_chat_template_gives_the_text_of_training():
             parts.append(message | {"content": [*images, {"type": "text", "text": text}] if images else text})
         rendered = template.render(messages=parts, add_generation_prompt=True)
         assert rendered.replace(PICTURE, PICTURE * ROWS) == render_seen(messages, True)
-
-
-def test_items_for_other_programs_have_pictures_as_parts():
-    again = picture_items(5, 1)
-    for item, same in zip(picture_items(5, 1), again, strict=True):
-        shown = [part for m in item["messages"] if isinstance(m["content"], list) for part in m["content"]]
-        assert [part["type"] for part in shown] == ["image", "text"] * (len(shown) // 2)
-        assert shown and PICTURE not in shown[1]["text"]
-        assert shown[0]["image"].shape == (2 * SIDE, 2 * SIDE, 3) and shown[0]["image"].dtype == np.uint8
-        same_shown = next(m["content"] for m in same["messages"] if isinstance(m["content"], list))
-        assert np.array_equal(shown[0]["image"], same_shown[0]["image"])
 
 
 def test_sample_scenes_are_drawn_as_described():

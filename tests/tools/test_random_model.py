@@ -115,57 +115,6 @@ def test_a_step_reads_and_writes_recurrent_states_and_reads_the_rows_in_reach() 
     assert state_traffic(gemma, limits, "bfloat16", 30000) == 26 * 30000 * 2 * 256 * 2
 
 
-def test_models_of_published_shapes_have_the_published_weights() -> None:
-    from gpu_speed import prefill_operations
-    from random_checkpoint import SHAPES
-
-    counts = {}
-    for name in ("qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"):
-        specs = decoder_weights(decoder_config(SHAPES[name]))
-        counts[name] = sum(int(np.prod(spec.shape)) for spec in specs)
-    assert counts == {"qwen3.5-2b": 1_881_825_088, "lfm2-1.2b": 1_170_340_608, "gemma3-1b": 999_885_952}
-    linear, attention = 16 * (2048 * (2048 + 2 * 512) + 2048**2 + 3 * 2048 * 8192), 16 * 2048
-    assert prefill_operations(decoder_config(SHAPES["llama-1b"]), 500) == 2 * 500 * (linear + attention * 500)
-
-
-def test_a_loop_of_plain_steps_begins_behind_its_prompt_each_time(tmp_path: Path) -> None:
-    from random_checkpoint import SHAPES
-    from random_model import loop_milliseconds, random_directory, random_runner
-
-    config = replace(small_config(SHAPES["llama-1b"]), vocab_size=1000)
-    with random_runner(random_directory(tmp_path, config, EngineLimits(1, 16, 240)), "numpy") as runner:
-        for _ in range(2):
-            assert loop_milliseconds(runner, 20, 4) > 0
-            assert runner.lengths[0] == 20 + 3 + 1 + 4
-
-
-def test_weights_are_spread_as_asked_for() -> None:
-    from random_checkpoint import SHAPES
-    from random_draft import HEAD_SCALE, SCALE
-    from random_model import RandomNumpyBackend, RandomTensors
-
-    from edgellm.engines.model.config import WeightSpec
-
-    backend = RandomNumpyBackend(decoder_config(SHAPES["llama-1b"]))
-    specs = [WeightSpec("head", (300, 200), ()), WeightSpec("other", (300, 200), ()), WeightSpec("norm", (200,), ())]
-    found = backend.load_weights(RandomTensors({"head": HEAD_SCALE}), specs)
-    assert found["head"].std() == pytest.approx(HEAD_SCALE, rel=0.02)
-    assert found["other"].std() == pytest.approx(SCALE, rel=0.02)
-    assert (found["norm"] == 1).all()
-    assert not np.array_equal(found["head"][:100], found["head"][100:200])
-
-
-def test_a_step_reads_the_embedding_only_where_it_is_the_head() -> None:
-    from probes import weight_bytes
-    from random_checkpoint import SHAPES
-
-    decode, found = EngineShape("decode", 1, 1, 64, 64), {}
-    for name in ("llama-1b", "llama-8b"):
-        found[name] = weight_bytes(decoder_config(SHAPES[name]), decode, "float16")
-    assert found["llama-1b"] == pytest.approx(2.47e9, rel=0.002)
-    assert found["llama-8b"] == pytest.approx(15.01e9, rel=0.002)  # 8.03 billion weights less the embedding's
-
-
 def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
     """Of 4 bits in groups of 128: 33 bytes for each 64 weights, and 2 for each of the head."""
     from probes import weight_bytes

@@ -227,12 +227,3 @@ def test_finished_answers_keep_no_images(runtime: SpecDecodeRuntime) -> None:
     for _ in answered(runtime.loop(), [sequence]):
         assert sequence.images is not None or sequence.finished
     assert sequence.images is None and not sequence.prepared_images
-
-
-def test_batches_mix_requests_with_and_without_images(runtime: SpecDecodeRuntime) -> None:
-    requests = [
-        Request(messages=[question(*parts)], params=PARAMS)
-        for parts in ((PIXELS, "What is it?"), ("Hello",), (OTHER, PIXELS, "And these?"), ("Bye",), (OTHER, "This?"))
-    ]
-    alone = [runtime.handle_request(request).token_ids for request in requests]
-    assert [response.token_ids for response in runtime.handle_request(requests)] == alone

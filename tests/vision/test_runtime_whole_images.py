@@ -11,34 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fixed_shape_backend import FixedShapeBackend
 from kept_snapshots import taken
 from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
 from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prompt_with_images, tiny_image
 
-from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slot_table import SlotTable
-from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import CheckpointError, EngineDirectoryError, ImageError, UnsupportedModelError
+from edgellm.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from tools.bench.answering import answered
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingValues(0.9, 30, 1.0, 0.0, 1.1, 0.2, 0.1, 5)
@@ -80,14 +73,6 @@ def test_a_prompt_has_the_text_that_the_processor_writes(engines: Path) -> None:
         for raw in (rendered_chat(tokenizer, [shown]), text.replace(image * TOKENS, image)):
             asked = Request(raw, params=PARAMS, images=[PIXELS, OTHER, PIXELS])
             assert list(runtime.prepare(asked).prompt_ids) == expected
-
-
-def test_text_cannot_smuggle_markers(engines: Path) -> None:
-    with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        said = runtime.prepare(Request(messages=[message(f"{MARKERS[0]} and {MARKERS[1]}")], params=PARAMS))
-        assert not {VISION_START, IMAGE_TOKEN} & set(said.prompt_ids)
-        with pytest.raises(ImageError, match=r"has 1 image markers .token 259., but there are 0 images"):
-            runtime.prepare(Request(f"Look: {MARKERS[0]}", params=PARAMS))
 
 
 def test_a_tokenizer_without_these_tokens_is_refused(engines: Path, tmp_path: Path) -> None:
@@ -167,36 +152,6 @@ def runner(request: pytest.FixtureRequest, engines: Path) -> Iterator[DecodingRu
     opened.close()
 
 
-def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
-    """A loop whose slots hold nothing."""
-    plan = None if not runner.draft.has_model else FixedDrafter(tree(4, 3, 12))
-    cut = runner.base.states.cut_windows
-    contents = [KVContents(None, cut, whole_images=True) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(SlotTable(runner, contents, drafter=plan, keeper=RowKeeper(runner, budget)))
-
-
-@pytest.mark.parametrize("budget", [0, 1 << 24])
-@pytest.mark.parametrize("ends", ["with text", "with an image"])
-def test_a_sequence_that_gives_way_goes_on(runner: DecodingRunner, budget: int, ends: str) -> None:
-    ids = prompt_ids(runner, 2)
-    ids = ids if ends == "with text" else ids[: len(ids) - 6]
-    assert (ids[-1] == IMAGE_TOKEN) == (ends == "with an image")
-    alone = sequence_of(runner, ids, (0, 1))
-    list(answered(loop_of(runner), [alone]))
-    for rounds in (0, 1, 3):
-        loop, found = loop_of(runner, budget), sequence_of(runner, ids, (0, 1))
-        loop.admit(found)
-        list(loop.settle())
-        for _ in range(rounds):
-            list(loop.advance())
-        loop.give_way(found)
-        list(answered(loop, [sequence_of(runner, prompt_ids(runner, 1), (seed,)) for seed in (5, 6)]))  # in every slot
-        loop.admit(found)
-        while loop.running:
-            list(loop.advance())
-        assert found.failure is None and found.answer.token_ids == alone.answer.token_ids
-
-
 def logits_of(runner: DecodingRunner, ids: list[int], reused: int, seeds: tuple[int, ...]) -> np.ndarray:
     """The logits after a prompt."""
     runner.start(0, ids, reused, GREEDY, sequence_of(runner, ids, seeds).images).wait()
@@ -232,18 +187,3 @@ def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: Decodi
             np.testing.assert_allclose(logits_of(runner, ids, outside, seeds), expected, atol=1e-4)
         seen.add(outside)
     assert len(seen) < len(ids) - 2 * (TOKENS - 2)
-
-
-def test_fixed_shapes_give_the_tokens_of_free_ones(engines: Path) -> None:
-    """Chunks that are padded, and cut around images."""
-    directory = EngineDirectory.open(engines)
-    ids, found = None, []
-    for backend in (open_backend("numpy", directory), FixedShapeBackend(directory)):
-        opened = DecodingRunner.open(backend, directory, drafts=False)
-        opened.tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-        ids = prompt_ids(opened, 3)
-        sequences = [sequence_of(opened, ids, (0, 1, 2), 20), sequence_of(opened, ids, (2, 1, 0), 20)]
-        list(answered(loop_of(opened), sequences))
-        found.append([sequence.answer.token_ids for sequence in sequences])
-        opened.close()
-    assert found[0] == found[1] and found[0][0] != found[0][1]

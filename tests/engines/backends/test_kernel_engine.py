@@ -130,11 +130,10 @@ def assert_equal(
 
 
 @WAYS
-@pytest.mark.parametrize("starts", [[0], [37], [5, 0, 40]], ids=str)
 @pytest.mark.parametrize("family", [*FAMILIES, *SCALED])
-def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int], way: type) -> None:
-    config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", len(starts), 1, 48, 48)
-    arrays = random_model(config, len(starts), 48, starts)
+def test_a_decode_step_is_what_operations_compute(family: str, way: type) -> None:
+    config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", 3, 1, 48, 48)
+    arrays = random_model(config, 3, 48, [5, 0, 40])
     assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
 
 
@@ -169,8 +168,8 @@ def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
-@pytest.mark.parametrize("parents", [(None, 0), CHAIN, TREE], ids=["two", "chain", "tree"])
+@pytest.mark.parametrize("features", [(), (1, 0), (0, 2)], ids=str)
+@pytest.mark.parametrize("parents", [(None, 0), TREE], ids=["two", "tree"])
 @pytest.mark.parametrize(
     "family", ["llama_untied_biases", "qwen3", "granite", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
 )

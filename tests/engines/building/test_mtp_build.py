@@ -107,18 +107,6 @@ def test_a_head_in_the_checkpoint_drafts_unasked(published: Path, ids_file: Path
         assert words in shown
 
 
-def test_what_the_directory_says(published: Path, ids_file: Path, tmp_path: Path) -> None:
-    build_engine_directory(published, tmp_path / "engines", LIMITS, [], draft_vocabulary=ids_file)
-    values = json.loads((tmp_path / "engines" / "edgellm.json").read_text())["draft"]
-    assert list(values["files"]) == ["vocabulary.safetensors"]
-    assert values["config"]["generation"] == "mtp"
-    decoder = values["config"]["decoder"]
-    assert decoder["num_layers"] == 1 and decoder["attention_gate"] and decoder["norm_offset"] == 1.0
-    assert not {"layer_kinds", "delta_heads", "conv_width"} & decoder.keys()
-    stored = load_file(tmp_path / "engines" / "draft" / "vocabulary.safetensors")
-    assert stored.keys() == {"d2t"} and np.array_equal(stored["d2t"] + np.arange(len(IDS)), IDS)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_draft_has_rows_of_the_models_head(
     tied: bool, make_checkpoint: Callable[..., Path], ids_file: Path, tmp_path: Path
@@ -334,11 +322,10 @@ def answers(place: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_packed_weights(weights: str, published: Path, ids_file: Path, tmp_path: Path) -> None:
+def test_packed_weights(published: Path, ids_file: Path, tmp_path: Path) -> None:
     """The draft's rows are packed as the model's whole head would be, and its layer beside them."""
-    target, format = tmp_path / "engines", head_format(weights, 64, "float16")
-    kinds = {"head": weights, "draft_weights": weights}
+    target, format = tmp_path / "engines", head_format("int4", 64, "float16")
+    kinds = {"head": "int4", "draft_weights": "int4"}
     build_engine_directory(published, target, LIMITS, [], draft_vocabulary=ids_file, **kinds)
     directory = EngineDirectory.open(target, verify=True)
     assert directory.draft is not None and directory.packed_names == {"base", "draft"}

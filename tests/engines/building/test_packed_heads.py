@@ -77,13 +77,13 @@ def values_of(checkpoint: Checkpoint, shape: tuple[int, int]) -> np.ndarray:
         return packed.values()
 
 
-@pytest.mark.parametrize(("head", "embedding"), KINDS)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "head", "embedding"),
+    [(True, "int4", "head"), (True, "int8", "as-published"), (False, "int4", "as-published")],
+)
 def test_answers_are_those_of_a_dense_head_of_the_same_values(
     tied: bool, head: str, embedding: str, make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path: Path
 ) -> None:
-    if embedding == "head" and not tied:
-        pytest.skip("an embedding of its own stays")
     source = make_checkpoint(tmp_path / "source", 4, tie_word_embeddings=tied)
     before = (source / MODEL).read_bytes()
     kinds = {"head": head, "draft_weights": head}
@@ -132,7 +132,7 @@ def test_a_draft_without_a_head_of_its_own_shares_the_packed_one(
     assert answers(directory.path, DRAFTING) == answers(directory.path, None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_heads_of_models_that_take_images(
     family: str, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from golden_vision import NAMES, golden_checkpoint, golden_config, golden_directory
+from golden_vision import golden_checkpoint, golden_config, golden_directory
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
@@ -41,14 +41,7 @@ def vision_folder(name: str, place: Path) -> Path:
 @needs_tensorrt
 @pytest.mark.parametrize(
     ("name", "dtype", "attention"),
-    [("qwen3_vl", "bfloat16", "composed")]
-    + [(name, "float16", "native") for name in FAMILIES]
-    + [
-        pytest.param(name, dtype, attention, marks=pytest.mark.slow)
-        for name in NAMES
-        for dtype, attention in (("float16", "native"), ("bfloat16", "composed"))
-        if not ((name in FAMILIES and attention == "native") or (name, attention) == ("qwen3_vl", "composed"))
-    ],
+    [("qwen3_vl", "bfloat16", "composed")] + [(name, "float16", "native") for name in FAMILIES],
 )
 def test_every_family_builds(name: str, dtype: str, attention: str) -> None:
     config = golden_config(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from published_families import MINISTRAL3_ROTARY
 from safetensors.numpy import load_file, save_file
 from tiny_multimodal import FAMILIES as TINY
 
-from edgellm.engines.backends.platform import find_tensorrt
-from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.drafts import read_draft
@@ -26,7 +22,6 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
-from edgellm.engines.model.limits import EngineLimits
 
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -278,35 +273,6 @@ def test_a_draft_says_what_positions_it_has(
         assert (drafts["plain"].decoder.mrope_section, drafts["plain"].image_embeddings) == ((), False)
         with Checkpoint.open(heads["wrong"]) as head, pytest.raises(CheckpointError, match="expected true or false"):
             read_draft(head, base, config)
-
-
-@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
-def test_every_engine_is_built_with_vision_and_draft(
-    family: str, tmp_path: Path, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path]
-) -> None:
-    """For real, by TensorRT: base, draft and vision encoder of one directory."""
-    library = find_tensorrt()
-    if library is None or library.flavour != "rtx":
-        pytest.skip("TensorRT-RTX, which builds without a GPU, is not installed: pip install '.[test]'")
-    checkpoint = make_checkpoint(tmp_path / "x", 0, **TINY[family])
-    draft = make_draft(tmp_path / "draft", 0, rope_scaling=TINY[family]["rope_scaling"])
-    limits = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=8, image_rows=(64,))
-    report = build_engine_directory(checkpoint, tmp_path / "engines", limits, ["sm_86"], draft=draft, all_plans=True)
-    whole = {plan.shape.name for plan in report.plans if plan.shape.model != "vision" and plan.shape.segment is None}
-    assert whole == {
-        "base.decode-b1-t1-l96",
-        "base.verify-b1-t8-l112",
-        "draft.propose-b1-t1-l112",
-        "draft.propose-b1-t4-l112",
-    }
-    # What stands between attention steps: first, middle and last layers, and one whose features the draft takes.
-    segments = Counter(
-        f"{plan.shape.model}.{plan.shape.phase}" for plan in report.plans if plan.shape.segment is not None
-    )
-    assert segments == {"base.prefill": 4, "draft.prefill": 2, "draft.accept": 2}
-    assert sum(plan.shape.model == "vision" for plan in report.plans) == 1
-    directory = EngineDirectory.open(tmp_path / "engines")
-    assert directory.draft.config.decoder.mrope_section == directory.config.mrope_section
 
 
 def test_adapters_of_the_whole_model_are_read(

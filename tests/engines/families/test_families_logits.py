@@ -55,9 +55,8 @@ def test_every_prefix_then_single_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_chunks_equal_the_whole(name: str, chunk: int) -> None:
-    sequences = Sequences(GOLDENS / name)
+def test_chunks_equal_the_whole(name: str) -> None:
+    sequences, chunk = Sequences(GOLDENS / name), 5
     token_ids = sequences.token_ids[:1]
     found = [
         sequences.logits(token_ids[:, start : start + chunk], [start]) for start in range(0, token_ids.shape[1], chunk)
@@ -121,7 +120,7 @@ def test_features_are_the_inputs_of_their_layers() -> None:
     assert np.abs(bindings["hidden_states"][..., hidden:] - bindings["inputs_embeds"]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen2_yarn", "granite_tied", "gemma", "smollm3_list_tied"])
 def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
     """Embedding, positions and steps as they are served; a prompt, then single tokens."""
     sequences = Sequences(GOLDENS / name)
@@ -142,6 +141,7 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
+        ("llama_llama3", {"rope_scaling": None}),
         ("granite_tied", {"embedding_scale": 1.0}),
         ("granite_tied", {"residual_scale": 1.0}),
         ("granite_tied", {"attention_scale": None}),
@@ -212,11 +212,4 @@ def test_what_a_family_has_of_its_own_would_be_missed(name: str, changed: dict[s
     assert name != "lfm2_moe" or sequences.config.mixture == LFM2_MOE
     sequences.config = replace(sequences.config, **changed)
     sequences.table = rotary_table(sequences.config, sequences.rows)
-    assert largest_difference(sequences.logits(sequences.token_ids, [0, 0]), sequences.expected) > 100 * TOLERANCE
-
-
-def test_wrong_theta_would_be_noticed() -> None:
-    sequences = Sequences(GOLDENS / "llama_llama3", batch=2)
-    unscaled = replace(sequences.config, rope_scaling=None)
-    sequences.table = rotary_table(unscaled, sequences.rows)
     assert largest_difference(sequences.logits(sequences.token_ids, [0, 0]), sequences.expected) > 100 * TOLERANCE

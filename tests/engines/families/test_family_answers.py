@@ -1,4 +1,4 @@
-"""OLMo-2, StarCoder2 and relatives as they are served: greedy text as of transformers, trees, batches, drafts."""
+"""Families as they are served: greedy text as of transformers, trees, batches, drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "
 
 
 FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm", "ernie4_5", "hunyuan")
-FAMILY = pytest.mark.parametrize("family", [*FIRST, *OTHERS])
+WINDOWS = ("cwm_window_5", "gemma3", "gemma3_old_layout", "mistral_window_5", "phi3_window_7", "qwen2_window_7")
+EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text")
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(
     ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))]
@@ -47,7 +48,7 @@ def test_factors_follow_the_context_that_is_built_for(name: str) -> None:
     runner.close()
 
 
-@FAMILY
+@pytest.mark.parametrize("family", [*FIRST, *OTHERS, *WINDOWS, *EXPERTS])
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     prompt, tokens = expected(family)
     assert len(tokens) == ANSWER
@@ -56,14 +57,22 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     runner.close()
 
 
-@ROWS
+@pytest.mark.parametrize(
+    ("family", "kv_cache"),
+    [*product(("olmo2", "gemma3"), ("compute", "int8")), *product(EXPERTS[-3:], ("compute",))]
+    + [*product(("starcoder2", "olmo3", "granite4", "hunyuan", "mistral_window_5", "phi3_window_7"), ("int8",))],
+)
 def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> None:
+    """Of those with windows wider and deeper than these, around a ring."""
     runner = make_runner(family, kv_cache)
     assert_trees_give_what_plain_decoding_does(runner)
     runner.close()
 
 
-@ROWS
+@pytest.mark.parametrize(
+    ("family", "kv_cache"),
+    [("olmo2", "int8"), ("starcoder2", "compute"), ("gemma3", "compute"), *product(EXPERTS[-3:], ("int8",))],
+)
 def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:
     runner = make_runner(family, kv_cache, slots=3)
     assert_a_batch_gives_what_each_does_alone(runner)

@@ -23,12 +23,9 @@ from gguf_encoders import (
 )
 from gguf_writing import NUMBERS, Tensor, random_blocks
 from golden_files import golden_folder
-from golden_images import FOLDER, TOLERANCE, GoldenModel, assert_close, prepared_images
-from golden_vision import open_vision
+from golden_images import FOLDER
 
-from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.gguf_folder import checkpoint_folder, draft_folder
-from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
@@ -36,11 +33,6 @@ from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
-from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import place_images
-from edgellm.engines.runners.sampling_state import SamplingValues
-from tools.demo_model.describe import describe_in_place
 
 DRAFTS = golden_folder("draft")
 CONVERTED = json.loads((golden_folder("mmproj") / "converted.json").read_text())
@@ -101,7 +93,7 @@ def test_the_tests_write_what_the_converter_writes(name: str, tmp_path: Path) ->
 
 def test_the_encoder_is_what_was_published(name: str, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(name, tmp_path)
-    texts, encoder = files_of(checkpoint, tmp_path)
+    texts, encoder = files_of(checkpoint, tmp_path, fused=name.startswith("qwen2_5"))
     with checkpoint_folder(texts, mmproj=encoder) as folder:
         with Checkpoint.open(folder) as found, Checkpoint.open(checkpoint) as published:
             vision, expected = read_vision(found), read_vision(published)
@@ -121,31 +113,6 @@ def test_the_encoder_is_what_was_published(name: str, tmp_path: Path) -> None:
         assert {key: processor[key] for key in PREPROCESSOR} == PREPROCESSOR
         fewest, most = (3136, 12845056) if name.startswith("qwen2_5") else (65536, 16777216)
         assert processor["size"] == {"shortest_edge": fewest, "longest_edge": most}
-
-
-def test_patches_become_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
-    golden = GoldenModel(name)
-    texts, encoder = files_of(checkpoint_of(name, tmp_path), tmp_path, fused=name.startswith("qwen2_5"))
-    with checkpoint_folder(texts, mmproj=encoder) as folder:
-        vision = read_vision_config(folder, None, read_decoder_config(folder))
-        step = vision.window_patches
-        rows = tuple(-(-size // step) * step for size in (64, 256))
-        directory = describe_in_place(folder, EngineLimits(1, 16, 64, image_rows=rows), "float32", "auto")
-        backend = open_backend("numpy", directory)
-        runner_of_images = open_vision(backend, directory)
-        with directory.checkpoint() as checkpoint:
-            runner = BaseEngineRunner(
-                backend, directory.config, directory.limits, checkpoint, vision_memory=runner_of_images.memory
-            )
-        embeddings = runner_of_images.encode(prepared_images(golden))
-        for found, image in zip(embeddings, golden.images, strict=True):
-            np.testing.assert_allclose(found.rows, image.rows, atol=TOLERANCE)
-        images = place_images(golden.token_ids, embeddings, vision.image_token_id, directory.config)
-        runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()
-        assert_close(runner.logits(0), golden.expected["logits"][-1])
-        golden.assert_continued(runner)
-        runner_of_images.close()
-        runner.close()
 
 
 def test_the_tests_write_a_head_as_the_converter_does() -> None:

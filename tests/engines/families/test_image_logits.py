@@ -25,12 +25,6 @@ def limits(chunk: int) -> EngineLimits:
     return EngineLimits(max_batch=2, prefill_chunk=chunk, kv_capacity=96)
 
 
-def test_the_goldens_show_mistakes(golden: GoldenModel) -> None:
-    assert golden.expected["logits"].std() > 1
-    assert sum(rows.rows.shape[0] for rows in golden.images) == golden.token_ids.count(golden.config.image_token_id)
-    assert min(np.abs(image.rows).std() for image in golden.images) > 0.1
-
-
 def test_every_prefix_has_the_logits_of_transformers(golden: GoldenModel) -> None:
     runner = golden.runner(limits(64))
     for stop in range(1, len(golden.token_ids) + 1):

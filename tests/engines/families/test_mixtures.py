@@ -14,15 +14,7 @@ import numpy as np
 import pytest
 from gguf_models import write_model
 from gguf_writing import Tensor
-from golden_answers import (
-    ANSWER,
-    GOLDENS,
-    answer,
-    assert_a_batch_gives_what_each_does_alone,
-    assert_trees_give_what_plain_decoding_does,
-    expected,
-    make_runner,
-)
+from golden_answers import GOLDENS
 from golden_sequences import Sequences
 from mxfp4_checkpoints import write_mxfp4
 from numpy_kernel_device import by_fours
@@ -57,35 +49,7 @@ from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.experts.twin import chosen_experts
 
-#: The golden models with mixtures.
-NAMES = ["qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text"]
 MODEL = "model.safetensors"
-by_name = pytest.mark.parametrize("name", NAMES)
-
-
-@by_name
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    prompt, tokens = expected(name)
-    assert len(tokens) == ANSWER
-    runner = make_runner(name)
-    assert answer(runner, prompt, ANSWER) == tokens
-    runner.close()
-
-
-@pytest.mark.parametrize("kv_cache", ["compute", pytest.param("int8", marks=pytest.mark.slow)])
-@by_name
-def test_trees_give_the_tokens_of_plain_decoding(name: str, kv_cache: str) -> None:
-    runner = make_runner(name, kv_cache)
-    assert_trees_give_what_plain_decoding_does(runner)
-    runner.close()
-
-
-@pytest.mark.parametrize("kv_cache", [pytest.param("compute", marks=pytest.mark.slow), "int8"])
-@by_name
-def test_sequences_of_different_lengths_in_one_batch(name: str, kv_cache: str) -> None:
-    runner = make_runner(name, kv_cache, slots=3)
-    assert_a_batch_gives_what_each_does_alone(runner)
-    runner.close()
 
 
 def stacked(source: Path, target: Path) -> Path:

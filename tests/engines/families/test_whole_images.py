@@ -104,14 +104,14 @@ def test_every_prefix_that_ends_in_no_image_has_them(golden: GoldenModel) -> Non
         assert token[0] == golden.expected["logits"][stop - 1].argmax()
 
 
-@pytest.mark.parametrize("chunk", [9, 10, 14, 20, 48])
+@pytest.mark.parametrize("chunk", [9, 14, 48])
 def test_chunks_equal_the_whole(golden: GoldenModel, chunk: int) -> None:
     runner = runner_of(golden, chunk)
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
     assert_close(runner.logits(0), golden.expected["logits"][-1])
 
 
-@pytest.mark.parametrize("chunk", [9, 16, 48])
+@pytest.mark.parametrize("chunk", [9, 48])
 def test_greedy_tokens_are_those_of_transformers(golden: GoldenModel, chunk: int) -> None:
     """Also of a second text in the slot, over rings that were written over, and beside another sequence."""
     runner, expected = runner_of(golden, chunk), golden.expected["greedy"].tolist()
@@ -127,12 +127,6 @@ def test_greedy_tokens_are_those_of_transformers(golden: GoldenModel, chunk: int
     causal = runner_of(golden, chunk, image_tokens=0)
     causal.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
     assert np.abs(causal.logits(0) - golden.expected["logits"][-1]).max() > 0.1
-
-
-def test_decoding_goes_on_behind_the_images(golden: GoldenModel) -> None:
-    runner = runner_of(golden, 12)
-    runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
-    golden.assert_continued(runner)
 
 
 def test_every_place_outside_of_images_can_be_reused_and_none_inside(golden: GoldenModel) -> None:

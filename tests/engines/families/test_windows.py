@@ -7,15 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden_answers import (
-    ANSWER,
-    GOLDENS,
-    answer,
-    assert_a_batch_gives_what_each_does_alone,
-    assert_trees_give_what_plain_decoding_does,
-    expected,
-    make_runner,
-)
+from golden_answers import GOLDENS, answer, make_runner
 from runner_steps import take_step
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -25,33 +17,6 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-
-NAMES = ("cwm_window_5", "gemma3", "gemma3_old_layout", "mistral_window_5", "phi3_window_7", "qwen2_window_7")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    prompt, tokens = expected(name)
-    assert len(tokens) == ANSWER
-    runner = make_runner(name)
-    assert answer(runner, prompt, ANSWER) == tokens
-    runner.close()
-
-
-@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_give_the_tokens_of_plain_decoding(name: str, kv_cache: str) -> None:
-    """Trees wider and deeper than the window, around a ring."""
-    runner = make_runner(name, kv_cache)
-    assert_trees_give_what_plain_decoding_does(runner)
-    runner.close()
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral_window_5"])
-def test_sequences_of_different_lengths_in_one_batch(name: str) -> None:
-    runner = make_runner(name, slots=3)
-    assert_a_batch_gives_what_each_does_alone(runner)
-    runner.close()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_window_7"])

@@ -78,13 +78,6 @@ def test_drafting_changes_no_token_under_an_adapter(runner: DecodingRunner, samp
             assert answers(runner, (name,), plan, sampling) == plain[name]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_each_sequence_of_a_drafted_batch_has_its_own(runner: DecodingRunner, sampling: SamplingValues) -> None:
-    for names in (NAMES, NAMES[::-1], ("second", "second", None)):
-        expected = answers(runner, names, None, sampling)
-        assert answers(runner, names, tree(4, 3, 12), sampling) == expected
-
-
 def test_what_is_captured_without_adapters_in_use_applies_them(
     directory: EngineDirectory, runner: DecodingRunner
 ) -> None:

@@ -103,23 +103,6 @@ def test_logits_equal_peft(name: str) -> None:
     assert np.abs(adapted_logits(golden, GOLDENS / name) - rows).max() <= TOLERANCE
 
 
-def test_every_family_and_every_kind_of_setting_is_among_the_goldens() -> None:
-    assert {base_of(name) for name in NAMES} == {path.name for path in FOLDER.iterdir() if path.is_dir()}
-    settings = [json.loads((GOLDENS / name / "adapter_config.json").read_text()) for name in NAMES]
-    for key in ("alpha_pattern", "rank_pattern", "exclude_modules", "layers_to_transform"):
-        assert any(each[key] for each in settings), key
-    assert {type(each["target_modules"]) for each in settings} == {str, list}
-    assert any("model.language_model" in str(each["target_modules"]) for each in settings)
-
-
-def test_each_pattern_counts(tmp_path: Path) -> None:
-    """A golden adapter would show a pattern that is not applied."""
-    name = "qwen2_5_vl.alphas"
-    golden = GoldenModel(base_of(name))
-    plain = adapted_logits(golden, change(GOLDENS / name, tmp_path / "plain", alpha_pattern={}))
-    assert np.abs(plain - adapted_logits(golden, GOLDENS / name)).max() > 1
-
-
 def test_settings_for_other_names_match_nothing(tmp_path: Path) -> None:
     """As in PEFT, which sees the names of training only."""
     name = "qwen2_5_vl.alphas"

@@ -68,14 +68,6 @@ def test_a_batch_with_more_adapters_than_places(llm: LLM) -> None:
         assert [response.token_ids for response in found] == expected
 
 
-def test_acceptance_is_reported_under_an_adapter(llm: LLM) -> None:
-    response = llm.generate(PROMPTS[1], PARAMS, "wide")
-    assert (response.drafting is None) == (llm.drafting is None)
-    if response.drafting is not None:
-        assert response.drafting.rounds > 0
-        assert response.drafting.mean_acceptance_length >= 1
-
-
 def test_what_is_refused(llm: LLM, tiny_engines: Path, tiny_adapters: dict[str, Path]) -> None:
     with pytest.raises(AdapterError, match=r"no adapter 'json'.*'wide', 'attention', 'mlp'"):
         llm.generate([1], adapter="json")
@@ -104,12 +96,6 @@ def test_a_request_that_fails_leaves_no_adapter_behind(llm: LLM, monkeypatch: py
         assert [type(error.__cause__) for error in failed] == [RuntimeError] * 3
         assert not base.adapts(slice(0, 3))
     assert llm.generate(PROMPTS[0], PARAMS, "mlp").token_ids == expected
-
-
-def test_no_adapters_are_loaded_where_none_is_wanted(tiny_lora_engines: Path) -> None:
-    with LLM(tiny_lora_engines, backend="numpy", adapters=None) as llm:
-        assert llm.adapters == ()
-        assert "LoRA adapters" not in llm._runtime._open_runner().base.memory_plan.items
 
 
 def test_a_damaged_adapter_of_the_directory(

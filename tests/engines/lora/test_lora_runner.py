@@ -116,17 +116,6 @@ def test_stopping_takes_the_adapter_away(runner: BaseEngineRunner) -> None:
     assert greedy_tokens(runner, PROMPT, 8) == expected
 
 
-def test_each_sequence_of_a_batch_has_its_own(runner: BaseEngineRunner) -> None:
-    names: list[str | None] = ["wide", None, "attention"]
-    alone = {name: answers(runner, [name], 12) for name in names}
-    assert len({tuple(tokens[0]) for tokens, _ in alone.values()}) == 3
-    for order in (names, names[::-1], ["wide", "wide", None], [None, "attention", None]):
-        tokens, logits = answers(runner, order, 12)
-        for slot, name in enumerate(order):
-            assert tokens[slot] == alone[name][0][0]
-            assert np.abs(logits[slot] - alone[name][1][0]).max() < 1e-4
-
-
 def test_moving_a_sequence_takes_its_adapter_along(runner: BaseEngineRunner) -> None:
     expected = {name: answers(runner, [name], 10)[0][0] for name in ("attention", "mlp")}
     found: dict[str, list[int]] = {}

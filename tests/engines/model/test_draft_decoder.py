@@ -207,14 +207,6 @@ def test_chunks_and_selected_rows_equal_the_whole(name: str) -> None:
         assert_close(hidden, expected["prefill_hidden_states"][stop - 1 : stop])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3_speculators"])
-def test_another_residual_would_be_noticed(name: str) -> None:
-    head = Head(name)
-    head.config = replace(head.config, norm_before_residual=not head.config.norm_before_residual)
-    logits, _ = head.feed("prefill", slice(0, len(head.expected["prefill_logits"])))
-    assert largest_difference(logits, head.expected["prefill_logits"]) > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("changes", [{"truncated_vocab_size": 48, "architectures": ["LlamaForCausalLM"]}, {}])
 def test_a_reduced_vocabulary_without_its_usual_name_equals_the_reference(
     changes: dict[str, Any], tmp_path: Path

@@ -27,13 +27,9 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.planning import refresh_plans
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
-from edgellm.engines.families import decoder_config
 from edgellm.engines.families.programs import model_weights
-from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import SnapshotError
 from edgellm.kernels.quantization.device_layout import to_device_layout
@@ -101,18 +97,7 @@ def test_a_snapshot_is_bound_to_the_packed_weights(engines: tuple[Path, Path], t
         llm.load_snapshot(file)
 
 
-def test_every_weight_is_the_twins_to_the_bit(engines: tuple[Path, Path]) -> None:
-    loaded = []
-    for directory in engines:
-        with Checkpoint.open(directory) as checkpoint:
-            specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
-            loaded.append(load_numpy_weights(checkpoint, specs))
-    assert loaded[0].keys() == loaded[1].keys()
-    for name, values in loaded[0].items():
-        np.testing.assert_array_equal(values, loaded[1][name])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_images_with_a_dense_tower(
     family: str, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -49,16 +49,6 @@ def test_a_reused_prefix_changes_nothing(runner: BaseEngineRunner, reused: int) 
     np.testing.assert_allclose(runner.logits(0), whole, atol=1e-4)
 
 
-def test_slots_of_different_lengths_decode_together_as_they_do_alone(runner: BaseEngineRunner) -> None:
-    prompts = [PROMPT, PROMPT[5:12]]
-    alone = [greedy_tokens(runner, prompt, 10) for prompt in prompts]
-    together = [[int(runner.start(slot, prompt, 0, SamplingValues()).wait()[0])] for slot, prompt in enumerate(prompts)]
-    for _ in range(9):
-        for tokens, token in zip(together, runner.decode(2).wait(), strict=True):
-            tokens.append(int(token))
-    assert together == alone
-
-
 def test_a_stopped_slot_is_idle_and_the_other_goes_on(runner: BaseEngineRunner) -> None:
     expected = greedy_tokens(runner, PROMPT[:9], 6)
     runner.start(0, PROMPT, 0, SamplingValues()).wait()
@@ -81,15 +71,6 @@ def test_tokens_may_be_read_a_ring_later(runner: BaseEngineRunner) -> None:
     rows = np.array([readback.wait() for readback in unread])
     assert [*first, *rows[:, 0]] == expected[0][1:]
     assert rows[:, 1].tolist() == expected[1][1:9]
-
-
-def test_a_seed_gives_the_same_tokens_and_another_seed_others(runner: BaseEngineRunner) -> None:
-    def draw(seed: int) -> list[int]:
-        tokens = [int(runner.start(0, PROMPT, 0, SamplingValues(temperature=1.5, seed=seed)).wait()[0])]
-        return tokens + [int(runner.decode(1).wait()[0]) for _ in range(15)]
-
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
 
 
 def test_penalties_see_the_prompt_and_the_generated_tokens(runner: BaseEngineRunner) -> None:

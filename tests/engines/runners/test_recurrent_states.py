@@ -195,20 +195,3 @@ def test_chunks_end_where_states_are_wanted(fixed: bool) -> None:
             ends.append(position)
         assert position == 300 and {stop for stop in stops if first < stop < 300} <= set(ends)
     assert [tokens for tokens, _ in prompt_chunks(limits, None if fixed else 1, 0, 300)] == [128, 128, 44] or fixed
-
-
-@pytest.mark.slow
-def test_memory_is_flat_over_many_rounds() -> None:
-    states, random = made(), np.random.default_rng(8)
-    kept = dict(states.kept_inputs(SLOTS, NODES).of(SLOTS, NODES))
-    fill(kept, random)
-    indices = np.tile(np.asarray([0, 3, 5, -1, -1, -1, -1], np.int32), (SLOTS, 1))
-    replay = states.replay(slice(0, SLOTS), kept, indices, np.asarray([3, 0, 2], np.int32))
-    for number in range(100_000):
-        replay()
-        if number == 1_000:
-            tracemalloc.start()
-            held = tracemalloc.get_traced_memory()[0]
-    grown = tracemalloc.get_traced_memory()[0] - held
-    tracemalloc.stop()
-    assert grown < 1 << 16 and all(np.isfinite(tensor).all() for tensor in states.tensors.values())

@@ -34,8 +34,7 @@ def plain(directory: EngineDirectory) -> Iterator[LLM]:
 
 
 @pytest.fixture(
-    params=[(KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0), (KINDS[0], 0)],
-    ids=lambda pair: f"{pair[0].kind}-{pair[1]} ahead",
+    params=[(KINDS[0], 1), (KINDS[1], 2), (KINDS[2], 0)], ids=lambda pair: f"{pair[0].kind}-{pair[1]} ahead"
 )
 def drafted(
     request: pytest.FixtureRequest, directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch
@@ -87,11 +86,11 @@ def test_an_ending_token_inside_an_accepted_run_ends_the_answer_there(plain: LLM
         assert found.token_ids == plain.generate(follow_up, SAMPLED).token_ids
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-def test_max_tokens_inside_a_round(plain: LLM, drafted: LLM, count: int) -> None:
-    params = SamplingParams(ignore_eos=True, max_tokens=count)
-    found, expected = drafted.generate(PROMPT, params), plain.generate(PROMPT, params)
-    assert (found.token_ids, found.text, found.finish_reason) == (expected.token_ids, expected.text, "length")
+def test_max_tokens_inside_a_round(plain: LLM, drafted: LLM) -> None:
+    for count in range(1, 9):
+        params = SamplingParams(ignore_eos=True, max_tokens=count)
+        found, expected = drafted.generate(PROMPT, params), plain.generate(PROMPT, params)
+        assert (found.token_ids, found.text, found.finish_reason) == (expected.token_ids, expected.text, "length")
 
 
 def test_a_stop_string_inside_a_round(plain: LLM, drafted: LLM) -> None:
@@ -146,13 +145,6 @@ def test_a_conversation_reuses_all_but_what_must_be_recomputed(plain: LLM, draft
             longest_round = drafted.drafting.plan(drafted.directory.limits).longest
             assert found.usage.reused_tokens >= len(text) - 3 - longest_round
         text = [*text, *found.token_ids[:8], 7, turn]
-
-
-def test_the_same_prompt_again_reuses_all_but_its_end(plain: LLM, drafted: LLM) -> None:
-    first = drafted.generate(PROMPT, GREEDY)
-    again = drafted.generate(PROMPT, GREEDY)
-    assert again.token_ids == first.token_ids
-    assert again.usage.reused_tokens == again.usage.prompt_tokens - 1
 
 
 def test_a_failing_request_leaves_the_model_usable(plain: LLM, drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,9 @@ GREEDY = SamplingValues()
 PLANS = [chain(4), tree(4, 4, 16)]
 
 
-@pytest.fixture(params=[1, 3])
-def runner(
-    request: pytest.FixtureRequest, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
-) -> Iterator[DecodingRunner]:
-    with open_eagle(make_engines(request.param)) as opened:
+@pytest.fixture
+def runner(make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]) -> Iterator[DecodingRunner]:
+    with open_eagle(make_engines(3)) as opened:
         yield opened
 
 

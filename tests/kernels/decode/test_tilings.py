@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from absent_gpu import GPUS
 
 from edgellm.kernels.decode.tilings import (
     WARPS,
@@ -16,13 +17,6 @@ from edgellm.kernels.decode.tilings import (
     tilings,
 )
 
-GPUS = {
-    "H200": Capacity(132, 232_448, True, "sm_90"),
-    "Thor": Capacity(20, 232_448, True, "sm_110"),
-    "Orin": Capacity(16, 166_912, False, "sm_87"),
-    "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
-    "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
-}
 MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (6, 40)]
 
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absent_gpu import GPUS
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
-from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.prefill.linear import (
     JOINED,
@@ -28,13 +28,6 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatri
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from tools.bench.prompt_rows import resources
 
-GPUS = {
-    "H200": Capacity(132, 232_448, True, "sm_90"),
-    "Thor": Capacity(20, 232_448, True, "sm_110"),
-    "Orin": Capacity(16, 166_912, False, "sm_87"),
-    "RTX 4090": Capacity(128, 101_376, False, "sm_89"),
-    "RTX 5090": Capacity(170, 101_376, True, "sm_120"),
-}
 #: Bytes of blocks of packed weights: codes of 4 and of 8 bits in groups of 128, and the most that there are.
 BLOCKS = (528, 1040, 1536)
 EVERY_TILING = [*TILINGS, *(tiling._replace(block_bytes=size) for size in BLOCKS for tiling in PACKED_TILINGS)]
@@ -106,8 +99,7 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     assert stack <= 64
 
 
-@pytest.mark.parametrize("architecture", ["sm_87", "sm_90"])
-@pytest.mark.parametrize("name", ["linear", "gate_up"])
+@pytest.mark.parametrize(("name", "architecture"), [("linear", "sm_87"), ("gate_up", "sm_90")])
 @pytest.mark.parametrize("tiling", PACKED_TILINGS[:3], ids=named)
 def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
     """But for some of what places of copies are found by, once in 128 columns."""

@@ -386,16 +386,6 @@ def test_what_leads_ends_where_the_rest_of_the_chain_is_not_in_its_place():
         assert (drafting.candidates.tokens == before).all() != is_led
 
 
-def test_without_given_nodes_the_tree_is_the_drafts_own():
-    rng = np.random.default_rng(12)
-    drafting = drafted(rng, 3, 4, 3, 40)
-    nothing = reference.random_given(rng, drafting.candidates, 5, 40)
-    nothing.nodes[...] = [[[-1]], [[-1]], [[0]]]
-    found = [verify(drafting, np.random.default_rng(1), 12, 12, given=given)[1] for given in (None, nothing)]
-    for name, one, other in zip(found[0]._fields, *found, strict=True):
-        np.testing.assert_array_equal(one, other, err_msg=name)
-
-
 def test_a_given_chain_that_the_draft_proposes_carries_what_the_draft_proposes_behind_it():
     """The draft's likeliest path is given: it stands once, and the freed places go to the next best."""
     rng = np.random.default_rng(13)
