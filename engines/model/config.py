@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
-from edgellm.kernels.experts.contract import Routing
+
+if TYPE_CHECKING:
+    from edgellm.kernels.experts.contract import Routing
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024
@@ -73,6 +75,8 @@ class Mixture:
     @property
     def routing(self) -> Routing:
         """How experts are chosen, as kernels take it."""
+        from edgellm.kernels.experts.contract import Routing  # NumPy, which the command line does without
+
         how = self.scores == "sigmoid", self.normalized, self.epsilon, self.scale
         return Routing(self.experts, self.chosen, *how)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import product
 
 from edgellm.engines.backends.base import Backend
@@ -60,9 +60,7 @@ class TreeVerification:
     def __init__(self, backend: Backend, base: BaseEngineRunner, draft: Drafter, engines: LoadedEngines) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
         self._sizes = base.limits.verify_sizes if draft.has_model else ()
-        #: Whether there are engines that verify a given plan's tree in so many slots, without a plan to be built. A
-        #: backend takes milliseconds to say, and rounds are chosen in microseconds.
-        self.takes: Callable[[int, DraftPlan], bool] = cache(self._takes)
+        self._taken: dict[tuple[int, DraftPlan], bool] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
         self.before_acceptance: Callable[[VerifiedTree], object] = lambda tree: None
@@ -93,6 +91,13 @@ class TreeVerification:
         if not self._backend.fixed_shapes or not self._sizes:
             return plan.tree_size
         return next(size for size in self._sizes if size >= plan.tree_size)
+
+    def takes(self, batch: int, plan: DraftPlan) -> bool:
+        """Whether there are engines that verify a given plan's tree in so many slots, without a plan to be built."""
+        asked = batch, plan
+        if asked not in self._taken:  # a backend takes milliseconds to say, and rounds are chosen in microseconds
+            self._taken[asked] = self._takes(batch, plan)
+        return self._taken[asked]
 
     def _takes(self, batch: int, plan: DraftPlan) -> bool:
         nodes = self.engine_nodes(plan) if plan.tree_size <= self._draft.trees.nodes else 0

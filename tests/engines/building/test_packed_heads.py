@@ -132,7 +132,7 @@ def test_a_draft_without_a_head_of_its_own_shares_the_packed_one(
     assert answers(directory.path, DRAFTING) == answers(directory.path, None)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "llava"])
 def test_heads_of_models_that_take_images(
     family: str, make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
 ) -> None:
