@@ -30,7 +30,7 @@ OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60, "
 OPTIONS += ("--log-level", "info", "--log-format", "json")
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
 STREAMS = 32
-#: Tokens of an answer that is to be cut, of one that is not, and of those that wait for it.
+#: Tokens of an answer that others wait for, of the beginning that is surely seen of it, and of those that wait.
 CUT, LONG, SHORT = 200, 40, 4
 #: What `--queue-limit` is by default, and the one request at work that the shipped model has a slot for.
 FULL = 65
@@ -159,13 +159,13 @@ def alone(server: ServerProcess, seed: int, tokens: int) -> str:
     return server.client().chat.completions.create(**drawn(seed, tokens)).choices[0].message.content or ""
 
 
-def begin_streams(proxy: ProxyProcess, pair: Pair, total: int, long: int) -> list[list[Stream]]:
-    """As many streams, half of them for each server. The first one of the first server has a `long` answer, which is at
-    its beginning while the others wait."""
+def begin_streams(proxy: ProxyProcess, pair: Pair, total: int) -> list[list[Stream]]:
+    """As many streams, half of them for each server. The first one of the first server has an answer of `CUT` tokens,
+    which is at its beginning while the others wait; a busy machine begins them slowly."""
     names = sessions(proxy, pair, 2)
     for seed, tokens in ((0, LONG), (0, SHORT), (1, SHORT)):
         alone(pair.servers[1], seed, tokens)
-    streams = [[Stream(proxy, names[0][0], 0, long)], []]
+    streams = [[Stream(proxy, names[0][0], 0, CUT)], []]
     wait_for(lambda: streams[0][0].pieces > 0)
     for number in range(total - 1):
         index, seed = (number + 1) % 2, number // 2 % 2
@@ -202,7 +202,7 @@ def test_a_killed_server(proxy: ProxyProcess, pair: Pair, rounds: int) -> None:
 
 def lose_one(proxy: ProxyProcess, pair: Pair) -> None:
     """Kill a server while it streams one answer and others wait, and start it anew."""
-    streams = begin_streams(proxy, pair, STREAMS, CUT)
+    streams = begin_streams(proxy, pair, STREAMS)
     lost = streams[0][0]
     assert lost.finish_reason is None
     pair.servers[0].process.kill()
@@ -220,7 +220,7 @@ def lose_one(proxy: ProxyProcess, pair: Pair) -> None:
 def test_a_server_that_ends_loses_nothing(proxy: ProxyProcess, pair: Pair) -> None:
     """It finishes what it has taken; what comes then the other one answers, before health checks know of it and
     after."""
-    streams = begin_streams(proxy, pair, 16, LONG)
+    streams = begin_streams(proxy, pair, 16)
     names = sorted({each.session for each in streams[0]})
     pair.servers[0].terminate()
     wait_for(lambda: pair.servers[0].get("/health")[1] == {"status": "ending"})
