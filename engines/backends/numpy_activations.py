@@ -71,4 +71,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 #: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "sigmoid": _sigmoid}
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+}

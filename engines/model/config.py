@@ -100,7 +100,8 @@ class DecoderConfig:
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
     they are layer norms, with a bias, and `rms_norm_eps` is theirs. Embeddings are multiplied by `embedding_scale`,
     what attention and MLP add to the residual stream by `residual_scale`, scores of attention by `attention_scale`
-    (None: head_dim ** -0.5), logits by `logits_scale`. `nope_layers` have no rotary embedding. With `fused_projections`
+    (None: head_dim ** -0.5), logits by `logits_scale`. Where a `scores_cap` or a `logits_cap` is above 0, these become
+    cap tanh(x / cap) then (Gemma 2). `nope_layers` have no rotary embedding. With `fused_projections`
     the checkpoint holds q, k and v as one tensor `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window"
     look back on `sliding_window` tokens alone, their own included; `local_rope_theta` is the base of their rotary
     embedding, unscaled, where it is one of its own (Gemma 3). With `post_norms` what attention and MLP give is normed
@@ -177,6 +178,8 @@ class DecoderConfig:
     attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
     rotates_neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind_rotation: bool = field(default=False, metadata=ADDED_LATER)
+    scores_cap: float = field(default=0.0, metadata=ADDED_LATER)
+    logits_cap: float = field(default=0.0, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:

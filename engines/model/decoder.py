@@ -98,6 +98,7 @@ class LayerWeights(NamedWeights):
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
             config.rotates_neighbours,
             config.norms_behind_rotation,
+            config.scores_cap,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
@@ -265,7 +266,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     head = Linear(name.removesuffix(".weight"), single_weight(name, config.vocab_size, hidden))
     keep = _tap(taps, layers)
     normed = Input(value, (final,))
-    steps.append(NormLinear("logits", (normed,), head, scale=config.logits_scale, keep=keep, selects=selects_late))
+    of_logits = {"scale": config.logits_scale, "cap": config.logits_cap}
+    steps.append(NormLinear("logits", (normed,), head, **of_logits, keep=keep, selects=selects_late))
     outputs: Edge = {"logits": ((shape.batch, shape.selected, config.vocab_size), "float32")}
     if taps:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")

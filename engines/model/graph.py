@@ -13,7 +13,7 @@ from typing import Any, Generic
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
-from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
 from edgellm.engines.model.states import PRESENT
@@ -148,6 +148,9 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
+        if step.cap:
+            y = operations.activation(operations.scale(operations.to_float32(y), 1 / step.cap), "tanh")
+            y = operations.scale(y, step.cap)
         self._values[step.output] = y
 
     def _linear_residual(self, step: LinearResidual) -> None:
@@ -213,16 +216,14 @@ class ProgramGraph(Generic[Tensor]):
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values, *scales = self._update_rows(step, key, value)
-        sinks = None if step.sinks is None else self._weights[step.sinks.name]
+        scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self._weights[step.sinks.name])
         if step.looks_ahead:
             seen = given[LAST_SEEN]
-            context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
+            context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, step.scale, *scales, sinks=sinks)
+            context = operations.attention(query, keys, values, mask, scoring, *scales)
         else:
-            context = operations.window_attention(
-                query, keys, values, mask, start, step.window, step.scale, *scales, sinks=sinks
-            )
+            context = operations.window_attention(query, keys, values, mask, start, step.window, scoring, *scales)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
@@ -313,7 +314,7 @@ class ProgramGraph(Generic[Tensor]):
         mask = None if step.mask is None else self._values[step.mask]
         blocks = _query_blocks(count * heads, rows)
         parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-        contexts = [operations.attention(part, key, value, mask, size**-0.5) for part in parts]
+        contexts = [operations.attention(part, key, value, mask, Scoring(size**-0.5)) for part in parts]
         context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
         merged = operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
         self._values[step.output] = merged

@@ -40,7 +40,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual", "norm_parts")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
     attentions = [(size, AttentionKind(shares)) for size in (64, 128, 256) for shares in both]
     attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
@@ -49,6 +49,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
+    attentions += [(size, AttentionKind(True, size == 128, window=size == 256, cap=True)) for size in (64, 128, 256)]
     kernels += [attention_kernel(dtype, size, kind) for size, kind in attentions]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
@@ -108,6 +109,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     kinds = [(size, tiles, PromptAttentionKind(size == 128, True)) for size, tiles in ((64, 2), (128, 1), (256, 1))]
     kinds += [(size, 1, PromptAttentionKind(size == 128, size == 256, ahead=True)) for size in (64, 128, 256)]
     kinds.append((256, 1, PromptAttentionKind(True, True, ahead=True)))
+    kinds += [(size, 1, PromptAttentionKind(size == 128, size == 256, cap=True)) for size in (64, 128, 256)]
     prefill += [prefill_attention(dtype, *kind).source for kind in kinds]
     names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]

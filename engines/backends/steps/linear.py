@@ -84,6 +84,9 @@ class _AnyLinear(Implementation[Any]):
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
+            if step.cap:
+                launches = self.launches(replace(step, cap=0.0), run, next_early)
+                return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
             if step.activation is not None and (not step.gated or len(linear.runs) > 1):
                 return self._activated_apart(step, run, linear, next_early)
             return self._by_runs(step, run, linear, next_early)
@@ -313,6 +316,9 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     if any((width := norm.weight.shape[0]) > MAX_NORM_WIDTH for norm in layer_norms):
         return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
     if step.activation is None:
+        is_capped = isinstance(step, NormLinear) and step.cap > 0
+        if is_capped and step.linear.weight.shape[0] % 8:
+            return f"capped logits come in eights, not {step.linear.weight.shape[0]}"
         return None
     if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
         return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
