@@ -20,6 +20,7 @@ _LISTED = (
         llama.SMOLLM3,
         llama.OLMO2,
         gemma.GEMMA,
+        gemma.GEMMA2,
         gemma.GEMMA3,
         llama.STARCODER2,
         llama.OLMO3,

@@ -304,7 +304,9 @@ def attention_launch(
         *(columns, further, window, shape.window_bits if window else 0),
     )
     how = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
-    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind, cap > 0))
+    kernel = attention_kernel(
+        context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind, cap > 0)
+    )
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

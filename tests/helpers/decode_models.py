@@ -53,6 +53,7 @@ SCALED = {
         LLAMA, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=0.125, qk_norm=True
     ),
     "smollm3": replace(LLAMA, nope_layers=(1,)),
+    "gemma2": replace(LLAMA, norm_offset=1.0, post_norms=True, scores_cap=0.5, logits_cap=2.0),
     "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
     "starcoder2": replace(
         FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
