@@ -16,7 +16,6 @@ from tiny_families import MIXTURES
 
 from edgellm.commands.quantize import report_lines
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
 from edgellm.engines.quantizer import calibration
@@ -158,7 +157,9 @@ def through_expert(
     }
     both = rows @ weights["gate_up_proj"].T.astype(np.float64) + biases["gate_up_proj"]
     gate, up = np.minimum(both[:, 0::2], 7), np.clip(both[:, 1::2], -7, 7)
-    return (up + 1) * gate / (1 + np.exp(-1.702 * gate)) @ weights["down_proj"].T.astype(np.float64) + biases["down_proj"]
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate)) @ weights["down_proj"].T.astype(np.float64) + biases[
+        "down_proj"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,13 +186,9 @@ def test_gpt_oss_s_stacks_are_turned_and_keep_gate_and_up_in_turn(
     generator = np.random.default_rng(1)
     for expert in range(EXPERTS):
         module = f"model.layers.1.mlp.experts.{expert}"
-        exact, found = (
-            {part: of(part).astype(np.float64) for part in ("gate_up_proj", "down_proj")}
-            for of in (
-                lambda part: published[f"model.layers.1.mlp.experts.{part}"][expert].T,
-                lambda part: dequantized(tensors, f"{module}.{part}", 4),
-            )
-        )
+        parts = ("gate_up_proj", "down_proj")
+        exact = {part: published[f"model.layers.1.mlp.experts.{part}"][expert].T for part in parts}
+        found = {part: dequantized(tensors, f"{module}.{part}", 4) for part in parts}
         rows = generator.standard_normal((5, exact["gate_up_proj"].shape[1]))
         expected, computed = (through_expert(each, published, expert, rows) for each in (exact, found))
         assert np.abs(computed - expected).mean() < 0.2 * np.abs(expected).mean()
