@@ -34,7 +34,7 @@ LIMITS = {
     "draft": 55_000,
     "embedding": 12_000,
     "gguf": 40_000,
-    "image_prompts": 140_000,
+    "image_prompts": 150_000,
     "images": 35_000,
     "lora": 92_000,
     "losses": 10_000,

@@ -142,6 +142,8 @@ class DecodingSequence:
     dead_end: ConstraintError | None = None
     #: Whether rows of a snapshot were taken for it, and no logits behind them were looked at.
     is_unproven: bool = False
+    #: Whether its latest token may be that of a row without a number, whose logits were not there any more.
+    is_suspicious: bool = False
     #: Its rows, where it gave way to another and they are kept on the host.
     kept: KeptRows | None = None
 
