@@ -346,7 +346,7 @@ class OpenedModel:
         """The contents of a slot of which nothing is of use."""
         states = None if self._runner is None else self._runner.base.states
         cut = None if states is None or not states.window_reach else states.cut_windows
-        return KVContents(self._states, cut, self.directory.config.image_tokens > 0)
+        return KVContents(self._states, cut, self.directory.config.has_whole_media)
 
     def _least_used_slot(self) -> int:
         """The slot whose contents were used longest ago."""

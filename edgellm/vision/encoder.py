@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import MediaKind
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.media import PromptMedia, place_media
 from edgellm.errors import ImageError
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import image_of_url, read_image
@@ -31,7 +32,7 @@ class VisionEncoder:
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
-        self.image_token_id = vision.config.image_token_id
+        self.kind = MediaKind("image", vision.config.image_token_id, config.image_tokens)
         self._config, self._metrics = config, metrics
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
@@ -59,9 +60,9 @@ class VisionEncoder:
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
         """The prompt with a token for each row of its images; ImageError where the markers are not as many."""
-        return expand_image_tokens(prompt_ids, self.image_token_id, images)
+        return expand_image_tokens(prompt_ids, self.kind.token_id, images)
 
-    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
+    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptMedia:
         """Encode the images of an expanded prompt, those that are not known, and give them their places in it."""
         counts = self._runner.metrics
         hits, seconds = counts.cache_hits, counts.seconds
@@ -69,7 +70,7 @@ class VisionEncoder:
         self._metrics.encoded(
             len(images), sum(image.tokens for image in images), counts.seconds - seconds, counts.cache_hits - hits
         )
-        return place_images(prompt_ids, embeddings, self.image_token_id, self._config)
+        return place_media(prompt_ids, {self.kind: embeddings}, self._config)
 
     def close(self) -> None:
         """Free all memory; requests that are being prepared meanwhile still find the processor."""

@@ -19,7 +19,7 @@ from edgellm.text.messages import ImageReference
 from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgellm.engines.runners.prompt_images import PromptImages
+    from edgellm.engines.runners.media import PromptMedia
     from edgellm.multimodal.image_processor import PreparedImage
     from edgellm.vision.encoder import VisionEncoder
 
@@ -52,7 +52,7 @@ class LazyVisionEncoder:
             return list(prompt_ids)
         return self._opened().expand(prompt_ids, images)
 
-    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
+    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptMedia:
         return self._opened().encode(prompt_ids, images)
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: 
         encoder.load()
         image = encoder.processor.prepare(attached_image)
         ids = [7, *[encoder.image_token_id] * image.tokens, 8]
-        rows = encoder.encode(ids, [image]).images[0].rows
+        rows = encoder.encode(ids, [image]).spans[0].embeddings.rows
         found[backend_name] = rows if isinstance(rows, np.ndarray) else values_of(backend, rows)
         base.start(0, ids, 0, SamplingValues(), encoder.encode(ids, [image])).wait()
         encoder.close()
