@@ -1,13 +1,13 @@
-"""Images as a vision encoder takes them, preprocessed as published processors do it, and their tokens in prompts."""
+"""Images as a vision encoder takes them, preprocessed as published processors do it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class PreparedImage:
     layout: ImageLayout
     tokens: int
     digest: str
+    kind: ClassVar[str] = "image"
 
     @classmethod
     def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
@@ -46,6 +47,11 @@ class PreparedImage:
         image = cls(None, size, layout, tokens, digest)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
+
+    @property
+    def held_pixels(self) -> int:
+        """How many pixels it was decoded to."""
+        return math.prod(self.size)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -238,21 +244,3 @@ def _check_aspect_ratio(height: int, width: int) -> None:
             f"an image of {width} x {height} pixels is too long for its width: at most {MAXIMUM_ASPECT_RATIO} to 1 is "
             "what this model takes. Crop it, or cut it into several images"
         )
-
-
-def expand_image_tokens(prompt_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]) -> list[int]:
-    """The ids of a prompt with each image token in it repeated for the tokens of its image, in order.
-
-    Raises ImageError where there are more images than image tokens, or the reverse.
-    """
-    markers = sum(token_id == image_token_id for token_id in prompt_ids)
-    if markers != len(images):
-        raise ImageError(
-            f"the prompt has {markers} image markers (token {image_token_id}), but there are {len(images)} images: "
-            "show one image for each marker"
-        )
-    expanded: list[int] = []
-    following = iter(images)
-    for token_id in prompt_ids:
-        expanded += [token_id] * (next(following).tokens if token_id == image_token_id else 1)
-    return expanded

@@ -26,7 +26,7 @@ from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.reader import ToolReader
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.media.encoders import PreparedMedia
 
 
 @dataclass
@@ -103,7 +103,7 @@ class DecodingSequence:
     max_tokens: int | None = None
     tally: DraftingTally | None = None
     adapter: str | None = None
-    prepared_media: Sequence[PreparedImage] = ()
+    prepared_media: Sequence[PreparedMedia] = ()
     media: PromptMedia | None = None
     #: How many likeliest tokens to give with each token's log-probability; None: no log-probabilities.
     logprobs: int | None = None

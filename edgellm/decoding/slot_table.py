@@ -20,7 +20,7 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.media.encoders import PreparedMedia
 
 
 class SlotTable:
@@ -36,7 +36,7 @@ class SlotTable:
         runner: DecodingRunner,
         contents: list[KVContents],
         snapshots: SlotSnapshots | None = None,
-        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptMedia] | None = None,
+        encode: Callable[[Sequence[int], Sequence[PreparedMedia]], PromptMedia] | None = None,
         drafter: Policy | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,

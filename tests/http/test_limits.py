@@ -127,7 +127,7 @@ def test_images_of_a_request_are_limited_together() -> None:
 class Sized:
     """An image that was prepared."""
 
-    size = (10, 10)
+    held_pixels = 100
 
 
 def test_images_of_all_requests_are_limited_until_they_are_encoded() -> None:

@@ -206,7 +206,7 @@ def test_a_conversation_has_its_images_in_its_messages(runtime: SpecDecodeRuntim
 def test_a_text_only_model_refuses_images(tiny_engines: Path) -> None:
     with SpecDecodeRuntime(tiny_engines, backend="numpy") as runtime:
         assert not runtime.has_vision_model
-        with pytest.raises(RequestError, match=r"part 1 of message 1 .user. .*no vision engine: send text only"):
+        with pytest.raises(RequestError, match=r"part 1 of message 1 .user. .*no vision model: send text only"):
             runtime.handle_request(Request(messages=[question(PIXELS, "What is it?")]))
         with pytest.raises(RequestError, match=r"shows 1 images, but .* has no vision model: leave them out"):
             runtime.handle_request(Request("What is it?", images=[PIXELS]))
