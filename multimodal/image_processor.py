@@ -172,7 +172,7 @@ class FixedSizeProcessor:
         normalization = config.normalization()
         colour = None
         if config.switch("do_pad"):
-            if config.kind != "LlavaImageProcessor":
+            if not config.kind.pads_to_square:
                 config.unsupported("do_pad", "false, or a LlavaImageProcessor's padding to a square")
             red, green, blue = normalization.mean or (0, 0, 0)
             colour = int(red * 255), int(green * 255), int(blue * 255)
@@ -188,8 +188,9 @@ class FixedSizeProcessor:
         tokens = vision.token_count((1, vision.image_side, vision.image_side))
         if config.values.get("do_pan_and_scan"):
             config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
-        if config.kind == "Gemma3ImageProcessor" and config.values.get("image_seq_length", tokens) != tokens:
-            config.refuse("image_seq_length", f"{tokens}, as config.json has it")
+        key = config.kind.tokens_key
+        if key and config.values.get(key, tokens) != tokens:
+            config.refuse(key, f"{tokens}, as config.json has it")
         return cls(resized, crop, colour, vision.patch_size, tokens, config.resample(), normalization, side)
 
     @property
@@ -225,7 +226,7 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
-    if config.kind == "Qwen2VLImageProcessor":
+    if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)
     return FixedSizeProcessor.open(config, vision)
 

@@ -27,6 +27,7 @@ from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
+from edgellm.multimodal.embedding_cache import EmbeddingCache
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
@@ -205,37 +206,3 @@ def vision_memory(
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
     kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
     return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}
-
-
-class EmbeddingCache:
-    """Holds `capacity` bytes at most; what was used longest ago goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.nbytes = 0
-        self._entries: OrderedDict[str, MediaEmbeddings] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, digest: str) -> MediaEmbeddings | None:
-        """The embeddings of the image with that digest, which then count as just used."""
-        found = self._entries.get(digest)
-        if found is not None:
-            self._entries.move_to_end(digest)
-        return found
-
-    def put(self, embeddings: MediaEmbeddings) -> None:
-        """Keep embeddings, unless they alone are too large."""
-        if embeddings.nbytes > self.capacity or embeddings.digest in self._entries:
-            return
-        self._entries[embeddings.digest] = embeddings
-        self.nbytes += embeddings.nbytes
-        while self.nbytes > self.capacity:
-            _, oldest = self._entries.popitem(last=False)
-            self.nbytes -= oldest.nbytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self.nbytes = 0

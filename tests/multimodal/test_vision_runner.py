@@ -15,7 +15,8 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.media import MediaEmbeddings
-from edgellm.multimodal.vision_runner import EmbeddingCache, VisionEngineRunner, vision_memory
+from edgellm.multimodal.embedding_cache import EmbeddingCache
+from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory
 
 
 @pytest.fixture(scope="module")
