@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,5 +173,6 @@ class MediaEncoders:
 
     def close(self) -> None:
         """Free all memory; requests that are being prepared meanwhile still find what prepares them."""
-        for encoder in self.by_name.values():
-            encoder.close()
+        with ExitStack() as each_whatever_fails:
+            for encoder in self.by_name.values():
+                each_whatever_fails.callback(encoder.close)

@@ -9,17 +9,10 @@ from pathlib import Path
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.engine_parts import EngineVision
-from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.errors import EngineDirectoryError
 from edgellm.media.encoders import LazyEncoder, MediaEncoder, MediaEncoders
 from edgellm.metrics import Metrics
 from edgellm.text.tokenizer import Tokenizer
-
-
-def image_kind(vision: EngineVision, config: DecoderConfig) -> MediaKind:
-    """What images are to the language model with `config`, by the vision encoder's own configuration."""
-    return MediaKind("image", vision.config.image_token_id, config.image_tokens)
 
 
 def open_encoders(
@@ -37,7 +30,7 @@ def open_encoders(
 
             return VisionEncoder(backend, directory, vision_engines, metrics)
 
-        kind = image_kind(vision_engines.vision, directory.config)
+        kind = directory.config.image_kind(vision_engines.vision.config.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
     return MediaEncoders(encoders, directory.config, directory.path)
 

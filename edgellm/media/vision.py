@@ -10,7 +10,6 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import ImageError
-from edgellm.media.opening import image_kind
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import image_of_url, read_image
 from edgellm.multimodal.image_processor import PreparedImage, open_image_processor
@@ -32,7 +31,7 @@ class VisionEncoder:
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
-        self.kind = image_kind(vision, directory.config)
+        self.kind = directory.config.image_kind(vision.config.image_token_id)
         self._metrics = metrics
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)

@@ -198,8 +198,11 @@ class DecoderConfig:
     @property
     def media(self) -> dict[str, MediaKind]:
         """The kinds of media that its prompts can have, by their names."""
-        token = self.image_token_id
-        return {} if token is None else {"image": MediaKind("image", token, self.image_tokens)}
+        return {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+
+    def image_kind(self, token_id: int) -> MediaKind:
+        """What images are to this model where a vision encoder says that `token_id` stands for them."""
+        return MediaKind("image", token_id, self.image_tokens)
 
     @property
     def has_whole_media(self) -> bool:

@@ -112,10 +112,10 @@ class PromptMedia:
     def check(self, prompt_ids: np.ndarray) -> None:
         """Raise EngineError unless `prompt_ids` [N] have the tokens of spans where these are, and nowhere else."""
         for kind in dict.fromkeys(span.kind for span in self.spans):
-            found = np.flatnonzero(prompt_ids == kind.token_id)
+            found = np.flatnonzero(prompt_ids == kind.token_id).tolist()
             spans = [span for span in self.spans if span.kind == kind]
-            expected = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-            if not np.array_equal(found, expected):
+            expected = [place for span in spans for place in range(span.start, span.stop)]
+            if found != expected:
                 raise EngineError(
                     f"the prompt has {len(found)} {kind.name} tokens (id {kind.token_id}) and {len(spans)} "
                     f"{kind.name}s with {len(expected)}, or has them elsewhere: place the {kind.name}s for this very "
