@@ -31,7 +31,7 @@ def step_modules(
     if "draft" in models:
         found += [TYPICAL, CHAINS]
     base = models.get("base")
-    if "vision" in models or (isinstance(base, DecoderConfig) and base.image_token_id is not None):
+    if "vision" in models or (isinstance(base, DecoderConfig) and base.media):
         found.append(images_source(dtype))  # the encoder may be that of another directory
     return list(dict.fromkeys([*found, *_commits(models)]))
 

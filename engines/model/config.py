@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 
@@ -79,6 +79,18 @@ class Mixture:
 
         how = self.scores == "sigmoid", self.normalized, self.epsilon, self.scale
         return Routing(self.experts, self.chosen, *how)
+
+
+class MediaKind(NamedTuple):
+    """A kind of media among the tokens of prompts; its `name` is that of its encoder, too.
+
+    `token_id` stands for each of its tokens. With `tokens` every span of the kind has so many, and each of them sees
+    all of the span; 0: a token sees those before it alone.
+    """
+
+    name: str
+    token_id: int
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,20 @@ class DecoderConfig:
     def is_embedding(self) -> bool:
         """Whether texts become vectors, and none is continued."""
         return self.pooling != POOLINGS[0]
+
+    @property
+    def media(self) -> dict[str, MediaKind]:
+        """The kinds of media that its prompts can have, by their names."""
+        return {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+
+    def image_kind(self, token_id: int) -> MediaKind:
+        """What images are to this model where a vision encoder says that `token_id` stands for them."""
+        return MediaKind("image", token_id, self.image_tokens)
+
+    @property
+    def has_whole_media(self) -> bool:
+        """Whether there are spans each token of which sees all of the span."""
+        return any(kind.tokens for kind in self.media.values())
 
     @property
     def window(self) -> int | None:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import mrope_positions
+from edgellm.engines.runners.media import mrope_positions
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 GREEDY = SamplingValues()
@@ -125,10 +125,11 @@ def test_images_and_image_tokens_must_match(golden: GoldenModel) -> None:
 def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None:
     """Rows that got lost on the way to the device are noticed with the first token."""
     runner, images = golden.runner(limits(16)), golden.placed()
-    *others, last = images.images
-    damaged = replace(images, images=(*others, replace(last, rows=last.rows[:-1])))
+    *others, last = images.spans
+    short = replace(last.embeddings, rows=last.embeddings.rows[:-1])
+    damaged = replace(images, spans=(*others, replace(last, embeddings=short)))
     first = runner.start(0, golden.token_ids, 0, GREEDY, damaged)
-    with pytest.raises(EngineError, match="1 image rows of the prompt did not reach their tokens"):
+    with pytest.raises(EngineError, match="1 rows of the prompt's media did not reach their tokens"):
         first.wait()
     runner.start(0, golden.token_ids, 0, GREEDY, images).wait()
     assert_close(runner.logits(0), golden.expected["logits"][-1])
