@@ -293,7 +293,7 @@ def decoder_layer(
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = layer.input(value, "input_layernorm")
     if kind in RECURRENT_KINDS:
-        steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
+        steps, output = getattr(layer, kind)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output, config.mixture_of(index))
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
