@@ -15,7 +15,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgellm.engines.model.config import DecoderConfig
@@ -224,6 +224,10 @@ class DeltaMatrix(RecurrentState):
     heads: tuple[int, int]
     sizes: tuple[int, int]
     stem, commit, shared = "delta_matrix", "commit_matrices", ("delta_rows",)
+    #: What begins the names of what is kept, and whether kernels are those of scans.
+    rows: ClassVar[str] = "delta_rows"
+    gates: ClassVar[str] = "delta_gates"
+    scans: ClassVar[bool] = False
 
     def of_sequence(self, rows: int) -> Edge:
         """The matrices, whatever the rows are."""
@@ -232,7 +236,7 @@ class DeltaMatrix(RecurrentState):
     @property
     def kept_names(self) -> tuple[str, str]:
         """Names of queries, keys and values; of decays and weights."""
-        return f"delta_rows_{self.index}", f"delta_gates_{self.index}"
+        return f"{self.rows}_{self.index}", f"{self.gates}_{self.index}"
 
     def kept(self, slots: int, tokens: int) -> Edge:
         """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
@@ -252,16 +256,30 @@ class DeltaMatrix(RecurrentState):
         """See `RecurrentState`."""
         from edgellm.kernels.recurrent.launcher import delta_kernel
 
-        return (delta_kernel(self.commit, self.sizes[0], is_one) for is_one in ("true", "false"))
+        return (
+            delta_kernel("commit_matrices", self.sizes[0], is_one, scans=self.scans) for is_one in ("true", "false")
+        )
+
+
+@dataclass(frozen=True)
+class SpaceMatrix(DeltaMatrix):
+    """The matrix of each head of a state space of Mamba-2, held as that of a delta rule is: its key heads are the
+    groups of B and C, its keys B, its queries C, its values x.
+
+    What is kept are x, B and C, of the same widths together, and step sizes in place of weights.
+    """
+
+    stem, commit, shared = "space_matrix", "commit_scans", ("space_rows",)
+    rows, gates, scans = "space_rows", "space_gates", True
 
 
 def _convolution(config: DecoderConfig, index: int) -> list[RecurrentState]:
     return [ConvColumns(index, config.hidden_size, config.conv_width)]
 
 
-def _delta(config: DecoderConfig, index: int) -> list[RecurrentState]:
+def _delta(config: DecoderConfig, index: int, matrix_kind: type[DeltaMatrix] = DeltaMatrix) -> list[RecurrentState]:
     key_heads, value_heads, key_size, value_size = config.delta_heads
-    matrix = DeltaMatrix(index, (key_heads, value_heads), (key_size, value_size))
+    matrix = matrix_kind(index, (key_heads, value_heads), (key_size, value_size))
     return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
 
 
@@ -269,6 +287,7 @@ def _delta(config: DecoderConfig, index: int) -> list[RecurrentState]:
 _RECURRENT: dict[str, Callable[[DecoderConfig, int], list[RecurrentState]]] = {
     "convolution": _convolution,
     "delta": _delta,
+    "mamba": partial(_delta, matrix_kind=SpaceMatrix),
 }
 
 
