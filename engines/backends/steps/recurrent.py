@@ -67,7 +67,8 @@ class UpdateSpaces(UpdateMatrices):
     """Selective scans."""
 
     def launches(self, step: SelectiveScan, run: Launching, next_early: bool) -> list[Any]:  # type: ignore[override]
-        gates = ScanGates(*(run.array(each.name) for each in (step.a_log, step.dt_bias, step.skip)), step.first)
+        a_log, dt_bias, skip = (run.array(each.name) for each in (step.a_log, step.dt_bias, step.skip))
+        gates = ScanGates(a_log, dt_bias, skip, step.first)
         value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
         return [run.kernels.recurrent.selective_scan(value, run.sequences(step.gates), gates, before, output, *when)]
 
