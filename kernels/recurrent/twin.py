@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -73,10 +74,9 @@ class NumpyRecurrent:
         state_tokens: np.ndarray | None,
     ) -> NumpyLaunch:
         """The gated delta rule over the tokens of a step; see the contract."""
-        _check("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        return NumpyLaunch(
-            lambda: _take(rows, delta_gates(projected, gates), matrix, output, parents, kept, state_tokens, None)
-        )
+        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        _check("gated_delta", *arguments)
+        return NumpyLaunch(lambda: _take(arguments, delta_gates(projected, gates), None))
 
     def selective_scan(
         self,
@@ -90,10 +90,9 @@ class NumpyRecurrent:
         state_tokens: np.ndarray | None,
     ) -> NumpyLaunch:
         """Mamba-2's state space over the tokens of a step; see the contract."""
-        _check("selective_scan", rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        return NumpyLaunch(
-            lambda: _take(rows, scan_gates(projected, gates), matrix, output, parents, kept, state_tokens, gates.skip)
-        )
+        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        _check("selective_scan", *arguments)
+        return NumpyLaunch(lambda: _take(arguments, scan_gates(projected, gates), gates.skip))
 
     def gated_norm(self, value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm, output: np.ndarray) -> NumpyLaunch:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
@@ -167,17 +166,9 @@ def _commit(kernel: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath
     return NumpyLaunch(compute)
 
 
-def _take(
-    rows: np.ndarray,
-    gates: np.ndarray,
-    matrix: np.ndarray,
-    output: np.ndarray,
-    parents: np.ndarray | None,
-    kept: np.ndarray | None,
-    state_tokens: np.ndarray | None,
-    skip: np.ndarray | None,
-) -> None:
-    """A step of a delta rule or, with `skip`, of a scan."""
+def _take(arguments: tuple[Any, ...], gates: np.ndarray, skip: np.ndarray | None) -> None:
+    """A step of a delta rule or, with `skip`, of a scan, from the kernel's arguments and the gates that it makes."""
+    rows, _, _, matrix, output, parents, kept, state_tokens = arguments
     if kept is not None:
         kept[...] = gates
         output[...] = delta_nodes(rows, gates, matrix, parents, skip)
@@ -296,8 +287,7 @@ def ordered_sum(x: np.ndarray, y: np.ndarray, lanes: int = _LANES) -> np.ndarray
     """The sum of x y over the last axis, which is padded with zeros to a multiple of 64: the order of all sums.
 
     First those of every 64th element, in their order; then of four neighbours, (0 + 1) + (2 + 3); then of halves: of
-    the 16 that are left n and n + 8, then of 8 n and n + 4, and so on. Of another number of `lanes` than 16 it is four
-    times that instead of 64.
+    the 16 `lanes` that are left n and n + 8, then of 8 n and n + 4, and so on. Of other lanes it is four times those.
     """
     size, shape, width = x.shape[-1], np.broadcast_shapes(x.shape, y.shape), lanes * _EACH
     padded = -(-size // width) * width
