@@ -40,7 +40,7 @@ from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 #: Of Qwen3.5-2B its layers of the delta rule, key and value heads, their size, and the width of the convolution.
 QWEN_LAYERS, HEADS, SIZE, WIDTH = 18, 16, 128, 4
-#: Layers of Mamba-2 of about the size of a Granite 4 of 1B: heads, their size, that of the state, and what is convolved.
+#: Layers of Mamba-2 about as in a Granite 4 of 1B: heads, their size, that of the state, and what is convolved.
 GRANITE_LAYERS, SPACES, SPACE_SIZE, STATE_SIZE = 36, 48, 64, 128
 SPACE_CHANNELS = SPACES * SPACE_SIZE + 2 * STATE_SIZE
 #: Of LFM2-1.2B its layers of convolutions, their channels and width.
