@@ -23,8 +23,8 @@ from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
-from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
-from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
+from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
+from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
@@ -277,13 +277,13 @@ class NumpyOperations(Operations[np.ndarray]):
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        convolution = Convolution(weight, step.activation == "silu", step.gated)
+        convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
         output, inputs = convolved(value, convolution, bias, columns, parents)
         if tokens is not None:
             take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
         return output, inputs
 
-    def gated_delta(
+    def update_matrices(
         self,
         step: GatedDelta,
         rows: np.ndarray,
@@ -291,15 +291,19 @@ class NumpyOperations(Operations[np.ndarray]):
         matrices: np.ndarray,
         a_log: np.ndarray,
         dt_bias: np.ndarray,
+        skip: np.ndarray | None,
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        if skip is None:
+            gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        else:
+            gates = scan_gates(projected, ScanGates(a_log, dt_bias, skip, step.first))
         if tokens is None:
-            return delta_nodes(rows, gates, matrices, parents), gates
+            return delta_nodes(rows, gates, matrices, parents, skip), gates
         output = np.zeros((*rows.shape[:2], *matrices.shape[1:3]), np.float32)
         for slot, count in enumerate(tokens.tolist()):
-            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
+            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count), skip=skip)
         return output.reshape(*rows.shape[:2], -1), gates
 
     def experts(

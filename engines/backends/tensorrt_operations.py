@@ -237,8 +237,8 @@ class TensorRTOperations(Operations[Any]):
     def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
         raise _without_layer("a short convolution", step.index)
 
-    def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
-        raise _without_layer("the gated delta rule", step.index)
+    def update_matrices(self, step: GatedDelta, *tensors: Any) -> Any:
+        raise _without_layer(step.title.partition(" of layer")[0], step.index)
 
     def experts(self, step: Experts, *tensors: Any) -> Any:
         raise EngineError(f"TensorRT has nothing for {step.title}. Take --backend numpy")

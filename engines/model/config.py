@@ -24,9 +24,9 @@ HEADS = ("as-published", "int8", "int4")
 #: What is asked for a draft's linear layers and its own head: "auto" is as the base's layers are.
 DRAFT_WEIGHTS = ("auto", *HEADS)
 #: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
-LAYER_KINDS = ("attention", "window", "convolution", "delta")
+LAYER_KINDS = ("attention", "window", "convolution", "delta", "mamba")
 #: Those of them whose state follows from the whole text before, and cannot be cut.
-RECURRENT_KINDS = ("convolution", "delta")
+RECURRENT_KINDS = ("convolution", "delta", "mamba")
 #: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
 CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
@@ -125,7 +125,8 @@ class DecoderConfig:
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
-    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes;
+    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes, or the state
+    space of Mamba-2 behind one, whose groups and heads, the sizes of its state and of its heads, they are;
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
@@ -246,7 +247,7 @@ class DecoderConfig:
 
     @property
     def delta_channels(self) -> int:
-        """Width of the delta rule's queries, keys and values together, which are convolved."""
+        """Width of the delta rule's queries, keys and values, or of Mamba-2's x, B and C, which are convolved."""
         key_heads, value_heads, key_size, value_size = self.delta_heads
         return 2 * key_heads * key_size + value_heads * value_size
 

@@ -15,7 +15,7 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -61,7 +61,8 @@ class ProgramGraph(Generic[Tensor]):
             Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
-            GatedDelta: cls._gated_delta,
+            GatedDelta: cls._update_matrices,
+            SelectiveScan: cls._update_matrices,
             GatedNorm: cls._gated_norm,
             EncoderAttention: cls._encoder_attention,
             Gather: cls._gather,
@@ -273,16 +274,17 @@ class ProgramGraph(Generic[Tensor]):
         )
         self._say_committed(step)
 
-    def _gated_delta(self, step: GatedDelta) -> None:
+    def _update_matrices(self, step: GatedDelta) -> None:
         given, weights, (matrices,) = self._values, self._weights, self._state_names[id(step)]
         _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
-        given[step.output], given[kept] = self._operations.gated_delta(
+        given[step.output], given[kept] = self._operations.update_matrices(
             step,
             given[step.value],
             given[step.gates],
             given[matrices],
             weights[step.a_log.name],
             weights[step.dt_bias.name],
+            weights[step.skip.name] if isinstance(step, SelectiveScan) else None,
             given.get("node_parents"),
             given.get("state_tokens"),
         )
@@ -290,10 +292,17 @@ class ProgramGraph(Generic[Tensor]):
 
     def _gated_norm(self, step: GatedNorm) -> None:
         operations, value = self._operations, self._values[step.value]
-        width = step.heads * step.norm.weight.shape[0]
-        normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
-        gate = operations.split(self._values[step.gate], (step.first, width), axis=2)[1]
+        width = self._program.kinds[step.value][0][-1]
+        ends = [size for size in (step.first, width) if size]
+        gate = operations.split(self._values[step.gate], ends, axis=2)[len(ends) - 1]
         gate = operations.activation(operations.to_float32(gate), "silu")
+        if step.gates_first:
+            parts = operations.split_heads(operations.multiply(value, gate), step.heads)
+            weight = operations.reshape(self._weights[step.norm.weight.name], (step.heads, 1, width // step.heads))
+            normed = operations.merge_heads(operations.rms_norm(parts, weight, step.norm.epsilon, 0.0))
+            self._values[step.output] = operations.to_compute(normed)
+            return
+        normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
         self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
 
     def _say_committed(self, step: Stateful) -> None:

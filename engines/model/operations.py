@@ -139,7 +139,7 @@ class Operations(Protocol[Tensor]):
         `tokens` [B] the columns become, in place, those behind so many rows; what rows behind these get is no matter.
         """
 
-    def gated_delta(
+    def update_matrices(
         self,
         step: GatedDelta,
         rows: Tensor,
@@ -147,11 +147,12 @@ class Operations(Protocol[Tensor]):
         matrices: Tensor,
         a_log: Tensor,
         dt_bias: Tensor,
+        skip: Tensor | None,
         parents: Tensor | None,
         tokens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What the step computes of `rows` [B, T, 2 Hk Dk + Hv Dv]: the output [B, T, Hv Dv], and g, then beta, of each
-        value head, [B, T, 2 Hv]; both float32.
+        value head, [B, T, 2 Hv]; both float32. With `skip` [Hv] it is a `SelectiveScan`.
 
         b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.

@@ -87,6 +87,16 @@ RECURRENT = {
         rotary_dim=4,
     ),
 }
+RECURRENT["state_spaces"] = replace(
+    LLAMA,
+    naming="granitemoehybrid",
+    num_layers=4,
+    layer_kinds=("mamba", "attention", "mamba", "mamba"),
+    conv_width=4,
+    conv_bias=True,
+    delta_heads=(2, 4, 24, 16),
+    nope_layers=(1,),
+)
 #: As checkpoints are that pack what a delta rule projects, but its gates.
 RECURRENT["delta_nets_of_two_products"] = replace(
     RECURRENT["gated_delta_nets"],

@@ -205,6 +205,14 @@ MIXTURES["qwen3_5_moe"] = {
 }
 #: Of families with recurrent layers.
 RECURRENT = {
+    "granite4_hybrid": FAMILIES["granite4"]
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",

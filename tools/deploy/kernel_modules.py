@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource
@@ -73,11 +75,13 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
         kernels += [convolution_kernel("convolve_chunk", width, value, dtype) for width in (2, 3)]
         kernels += [gates_kernel(name, value, dtype) for name in ("gated_norm", "sigmoid_gate")]
         kernels.append(gates_kernel("separate_gates", value))
-    for keys in (64, 128, 256):
-        kernels += [delta_kernel("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
-        kernels += [delta_kernel("delta_chunk", keys, value) for value in ("float", kind)]
-        kernels.append(delta_kernel("delta_token", keys, "float"))
-        kernels += [delta_kernel("commit_matrices", keys, is_one) for is_one in ("true", "false")]
+        kernels.append(gates_kernel("gated_group_norm", value, dtype))
+    for keys, scans in ((64, False), (128, False), (256, False), (128, True)):
+        delta = partial(delta_kernel, scans=scans)
+        kernels += [delta("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
+        kernels += [delta("delta_chunk", keys, value) for value in ("float", kind)]
+        kernels.append(delta("delta_token", keys, "float"))
+        kernels += [delta("commit_matrices", keys, is_one) for is_one in ("true", "false")]
     return [kernel.source for kernel in kernels]
 
 

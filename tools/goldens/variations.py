@@ -484,6 +484,23 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "granite4_hybrid": Variation(
+        "granitemoehybrid",
+        {
+            **_SMALL,
+            **_GRANITE4,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 4,
+            "tie_word_embeddings": True,
+        },
+        dtype="bfloat16",
+        seed=3725,
+        generated=64,
+        length=19,
+    ),
     "phi3_longrope_short": Variation(
         "phi3",
         {**_SMALL, "max_position_embeddings": 1024, "num_attention_heads": 3, "original_max_position_embeddings": 512},

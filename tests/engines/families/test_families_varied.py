@@ -168,7 +168,15 @@ def test_exaone_4() -> None:
         decoder_config(without(EXAONE_4_32B, "layer_types"))
 
 
+_MAMBA = {"layer_types": None, "mamba_n_heads": 64}
+
+
 def test_granite_4() -> None:
+    hybrid = decoder_config(GRANITE_4_1B | _MAMBA | {"layer_types": ["mamba"] * 39 + ["attention"]})
+    assert (hybrid.delta_heads, hybrid.delta_channels, hybrid.conv_width) == ((1, 64, 256, 64), 4608, 4)
+    assert set(decoder_config(GRANITE_4_1B | _MAMBA).layer_kinds) == {"mamba"} and hybrid.conv_bias
+    with pytest.raises(CheckpointError, match="mamba_n_heads 60 of 68 are not mamba_expand times hidden_size, 4096"):
+        decoder_config(GRANITE_4_1B | _MAMBA | {"mamba_n_heads": 60})
     config = decoder_config(GRANITE_4_1B)
     assert (config.intermediate_size, config.nope_layers, config.attention_scale) == (4096, (), 0.0078125)
     names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
@@ -178,8 +186,9 @@ def test_granite_4() -> None:
     renamed = GRANITE_4_1B | {"layer_types": ["full_attention"] * 40}
     assert decoder_config(renamed) == config
     for change, message in (
-        ({"layer_types": ["attention"] * 39 + ["mamba"]}, "layer_types has mamba, supported are attention and"),
-        ({"layer_types": None}, "layer_types has mamba"),
+        ({"layer_types": ["attention"] * 39 + ["lstm"]}, "layer_types has lstm, supported are attention and"),
+        ({**_MAMBA, "mamba_proj_bias": True}, "mamba_proj_bias is true, supported are proj"),
+        ({**_MAMBA, "time_step_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without"),
         ({"num_local_experts": 62}, "num_local_experts is 62 .mixture of experts., which is not supported"),
         ({"num_local_experts": None}, "num_local_experts is 8 .mixture of experts., which is not supported"),
     ):
