@@ -48,10 +48,18 @@ _PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
 #: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
-#: most. Where steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
-ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
+#: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of a
+#: plain step: what it does itself behind a step takes some 20 us.
+ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.3
 #: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
 _REFRESHED = 8
+#: Choosing takes the host some 50 us, half of a small model's step. A plan of the draft model that was chosen is kept for
+#: so many more rounds, unless one gives nothing: the others may lose two plain steps each at most where rounds take three.
+#: Plain steps are kept for at most so many: choosing is a hundredth of them then.
+KEPT, MOST_KEPT = 3, 128
+#: Nodes of the plans of a draft model that may be taken at once, and by how much the next may be larger than one of
+#: which half of the levels came: rounds of large trees cost most where nothing is known yet.
+SMALL, LARGER = 8, 3
 
 
 class Learner(Policy):
@@ -98,12 +106,18 @@ class Learner(Policy):
         self._current: DraftPlan | None = None if adaptive else self.own[0]
         self._best_compared: Option | None = None
         self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
+        #: For how many more steps the current plan is kept, and for which sequences; plain steps that were not weighed
+        #: yet, and their seconds; and how many nodes a tree may have.
+        self._kept, self._kept_for = 0, (0, False)
+        self._plain_steps, self._plain_seconds = 0, 0.0
+        self._largest = SMALL
         #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
         self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
         self._rounds: Counter[str] = Counter()
         self._joint = JointTokens()
-        #: Seconds that asking for candidates took since the latest step ended, and what it takes.
-        self._asked_for, self._asking = 0.0, 0.0
+        #: Seconds that asking for candidates took since the latest step ended, what it takes, when it was done, and how
+        #: long the host still waits for the device then.
+        self._asked_for, self._asking, self._asked_at, self._waits = 0.0, 0.0, 0.0, 0.0
         #: Without rules: whether a round of given candidates is under way, whether its tokens are known and what
         #: follows was not looked at, and how often another round was best then.
         self._under_way, self._ended, self._again = False, False, 0.5
@@ -142,8 +156,8 @@ class Learner(Policy):
         times = self._times.get((batch, ruled))
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
-            return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
-        if known and self.given_plans and (ruled or self._may_give(sequences)):
+            return first_fitting(own, runner, batch, room, ruled), None
+        if known and self.given_plans and (ruled or (self.looks_up and self._may_give(sequences))):
             asks = not waited or (self._ended and not ruled)
             found, best = self._asked(runner, sequences, room, ruled, asks, waited)
             if ruled:
@@ -153,78 +167,97 @@ class Learner(Policy):
             else:
                 self._under_way = best is not None
             if best is not None and not begun:
-                self.account.launched(_risk(times, best))
+                self.account.launched(times.risk(best))
                 return best, [each.cut(best) for each in found]
-        plan = None if begun or not self.own else self._next_own(runner, batch, room, ruled)
-        self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
+        if begun or not self.own:
+            return None, None
+        plan = self._next_own(runner, batch, room, ruled)
+        if plan is not None:
+            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         return plan, None
 
     def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
-        """What looks best without given candidates, or a try."""
-        possible = self._possible(runner, batch, room, ruled)
-        best = self._best_own(possible)
-        self._current = best.plan
-        tried = self._worth_trying(possible, best) if self._adaptive else None
-        if tried is None:
-            return best.plan
-        self._explored += 1
-        # One at a time, though the next is launched before it is read.
-        self._undrafted, self._used[tried.plan] = 0.0, self._spent
-        return tried.plan
+        """What is kept, or looks best without given candidates, or a try. Plain steps are kept for half as long as they
+        were taken in a row, so that nothing that pays comes later than half as late again."""
 
-    def _possible(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> list[Option]:
-        """The options without given candidates that are ready and for which there is room, a plain step first; one
-        alone where they are not adaptive."""
+        def fits(plan: DraftPlan | None) -> bool:
+            return plan is None or (plan.longest <= room and runner.is_ready(batch, plan, ruled))
+
+        if not self._adaptive:
+            self._current = first_fitting(self.own, runner, batch, room, ruled)
+            return self._current
+        if self._kept > 0 and self._kept_for == (batch, ruled) and fits(self._current):
+            self._kept -= 1
+            return self._current
+        self._weigh_plain()
+        rated = self._options(batch, ruled)
+        safe = self._safe(rated)
+        best = self._best(safe, fits)
+        tried = self._worth_trying([option for option in safe if option is not best], best, fits)
+        self._kept_for, self._current = (batch, ruled), best.plan
+        if tried is not None:
+            self._explored, self._kept = self._explored + 1, 0
+            # One at a time, though the next is launched before it is read.
+            self._undrafted, self._used[tried.plan] = 0.0, self._spent
+            return tried.plan
+        self._kept = KEPT if best.plan is not None else min(MOST_KEPT, self._times[batch, ruled].alone // 2)
+        return best.plan
+
+    def _options(self, batch: int, ruled: bool) -> list[Option]:
+        """The options without given candidates, the fastest first."""
         rated = self._rated.get((batch, ruled))
         if rated is None:
-            rated = self._rated[batch, ruled] = self._ratings(batch, ruled)
-        if not self._adaptive:
-            plan = first_fitting(self.own, runner, batch, room, ruled)
-            return [option for option in rated if option.plan is plan]
-        return rated[:1] + [
-            option
-            for option in rated[1:]
-            if (plan := option.plan) and plan.longest <= room and runner.is_ready(batch, plan, ruled)
-        ]
+            rated = self._rated[batch, ruled] = sorted(self._ratings(batch, ruled), key=_slowness)
+        return rated
 
     def _ratings(self, batch: int, ruled: bool) -> list[Option]:
         times, reaches = self._times[batch, ruled], self._chances[ruled].reaches()
         rated = [Option(None, float(batch), times.plain)]
         for plan, reach in reaches.items():
-            risk = _risk(times, plan) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk, reach))
+            seconds = times.of(plan)
+            risk = max(0.0, seconds / times.plain - 1.0) * min(1.0, FEARED * (1.0 - reach[0]))
+            rated.append(Option(plan, batch * (1.0 + sum(reach)), seconds, risk, reach))
         return rated
 
-    def _safe(self, possible: Sequence[Option]) -> list[Option]:
-        """Those that may lose no more than the account affords: a plain step first."""
-        pays = [option.risk for option in possible[1:] if option.rate > possible[0].rate]
-        most = self.account.affordable(min(pays or [option.risk for option in possible[1:]], default=0.0))
-        return [*possible[:1], *(option for option in possible[1:] if option.risk <= most)]
+    def _safe(self, rated: Sequence[Option]) -> list[Option]:
+        """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
+        smaller one has shown that they may grow."""
+        pays: list[float] = []
+        for option in rated:
+            if option.plan is None:
+                break
+            pays.append(option.risk)
+        most = self.account.affordable(min(pays or [option.risk for option in rated if option.plan], default=0.0))
+        return [
+            option
+            for option in rated
+            if option.plan is None or (option.risk <= most and option.plan.tree_size <= self._largest)
+        ]
 
-    def _best_own(self, possible: Sequence[Option]) -> Option:
-        """What looks best of them, as far as it is safe."""
-        if not self._adaptive:
-            return possible[0]
-        safe = self._safe(possible)
-        best = max(safe, key=lambda option: option.rate)
-        current = next((option for option in safe if option.plan is self._current), best)
-        return current if current.rate * SWITCHING_GAIN >= best.rate else best
+    def _best(self, safe: Sequence[Option], fits: Callable[[DraftPlan | None], bool]) -> Option:
+        """The fastest that fits, unless what is in use is nearly as fast."""
+        best = next(option for option in safe if fits(option.plan))
+        for option in safe:
+            if option.plan is self._current and option.rate * SWITCHING_GAIN >= best.rate and fits(option.plan):
+                return option
+        return best
 
-    def _worth_trying(self, possible: Sequence[Option], best: Option) -> Option | None:
+    def _worth_trying(
+        self, others: Sequence[Option], best: Option, fits: Callable[[DraftPlan | None], bool]
+    ) -> Option | None:
         """An option to try against the forecast: where drafting does not pay the best draft, once the time without has
         paid for what it may lose, else what pays with its share of the time without it for what it should lose."""
-        others = [option for option in self._safe(possible) if option is not best]
         if best.plan is None:
-            tried = max(others, key=lambda option: option.rate, default=None)
+            tried = next((option for option in others if fits(option.plan)), None)
             pays = tried is not None and tried.risk * best.seconds <= TRIES_SHARE * self._undrafted
             return tried if pays else None
-
-        def credit(option: Option) -> float:
+        credit, tried = 0.0, None
+        for option in others:
             loss = option.seconds * max(LEAST_LOSS, 1.0 - option.rate / best.rate)
-            return EXPLORATION_SHARE * (self._spent - self._used[option.plan]) / len(self.own) - loss
-
-        tried = max(others, key=credit, default=None)
-        return tried if tried is not None and credit(tried) > 0.0 else None
+            left = EXPLORATION_SHARE * (self._spent - self._used[option.plan]) / len(self.own) - loss
+            if left > credit and fits(option.plan):
+                credit, tried = left, option
+        return tried
 
     def _may_give(self, sequences: Sequence[Drafted]) -> bool:
         """Whether there is, or may be, something to give without rules."""
@@ -251,7 +284,7 @@ class Learner(Policy):
         host, or with `ahead` behind a step that is under way."""
         began = time.perf_counter()
         plain = self._times[len(sequences), ruled].plain
-        is_hidden = self._ahead and self._asking < HIDDEN * plain
+        is_hidden = self._ahead and self._waits > HIDDEN * plain
         patience = 0 if is_hidden else min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * plain)))
         quiet = patience if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
@@ -262,7 +295,8 @@ class Learner(Policy):
         if self._ended and asks:
             self._again += 2 * _PACE * ((best is not None) - self._again)
             self._ended = False
-        self._asked_for += time.perf_counter() - began
+        self._asked_at = time.perf_counter()
+        self._asked_for += self._asked_at - began
         return found, best
 
     def _best_given(
@@ -271,7 +305,7 @@ class Learner(Policy):
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or self._since >= MOST_ROUNDS:
             return None
-        times, other = self._times[batch, ruled], self._best_own(self._possible(runner, batch, room, ruled))
+        times, other = self._times[batch, ruled], self._otherwise(runner, batch, room, ruled)
         misses = math.prod([1.0 - each.first for each in found])
         if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
             share, spent = 1.0 - misses, misses * times.waiting
@@ -280,7 +314,7 @@ class Learner(Policy):
             share, spent, before = 1.0, -times.waiting if waited else 0.0, float(batch)
         ranked: list[tuple[float, DraftPlan, Option]] = []
         for plan in self.given_plans:
-            affords = ruled or _risk(times, plan) * misses <= self.account.trusted
+            affords = ruled or times.risk(plan) * misses <= self.account.trusted
             if plan.longest <= room and affords:
                 count, seconds = plan.given_nodes + ahead, times.of(plan)
                 tokens = before + sum([each.expected(count) for each in found])
@@ -302,6 +336,17 @@ class Learner(Policy):
                     self._joint.promise(option.tokens)
                 return plan if margin > 0.0 else None
         return None
+
+    def _otherwise(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> Option:
+        """What is done without given candidates."""
+        rated = self._options(batch, ruled)
+        if self._adaptive:
+            return self._best(
+                self._safe(rated),
+                lambda plan: not plan or (plan.longest <= room and runner.is_ready(batch, plan, ruled)),
+            )
+        plan = first_fitting(self.own, runner, batch, room, ruled)
+        return next(option for option in rated if option.plan is plan)
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
@@ -350,31 +395,68 @@ class Learner(Policy):
             return
         batch, takes_given = len(emitted), plan is not None and plan.takes_given
         asked, self._asked_for = self._asked_for, 0.0
-        self.host.learn()
-        self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
-        self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0
+        if asked:
+            self._asking += _ASKING_PACE * (asked - self._asking) if self._asking else asked
+            self._waits += _ASKING_PACE * (time.perf_counter() - self._asked_at - self._waits)
         self._rounds[PLAIN if plan is None else plan.name] += 1
-        if self.own and not takes_given:
-            self._chances[ruled].record(plan, emitted)
-            self._undrafted = self._undrafted + seconds if plan is None else 0.0
-            self._spent += seconds
-            self._used[plan] = self._spent
-        times = self._times.get(self._latest)
+        times = self._times.get((batch, ruled))
+        if self._latest != (batch, ruled):
+            self._weigh_plain()
+            self._latest = batch, ruled
         if times is None:
             self._first_step(plan, seconds)
             return
         seconds = max(seconds - (0.0 if self._ahead else asked), 1e-9)
+        if plan is None and not waited:
+            self._plain_steps, self._plain_seconds = self._plain_steps + 1, self._plain_seconds + seconds
+            if self._plain_steps >= (_REFRESHED if self.looks_up or ruled else MOST_KEPT):
+                self._weigh_plain()
+            return
+        self._weigh_plain()
+        self.host.learn()
         tokens, expected = sum(emitted) / batch, times.plain if plan is None else times.of(plan)
         saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain
-        counts = waited if plan is None else self._adaptive or takes_given
-        self.account.ended(tokens, saved * counts)
-        if plan is not None and takes_given:
-            self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
-            if plan.is_joint:
+        self.account.ended(tokens, saved * (plan is None or self._adaptive or takes_given), plan is not None)
+        if takes_given:
+            self._since, self._saved = (
+                self._since + 1,
+                self._saved + _WORTH_PACE * (saved * times.plain / seconds - self._saved),
+            )
+            if plan is not None and plan.is_joint:
                 self._joint.record(sum(emitted))
+        else:
+            self._note_own(plan, emitted, seconds)
         times.record(plan, seconds, waited and plan is None)
-        self._stale += 1
-        if plan is not None or self._stale >= _REFRESHED:
+        self._rated, self._stale = {}, 0
+
+    def _note_own(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, steps: int = 1) -> None:
+        """Steps without given candidates have ended."""
+        self._since = 0
+        if not self.own:
+            return
+        self._chances[self._latest[1]].record(plan, emitted, steps)
+        self._undrafted = self._undrafted + seconds if plan is None else 0.0
+        self._spent += seconds
+        self._used[plan] = self._spent
+        if plan is not None:
+            tokens = sum(emitted) / len(emitted)
+            if tokens <= 1.0:
+                self._kept = 0
+            elif 2.0 * (tokens - 1.0) >= plan.steps:
+                self._largest = max(self._largest, LARGER * plan.tree_size)
+
+    def _weigh_plain(self) -> None:
+        """Take notice of the plain steps since this was done last, all at once."""
+        steps, seconds = self._plain_steps, self._plain_seconds
+        if not steps:
+            return
+        self._plain_steps, self._plain_seconds = 0, 0.0
+        self.host.learn()
+        self._note_own(None, (), seconds, steps)
+        self.account.ended(steps, 0.0, False)
+        self._times[self._latest].record(None, seconds / steps, False, steps)
+        self._stale += steps
+        if self._stale >= _REFRESHED:
             self._rated, self._stale = {}, 0
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
@@ -396,6 +478,5 @@ class Learner(Policy):
         return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
 
 
-def _risk(times: Seconds, plan: DraftPlan) -> float:
-    """What a round may lose, in plain steps, if nothing is accepted."""
-    return max(0.0, times.of(plan) / times.plain - 1.0)
+def _slowness(option: Option) -> float:
+    return -option.rate
