@@ -48,17 +48,18 @@ _PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
 #: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
-#: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of a
-#: plain step: what it does itself behind a step takes some 20 us.
+#: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of
+#: a plain step: what it does itself behind a step takes some 20 us, a sixth of a small model's.
 ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.3
 #: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
 _REFRESHED = 8
-#: Choosing takes the host some 50 us, half of a small model's step. A plan of the draft model that was chosen is kept for
-#: so many more rounds, unless one gives nothing: the others may lose two plain steps each at most where rounds take three.
-#: Plain steps are kept for at most so many: choosing is a hundredth of them then.
-KEPT, MOST_KEPT = 3, 128
-#: Nodes of the plans of a draft model that may be taken at once, and by how much the next may be larger than one of
-#: which half of the levels came: rounds of large trees cost most where nothing is known yet.
+#: Choosing takes the host some 50 us, half of a small model's step. A draft model's plan is kept for so many more
+#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that nothing that
+#: pays begins later than by this share, and at most for so many: choosing is a hundredth of them then
+#: (tools/bench/learner_time.py). Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
+KEPT, PUT_OFF, MOST_KEPT = 3, 0.25, 128
+#: Nodes of a draft model's plans that may be taken at once, and how many times as large the next may be as one of which
+#: a candidate came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
 
 
@@ -177,11 +178,10 @@ class Learner(Policy):
         return plan, None
 
     def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
-        """What is kept, or looks best without given candidates, or a try. Plain steps are kept for half as long as they
-        were taken in a row, so that nothing that pays comes later than half as late again."""
+        """What is kept, or looks best without given candidates, or a try."""
 
         def fits(plan: DraftPlan | None) -> bool:
-            return plan is None or (plan.longest <= room and runner.is_ready(batch, plan, ruled))
+            return _fits(runner, batch, plan, room, ruled)
 
         if not self._adaptive:
             self._current = first_fitting(self.own, runner, batch, room, ruled)
@@ -200,7 +200,7 @@ class Learner(Policy):
             # One at a time, though the next is launched before it is read.
             self._undrafted, self._used[tried.plan] = 0.0, self._spent
             return tried.plan
-        self._kept = KEPT if best.plan is not None else min(MOST_KEPT, self._times[batch, ruled].alone // 2)
+        self._kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._times[batch, ruled].alone))
         return best.plan
 
     def _options(self, batch: int, ruled: bool) -> list[Option]:
@@ -341,10 +341,7 @@ class Learner(Policy):
         """What is done without given candidates."""
         rated = self._options(batch, ruled)
         if self._adaptive:
-            return self._best(
-                self._safe(rated),
-                lambda plan: not plan or (plan.longest <= room and runner.is_ready(batch, plan, ruled)),
-            )
+            return self._best(self._safe(rated), lambda plan: _fits(runner, batch, plan, room, ruled))
         plan = first_fitting(self.own, runner, batch, room, ruled)
         return next(option for option in rated if option.plan is plan)
 
@@ -396,8 +393,9 @@ class Learner(Policy):
         batch, takes_given = len(emitted), plan is not None and plan.takes_given
         asked, self._asked_for = self._asked_for, 0.0
         if asked:
-            self._asking += _ASKING_PACE * (asked - self._asking) if self._asking else asked
-            self._waits += _ASKING_PACE * (time.perf_counter() - self._asked_at - self._waits)
+            pace = _ASKING_PACE if self._asking else 1.0
+            self._asking += pace * (asked - self._asking)
+            self._waits += pace * (time.perf_counter() - self._asked_at - self._waits)
         self._rounds[PLAIN if plan is None else plan.name] += 1
         times = self._times.get((batch, ruled))
         if self._latest != (batch, ruled):
@@ -408,6 +406,7 @@ class Learner(Policy):
             return
         seconds = max(seconds - (0.0 if self._ahead else asked), 1e-9)
         if plan is None and not waited:
+            self._since = 0
             self._plain_steps, self._plain_seconds = self._plain_steps + 1, self._plain_seconds + seconds
             if self._plain_steps >= (_REFRESHED if self.looks_up or ruled else MOST_KEPT):
                 self._weigh_plain()
@@ -438,12 +437,10 @@ class Learner(Policy):
         self._undrafted = self._undrafted + seconds if plan is None else 0.0
         self._spent += seconds
         self._used[plan] = self._spent
-        if plan is not None:
-            tokens = sum(emitted) / len(emitted)
-            if tokens <= 1.0:
-                self._kept = 0
-            elif 2.0 * (tokens - 1.0) >= plan.steps:
-                self._largest = max(self._largest, LARGER * plan.tree_size)
+        if plan is not None and sum(emitted) > len(emitted):
+            self._largest = max(self._largest, LARGER * plan.tree_size)
+        elif plan is not None:
+            self._kept = 0
 
     def _weigh_plain(self) -> None:
         """Take notice of the plain steps since this was done last, all at once."""
@@ -476,6 +473,10 @@ class Learner(Policy):
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
         chosen = self._current if by_rate is None else by_rate.plan
         return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
+
+
+def _fits(runner: DecodingRunner, batch: int, plan: DraftPlan | None, room: int, ruled: bool) -> bool:
+    return plan is None or (plan.longest <= room and runner.is_ready(batch, plan, ruled))
 
 
 def _slowness(option: Option) -> float:

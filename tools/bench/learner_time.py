@@ -3,9 +3,10 @@
     python -m tools.bench.learner_time [--steps 4000] [--step 120] [--profile]
 
 The learner with all plans of a tree of 10/6/60 and the shipped model's runner are the real ones; one capture is
-planned, so that each plan is asked whether it is ready, as on a GPU. The device is imitated: a plain step takes `--step`
-microseconds, rounds what a captured one is guessed to take. What is drafted is worth nothing ("plain"), something
-("rounds"), or changes every 300 steps ("changes"). Printed are microseconds of this thread's processor time a step.
+planned, so that plans are asked whether they are ready, as on a GPU. The device is imitated: a plain step takes
+`--step` microseconds, rounds what captured ones are guessed to take. What is drafted is worth nothing ("plain"),
+something ("rounds"), or changes every 300 steps ("changes"). Printed are microseconds of this thread's processor time a
+step.
 """
 
 from __future__ import annotations
