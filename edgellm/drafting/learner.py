@@ -49,13 +49,13 @@ _PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
 FIRST_SAVED = 0.5
 #: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
 #: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of
-#: a plain step: what it does itself behind a step takes some 20 us, a sixth of a small model's.
-ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.3
+#: a plain step: what it does itself behind a step takes some 50 us on a slow host, 0.4 of a small model's.
+ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.5
 #: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
 _REFRESHED = 8
 #: Choosing takes the host some 50 us, half of a small model's step. A draft model's plan is kept for so many more
-#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that nothing that
-#: pays begins later than by this share, and at most for so many: choosing is a hundredth of them then
+#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays
+#: begins later by no more than this share, and for so many at most: choosing is a hundredth of them then
 #: (tools/bench/learner_time.py). Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
 KEPT, PUT_OFF, MOST_KEPT = 3, 0.25, 128
 #: Nodes of a draft model's plans that may be taken at once, and how many times as large the next may be as one of which
@@ -283,9 +283,9 @@ class Learner(Policy):
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
         began = time.perf_counter()
-        plain = self._times[len(sequences), ruled].plain
-        is_hidden = self._ahead and self._waits > HIDDEN * plain
-        patience = 0 if is_hidden else min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * plain)))
+        times = self._times[len(sequences), ruled]
+        most = int(self._asking / (ASKED_SHARE * times.plain))
+        patience = 0 if self._is_hidden(times) else min(MOST_PATIENCE, most)
         quiet = patience if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
@@ -298,6 +298,10 @@ class Learner(Policy):
         self._asked_at = time.perf_counter()
         self._asked_for += self._asked_at - began
         return found, best
+
+    def _is_hidden(self, times: Seconds) -> bool:
+        """Whether the device works for longer than the host asks."""
+        return self._ahead and self._waits > HIDDEN * times.plain
 
     def _best_given(
         self, runner: DecodingRunner, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
@@ -404,7 +408,7 @@ class Learner(Policy):
         if times is None:
             self._first_step(plan, seconds)
             return
-        seconds = max(seconds - (0.0 if self._ahead else asked), 1e-9)
+        seconds = max(seconds - (0.0 if self._is_hidden(times) else asked), 0.1 * seconds, 1e-9)
         if plan is None and not waited:
             self._since = 0
             self._plain_steps, self._plain_seconds = self._plain_steps + 1, self._plain_seconds + seconds
