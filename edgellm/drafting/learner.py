@@ -17,7 +17,7 @@ from functools import cache
 from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, DraftingReport, JointTokens, Option, reported
+from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -31,6 +31,8 @@ CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 #: What is chosen anew must promise so many times the tokens a second of what is in use; given candidates, whose
 #: promises are the best of many, of what is done otherwise; and so must joint rounds, which give that in any case.
 SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
+#: What joint rounds give over what they promise: both drafts are often right at the same places.
+JOINT_TOKENS = 0.95
 #: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
 #: and the share of a round that a try counts as losing at least.
 TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
@@ -115,7 +117,6 @@ class Learner(Policy):
         #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
         self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
         self._rounds: Counter[str] = Counter()
-        self._joint = JointTokens()
         #: Seconds that asking for candidates took since the latest step ended, what it takes, when it was done, and how
         #: long the host still waits for the device then.
         self._asked_for, self._asking, self._asked_at, self._waits = 0.0, 0.0, 0.0, 0.0
@@ -329,15 +330,13 @@ class Learner(Policy):
         for plan in () if other.plan is None else self._joined(other.plan):
             if plan.longest <= room:
                 extra = sum([each.expected_beside(plan, other.reach) for each in found])
-                option = Option(plan, (other.tokens + extra) * self._joint.ratio, times.of(plan))
+                option = Option(plan, (other.tokens + extra) * JOINT_TOKENS, times.of(plan))
                 ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
             if longest <= plan.given_nodes:
                 break
         for margin, plan, option in sorted(ranked, key=lambda each: -each[0]):
             if runner.takes_given(batch, plan, ruled):
                 self._best_compared = option
-                if plan.is_joint:
-                    self._joint.promise(option.tokens)
                 return plan if margin > 0.0 else None
         return None
 
@@ -425,8 +424,6 @@ class Learner(Policy):
                 self._since + 1,
                 self._saved + _WORTH_PACE * (saved * times.plain / seconds - self._saved),
             )
-            if plan is not None and plan.is_joint:
-                self._joint.record(sum(emitted))
         else:
             self._note_own(plan, emitted, seconds)
         times.record(plan, seconds, waited and plan is None)
