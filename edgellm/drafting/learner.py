@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
+from edgellm.drafting.own_plans import MOST_KEPT, REFRESHED, OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
@@ -28,16 +28,11 @@ from edgellm.engines.speculation.suffix_index import SuffixIndex
 #: captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
-#: What is chosen anew must promise so many times the tokens a second of what is in use; given candidates, whose
-#: promises are the best of many, of what is done otherwise; and so must joint rounds, which give that in any case.
-SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
+#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
+#: otherwise; and so must joint rounds, which give that in any case.
+GAIN, JOINT_GAIN = 1.2, 1.05
 #: What joint rounds give over what they promise: both drafts are often right at the same places.
 JOINT_TOKENS = 0.95
-#: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
-#: and the share of a round that a try counts as losing at least.
-TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
-#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
-FEARED = 5.0
 #: No step counts as having taken so many times longer than expected: it was interrupted.
 INTERRUPTED = 1.25
 #: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
@@ -53,16 +48,6 @@ FIRST_SAVED = 0.5
 #: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of
 #: a plain step: what it does itself behind a step takes some 50 us on a slow host, 0.4 of a small model's.
 ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.5
-#: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
-_REFRESHED = 8
-#: Choosing takes the host some 50 us, half of a small model's step. A draft model's plan is kept for so many more
-#: rounds, unless one gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays
-#: begins later by no more than this share, and for so many at most: choosing is a hundredth of them then
-#: (tools/bench/learner_time.py). Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
-KEPT, PUT_OFF, MOST_KEPT = 3, 0.25, 128
-#: Nodes of a draft model's plans that may be taken at once, and how many times as large the next may be as one of which
-#: a candidate came: rounds of large trees cost most where nothing is known yet.
-SMALL, LARGER = 8, 3
 
 
 class Learner(Policy):
@@ -100,22 +85,13 @@ class Learner(Policy):
         self.account = Account()
         guess = CAPTURED if ahead else COMPUTED
         self._guess = guess.in_one_pass() if in_one_pass else guess
-        self._chances = {ruled: AcceptanceModel(own) for ruled in (False, True)}
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
-        #: What is done without given candidates, rated: a plain step first. After how many plain steps.
-        self._rated: dict[tuple[int, bool], list[Option]] = {}
-        self._stale = 0
-        self._current: DraftPlan | None = None if adaptive else self.own[0]
         self._best_compared: Option | None = None
-        self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
-        #: For how many more steps the current plan is kept, and for which sequences; plain steps that were not weighed
-        #: yet, and their seconds; and how many nodes a tree may have.
-        self._kept, self._kept_for = 0, (0, False)
+        self._since, self._saved = 0, FIRST_SAVED
+        self._choice = OwnPlans(own, adaptive, self.account)
+        #: Plain steps that were not weighed yet, and their seconds.
         self._plain_steps, self._plain_seconds = 0, 0.0
-        self._largest = SMALL
-        #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
-        self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
         self._rounds: Counter[str] = Counter()
         #: Seconds that asking for candidates took since the latest step ended, what it takes, when it was done, and how
         #: long the host still waits for the device then.
@@ -158,7 +134,7 @@ class Learner(Policy):
         times = self._times.get((batch, ruled))
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
-            return first_fitting(own, runner, batch, room, ruled), None
+            return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
         if known and self.given_plans and (ruled or (self.looks_up and self._may_give(sequences))):
             asks = not waited or (self._ended and not ruled)
             found, best = self._asked(runner, sequences, room, ruled, asks, waited)
@@ -173,92 +149,17 @@ class Learner(Policy):
                 return best, [each.cut(best) for each in found]
         if begun or not self.own:
             return None, None
-        plan = self._next_own(runner, batch, room, ruled)
+        if not self._adaptive:
+            plan = self._choice.current = first_fitting(self.own, runner, batch, room, ruled)
+        else:
+            step = Step(runner, batch, room, ruled)
+            if not self._choice.keeps(step):
+                self._weigh_plain()
+                self._choice.decide(step, times)
+            plan = self._choice.taken
         if plan is not None:
             self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         return plan, None
-
-    def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
-        """What is kept, or looks best without given candidates, or a try."""
-
-        def fits(plan: DraftPlan | None) -> bool:
-            return _fits(runner, batch, plan, room, ruled)
-
-        if not self._adaptive:
-            self._current = first_fitting(self.own, runner, batch, room, ruled)
-            return self._current
-        if self._kept > 0 and self._kept_for == (batch, ruled) and fits(self._current):
-            self._kept -= 1
-            return self._current
-        self._weigh_plain()
-        rated = self._options(batch, ruled)
-        safe = self._safe(rated)
-        best = self._best(safe, fits)
-        tried = self._worth_trying([option for option in safe if option is not best], best, fits)
-        self._kept_for, self._current = (batch, ruled), best.plan
-        if tried is not None:
-            self._explored, self._kept = self._explored + 1, 0
-            # One at a time, though the next is launched before it is read.
-            self._undrafted, self._used[tried.plan] = 0.0, self._spent
-            return tried.plan
-        self._kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._times[batch, ruled].alone))
-        return best.plan
-
-    def _options(self, batch: int, ruled: bool) -> list[Option]:
-        """The options without given candidates, the fastest first."""
-        rated = self._rated.get((batch, ruled))
-        if rated is None:
-            rated = self._rated[batch, ruled] = sorted(self._ratings(batch, ruled), key=_slowness)
-        return rated
-
-    def _ratings(self, batch: int, ruled: bool) -> list[Option]:
-        times, reaches = self._times[batch, ruled], self._chances[ruled].reaches()
-        rated = [Option(None, float(batch), times.plain)]
-        for plan, reach in reaches.items():
-            seconds = times.of(plan)
-            risk = max(0.0, seconds / times.plain - 1.0) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), seconds, risk, reach))
-        return rated
-
-    def _safe(self, rated: Sequence[Option]) -> list[Option]:
-        """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
-        smaller one has shown that they may grow."""
-        pays: list[float] = []
-        for option in rated:
-            if option.plan is None:
-                break
-            pays.append(option.risk)
-        most = self.account.affordable(min(pays or [option.risk for option in rated if option.plan], default=0.0))
-        return [
-            option
-            for option in rated
-            if option.plan is None or (option.risk <= most and option.plan.tree_size <= self._largest)
-        ]
-
-    def _best(self, safe: Sequence[Option], fits: Callable[[DraftPlan | None], bool]) -> Option:
-        """The fastest that fits, unless what is in use is nearly as fast."""
-        best = next(option for option in safe if fits(option.plan))
-        for option in safe:
-            if option.plan is self._current and option.rate * SWITCHING_GAIN >= best.rate and fits(option.plan):
-                return option
-        return best
-
-    def _worth_trying(
-        self, others: Sequence[Option], best: Option, fits: Callable[[DraftPlan | None], bool]
-    ) -> Option | None:
-        """An option to try against the forecast: where drafting does not pay the best draft, once the time without has
-        paid for what it may lose, else what pays with its share of the time without it for what it should lose."""
-        if best.plan is None:
-            tried = next((option for option in others if fits(option.plan)), None)
-            pays = tried is not None and tried.risk * best.seconds <= TRIES_SHARE * self._undrafted
-            return tried if pays else None
-        credit, tried = 0.0, None
-        for option in others:
-            loss = option.seconds * max(LEAST_LOSS, 1.0 - option.rate / best.rate)
-            left = EXPLORATION_SHARE * (self._spent - self._used[option.plan]) / len(self.own) - loss
-            if left > credit and fits(option.plan):
-                credit, tried = left, option
-        return tried
 
     def _may_give(self, sequences: Sequence[Drafted]) -> bool:
         """Whether there is, or may be, something to give without rules."""
@@ -310,7 +211,8 @@ class Learner(Policy):
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or self._since >= MOST_ROUNDS:
             return None
-        times, other = self._times[batch, ruled], self._otherwise(runner, batch, room, ruled)
+        times = self._times[batch, ruled]
+        other = self._choice.otherwise(Step(runner, batch, room, ruled), times)
         misses = math.prod([1.0 - each.first for each in found])
         if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
             share, spent = 1.0 - misses, misses * times.waiting
@@ -340,14 +242,6 @@ class Learner(Policy):
                 return plan if margin > 0.0 else None
         return None
 
-    def _otherwise(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> Option:
-        """What is done without given candidates."""
-        rated = self._options(batch, ruled)
-        if self._adaptive:
-            return self._best(self._safe(rated), lambda plan: _fits(runner, batch, plan, room, ruled))
-        plan = first_fitting(self.own, runner, batch, room, ruled)
-        return next(option for option in rated if option.plan is plan)
-
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
         is_due = any(each.said is not None and each.said.is_due for each in sequences)
@@ -374,8 +268,8 @@ class Learner(Policy):
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
         times = self._times.get((batch, True))
-        if times is None or self._missed or self._current is not None:
-            return self._missed or self._current is not None
+        if times is None or self._missed or self._choice.current is not None:
+            return self._missed or self._choice.current is not None
         if self._since >= MOST_ROUNDS or self._in_vain >= MOST_IN_VAIN:
             return False
         return self.waits_for(times, self._shares[self._was_round], waits)
@@ -411,7 +305,7 @@ class Learner(Policy):
         if plan is None and not waited:
             self._since = 0
             self._plain_steps, self._plain_seconds = self._plain_steps + 1, self._plain_seconds + seconds
-            if self._plain_steps >= (_REFRESHED if self.looks_up or ruled else MOST_KEPT):
+            if self._plain_steps >= (REFRESHED if self.looks_up or ruled else MOST_KEPT):
                 self._weigh_plain()
             return
         self._weigh_plain()
@@ -425,23 +319,10 @@ class Learner(Policy):
                 self._saved + _WORTH_PACE * (saved * times.plain / seconds - self._saved),
             )
         else:
-            self._note_own(plan, emitted, seconds)
+            self._since = 0
+            self._choice.ended(plan, emitted, seconds, ruled)
         times.record(plan, seconds, waited and plan is None)
-        self._rated, self._stale = {}, 0
-
-    def _note_own(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, steps: int = 1) -> None:
-        """Steps without given candidates have ended."""
-        self._since = 0
-        if not self.own:
-            return
-        self._chances[self._latest[1]].record(plan, emitted, steps)
-        self._undrafted = self._undrafted + seconds if plan is None else 0.0
-        self._spent += seconds
-        self._used[plan] = self._spent
-        if plan is not None and sum(emitted) > len(emitted):
-            self._largest = max(self._largest, LARGER * plan.tree_size)
-        elif plan is not None:
-            self._kept = 0
+        self._choice.forget_ratings(REFRESHED)
 
     def _weigh_plain(self) -> None:
         """Take notice of the plain steps since this was done last, all at once."""
@@ -450,12 +331,10 @@ class Learner(Policy):
             return
         self._plain_steps, self._plain_seconds = 0, 0.0
         self.host.learn()
-        self._note_own(None, (), seconds, steps)
+        self._choice.ended(None, (), seconds, self._latest[1], steps)
         self.account.ended(steps, 0.0, False)
         self._times[self._latest].record(None, seconds / steps, False, steps)
-        self._stale += steps
-        if self._stale >= _REFRESHED:
-            self._rated, self._stale = {}, 0
+        self._choice.forget_ratings(steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
@@ -467,18 +346,11 @@ class Learner(Policy):
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
-        acceptance = self._chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
-        options = self._ratings(batch, ruled) if self._latest in self._times else []
+        acceptance = self._choice.chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
+        times = self._times.get(self._latest)
+        options = [] if times is None else self._choice.ratings(batch, ruled, times)
         if options and self._best_compared is not None:
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
-        chosen = self._current if by_rate is None else by_rate.plan
-        return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
-
-
-def _fits(runner: DecodingRunner, batch: int, plan: DraftPlan | None, room: int, ruled: bool) -> bool:
-    return plan is None or (plan.longest <= room and runner.is_ready(batch, plan, ruled))
-
-
-def _slowness(option: Option) -> float:
-    return -option.rate
+        chosen = self._choice.current if by_rate is None else by_rate.plan
+        return reported(options, chosen, batch, (dict(self._rounds), self._choice.explored, acceptance))
