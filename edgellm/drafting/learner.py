@@ -17,7 +17,7 @@ from functools import cache
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import MOST_KEPT, REFRESHED, OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
+from edgellm.drafting.ratings import Account, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -31,8 +31,6 @@ CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
 #: otherwise; and so must joint rounds, which give that in any case.
 GAIN, JOINT_GAIN = 1.2, 1.05
-#: What joint rounds give over what they promise: both drafts are often right at the same places.
-JOINT_TOKENS = 0.95
 #: No step counts as having taken so many times longer than expected: it was interrupted.
 INTERRUPTED = 1.25
 #: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
@@ -93,6 +91,7 @@ class Learner(Policy):
         #: Plain steps that were not weighed yet, and their seconds.
         self._plain_steps, self._plain_seconds = 0, 0.0
         self._rounds: Counter[str] = Counter()
+        self._joint = JointTokens()
         #: Seconds that asking for candidates took since the latest step ended, what it takes, when it was done, and how
         #: long the host still waits for the device then.
         self._asked_for, self._asking, self._asked_at, self._waits = 0.0, 0.0, 0.0, 0.0
@@ -232,13 +231,15 @@ class Learner(Policy):
         for plan in () if other.plan is None else self._joined(other.plan):
             if plan.longest <= room:
                 extra = sum([each.expected_beside(plan, other.reach) for each in found])
-                option = Option(plan, (other.tokens + extra) * JOINT_TOKENS, times.of(plan))
+                option = Option(plan, (other.tokens + extra) * self._joint.ratio, times.of(plan))
                 ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
             if longest <= plan.given_nodes:
                 break
         for margin, plan, option in sorted(ranked, key=lambda each: -each[0]):
             if runner.takes_given(batch, plan, ruled):
                 self._best_compared = option
+                if plan.is_joint:
+                    self._joint.promise(option.tokens)
                 return plan if margin > 0.0 else None
         return None
 
@@ -313,11 +314,11 @@ class Learner(Policy):
         tokens, expected = sum(emitted) / batch, times.plain if plan is None else times.of(plan)
         saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain
         self.account.ended(tokens, saved * (plan is None or self._adaptive or takes_given), plan is not None)
-        if takes_given:
-            self._since, self._saved = (
-                self._since + 1,
-                self._saved + _WORTH_PACE * (saved * times.plain / seconds - self._saved),
-            )
+        if plan is not None and takes_given:
+            self._since += 1
+            self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
+            if plan.is_joint:
+                self._joint.record(sum(emitted))
         else:
             self._since = 0
             self._choice.ended(plan, emitted, seconds, ruled)

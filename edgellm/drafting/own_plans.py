@@ -1,4 +1,4 @@
-"""Which of a draft model's plans is taken, or none: by forecasts and tries against them; and how long a choice holds."""
+"""Which of a draft model's plans is taken, or none: by forecasts and by tries; and for how long a choice holds."""
 
 from __future__ import annotations
 

@@ -82,6 +82,33 @@ def reported(
     return DraftingReport(taken.name, reason, *counted, ranked)
 
 
+class JointTokens:
+    """What joint rounds give over what they promise. Both drafts are often right at the same places, so it is less than
+    two that know nothing of each other give."""
+
+    #: The ratio at first, for how many tokens this guess counts, and what was seen at most.
+    FIRST, EVIDENCE, MEMORY = 0.95, 16.0, 160.0
+
+    def __init__(self) -> None:
+        self._promise, self._promised, self._came = 0.0, self.EVIDENCE, self.FIRST * self.EVIDENCE
+
+    @property
+    def ratio(self) -> float:
+        """By what a promise is to be multiplied."""
+        return self._came / self._promised
+
+    def promise(self, tokens: float) -> None:
+        """A joint round is taken that should give so many tokens, by this ratio."""
+        self._promise = tokens / self.ratio
+
+    def record(self, tokens: int) -> None:
+        """One has ended."""
+        if self._promise:
+            fading = min(1.0, self.MEMORY / self._promised)
+            self._promised = fading * self._promised + self._promise
+            self._came = fading * self._came + tokens
+
+
 class Account:
     """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
     lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
