@@ -164,7 +164,7 @@ class Account:
         """No step is under way."""
         self._risks.clear()
 
-    def ended(self, tokens: float, saved: float, drafted: bool) -> None:
+    def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
         """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""
         if drafted and self._risks:
             self._risks.popleft()

@@ -298,7 +298,7 @@ def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
     config = DraftingConfig(4, 4, 16, adaptive=True, suffix_decoding=True)
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
-        chances = llm._runtime._drafters.drafter._chances[False]
+        chances = llm._runtime._drafters.drafter._choice.chances[False]
         record = chances.record
         chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
