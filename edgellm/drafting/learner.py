@@ -300,6 +300,8 @@ class Learner(Policy):
             self._weigh_plain()
             self._latest = batch, ruled
         if times is None:
+            if not takes_given:
+                self._choice.ended(plan, emitted, seconds, ruled)
             self._first_step(plan, seconds)
             return
         seconds = max(seconds - (0.0 if self._is_hidden(times) else asked), 0.1 * seconds, 1e-9)
