@@ -30,7 +30,7 @@ LOST = {
     **dict.fromkeys(("llama_dynamic", "llama_longrope_long", "llama_longrope_short"), "a scaling"),
     **dict.fromkeys(("mistral_window", "mistral_window_5", "qwen2_window_7"), "a window of all layers"),
     "smollm3_list_tied": "which layers have no rotary embedding",
-    **dict.fromkeys(("gemma2", "gemma3"), "a scale of attention of its own"),
+    "gemma3": "a scale of attention of its own",
     "smollm3_interval": "which layers have no rotary embedding",
     "lfm2_biases_wide": "biases of convolutions",
 }
