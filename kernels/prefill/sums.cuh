@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_step(Scores<TILES>& score, const unsigned (&
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         unsigned key[4];
-        load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        load_matrices(key, keys + offset_of<Its::PART>(16 * n + lane % 8 + lane / 16 * 8, 2 * (k % (Its::PART / 16)) + lane / 8 % 2));
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
             if (k == 0) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void add_values(float (&sum)[TILES][COUNT][4], const 
 #pragma unroll
         for (int n = 0; n < COUNT / 2; ++n) {
             unsigned value[4];
-            load_transposed_matrices(value, values + offset_of<Its::SIZE>(16 * k + lane % 16, eight + 2 * n + lane / 16));
+            load_transposed_matrices(value, values + offset_of<Its::PART>(16 * k + lane % 16, eight + 2 * n + lane / 16));
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
                 if (BEGINS && k == 0) {
