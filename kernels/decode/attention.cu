@@ -74,17 +74,17 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 read_norms(norms, block);
                 list_keys(block);
                 wait_for_previous_kernel();
-                make_heads_ready(block, norms, has_new, 0);
+                make_heads_ready<0>(block, norms, has_new);
                 if (is_clustered) wait_for_cluster();
                 is_ready = true;
                 if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
                     __syncthreads();
-                    if (has_new) compute_new_scores(block, 0);
+                    if (has_new) compute_new_scores<0>(block);
                     if constexpr (Block<T, STEPS>::PARTS > 1) {
                         if (has_new) {
-                            make_heads_ready(block, norms, has_new, 1);
+                            make_heads_ready<1>(block, norms, has_new);
                             __syncthreads();
-                            compute_new_scores(block, 1);
+                            compute_new_scores<1>(block);
                         }
                     }
                     load(round + block.stages);

@@ -203,6 +203,8 @@ class AttentionGeometry:
         alone = (self.slots, self.row_tiles, self.stages, self.tile_warps) == (1, 1, 1, _SHARED_TILE_WARPS)
         if not (alone and _takes_turns(shape) if self.in_turn else shape.parts == 1):
             return False
+        if self.in_cluster and shape.parts > 1:
+            return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
@@ -251,9 +253,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
     )
-    expression = (
-        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
-    )
+    expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)
 
 

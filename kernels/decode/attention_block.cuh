@@ -113,7 +113,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
     // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans; of the warps
     // that share these it is number `member`.
-    int warp, warps, slots, slot, row_tile, member, split, part, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
+    int warp, warps, slots, slot, row_tile, member, split, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
     // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
     int start, longest, least, most, active, owner_bits, own_rows;
@@ -146,7 +146,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
         warps = blockDim.x / 32, slots = 1 << slot_bits, member = TILE_WARPS == 1 ? 0 : warp % TILE_WARPS;
         slot = warp / TILE_WARPS & (slots - 1), row_tile = warp / TILE_WARPS >> slot_bits;
-        split = blockIdx.x / PARTS, part = blockIdx.x % PARTS, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
+        split = blockIdx.x / PARTS, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
         sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
         first_token = (blockIdx.z - sequence * token_blocks) * own_tokens;
@@ -169,6 +169,9 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (TILE_WARPS > 1) own_states = unfinished + warps / TILE_WARPS * (ROWS * KEY_TILE);
         else own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);
     }
+
+    // Whose values the block has.
+    static __device__ __forceinline__ int part() { return PARTS == 1 ? 0 : blockIdx.x % PARTS; }
 
     // Waits for the warps that share the warp's tile.
     __device__ __forceinline__ void wait_for_tile() const {

@@ -65,13 +65,13 @@ __device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, S
     for (int i = 0; i < 4; ++i) score[i] *= i % 2 ? scales.y : scales.x;
 }
 
-// Products of the warp's 16 queries and COUNT times 16 keys, added to those of the parts before `part`. A lane gets, of its two
+// Products of the warp's 16 queries and COUNT times 16 keys, added to those of the parts before PART. A lane gets, of its two
 // rows, those of keys 2 (lane % 4) and + 1 of each 8. What the next step multiplies is on its way meanwhile.
-template <int COUNT, typename T, int STEPS>
+template <int COUNT, int PART, typename T, int STEPS>
 __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
-                                                 const CacheElement<T>* keys, int part) {
+                                                 const CacheElement<T>* keys) {
     constexpr int OWN = Block<T, STEPS>::PART_STEPS;
-    const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE + block.PART * part;
+    const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE + block.PART * PART;
     const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
     const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
     constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     load(0, true);
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n)
-        if (part == 0) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
+        if (PART == 0) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < OWN; ++k) {
         if (k + 1 < OWN) load(k + 1, !INT8);
@@ -111,7 +111,8 @@ template <typename T, int STEPS> __device__ __forceinline__ float* new_scores_of
 }
 
 // Scores of the new tokens, which are the same wherever a token stands among a row's keys: with a part of their columns.
-template <typename T, int STEPS> __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block, int part) {
+template <int PART, typename T, int STEPS>
+__device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block) {
     const int stride = score_stride_of(block.tokens);
     float* of_rows = new_scores_of(block);
 #pragma unroll 1
@@ -119,15 +120,15 @@ template <typename T, int STEPS> __device__ __forceinline__ void compute_new_sco
         float score[2][4];
         auto place_of = [&](int n) { return of_rows + first + 8 * n + 2 * (threadIdx.x % 4); };
 #pragma unroll
-        for (int n = 0; n < 2 && part > 0; ++n) {
+        for (int n = 0; n < 2 && PART > 0; ++n) {
             const float2 low = *reinterpret_cast<const float2*>(place_of(n));
             const float2 high = *reinterpret_cast<const float2*>(place_of(n) + 8 * stride);
             score[n][0] = low.x, score[n][1] = low.y, score[n][2] = high.x, score[n][3] = high.y;
         }
-        multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE, part);
+        multiply_queries<1, PART>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            if (INT8 && part + 1 == block.PARTS) scale_scores(score[n], block, 2 * block.ring + first + 8 * n);
+            if (INT8 && PART + 1 == block.PARTS) scale_scores(score[n], block, 2 * block.ring + first + 8 * n);
             float* target = place_of(n);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
@@ -166,14 +167,13 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + COUNT * BLOCK > block.start;
     const float* of_rows = new_scores_of(block);
-    multiply_queries<COUNT>(score, block, block.keys + ring_row * block.STRIDE, 0);
-#pragma unroll
-    for (int part = 1; part < block.PARTS; ++part) {
-        block.wait_for_tile();  // all warps have multiplied the part before
-        bring(part);
+    multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
+    if constexpr (Block<T, STEPS>::PARTS > 1) {
+        block.wait_for_tile();  // all warps have multiplied the first part
+        bring();
         wait_for_copies<0>();
         block.wait_for_tile();
-        multiply_queries<COUNT>(score, block, block.keys + ring_row * block.STRIDE, part);
+        multiply_queries<COUNT, 1>(score, block, block.keys + ring_row * block.STRIDE);
     }
     if constexpr (INT8) {
 #pragma unroll
@@ -221,12 +221,12 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
 }
 
 // Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring. Of warps that share it each computes some
-// and leaves them for the others, see `read_scores`; these have read the last tile's by then. `bring`: begins to copy a further
-// part of the keys to where the first was.
+// and leaves them for the others, see `read_scores`; these have read the last tile's by then. `bring`: begins to copy the
+// second part of the keys to where the first was.
 template <typename T, int STEPS, typename Bring>
 __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
                                                const Rows& rows, int begin, int ring_row, const Bring& bring) {
-    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores(block, 0);
+    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores<0>(block);
     if constexpr (TILE_WARPS == 1) {
         compute_scores_of<BLOCKS>(score, block, rows, begin, ring_row, bring);
     } else {

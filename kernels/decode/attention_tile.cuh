@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
-        float* target = targets[half] + 64 * CHUNK + block.PART * block.part;
+        float* target = targets[half] + 64 * CHUNK + block.PART * block.part();
 #pragma unroll
         for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
             if (block.has_eight(8 * CHUNK + d))
@@ -244,8 +244,8 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
     {
         float score[2 * BLOCKS][4];
         compute_scores(score, block, rows, tile.begin, tile.ring_row,
-                       [&](int part) { load_tiles<true, false>(block, division, round, stage, part); });
-        if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage, block.part);  // all have read the keys
+                       [&] { load_tiles<true, false, 1>(block, division, round, stage); });
+        if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
         read_scores<0>(score, block);
