@@ -367,7 +367,7 @@ def _smallest(shape: AttentionShape) -> AttentionGeometry:
 
 
 def _takes_turns(shape: AttentionShape) -> bool:
-    """Whether new keys, keys and values may have the same memory: those of large heads; of int8, where they have parts."""
+    """Whether new keys, keys and values may have the same memory: of large heads; of int8, where they have parts."""
     return shape.size > _MOST_OF_ONE_WARP and (not shape.int8 or shape.parts > 1)
 
 

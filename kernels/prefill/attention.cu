@@ -55,7 +55,8 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     };
     auto add = [&](int tile, bool is_first) {
         const bool is_last = !SPANS || (tile + 1 & ((1 << bits) - 1)) == 0 || (tile + 1) * KEY_TILE >= block.warp_end;
-        add_tile<T, Its>(sums, weighed, block.values_of(tile), column % Its::PART, is_first, is_last);
+        add_tile<T, Its>(sums, weighed, block.values_of(tile), Its::PARTS == 1 ? column : column % Its::PART, is_first,
+                         is_last);
     };
     auto reorder = [&] {
         if (INT8 && begins) reorder_queries<Its::SIZE, 16 * Its::TILES>(block.queries + Its::BYTES * block.warp_row);
@@ -108,6 +109,13 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
         decode::commit_copies();
 #pragma unroll 1
         for (int tile = block.first_tile; tile < block.tiles; ++tile) {
+            if constexpr (Its::PARTS > 1) {
+                if (tile > block.first_tile) {
+                    __syncthreads();  // no warp reads the values before
+                    block.template load_tile<0>(tile);
+                    decode::commit_copies();
+                }
+            }
             decode::wait_for_copies<0>();
             block.template expand_tile<0>(tile);
             if constexpr (Its::STAGES > 1) block.template expand_tile<1>(tile);
@@ -140,17 +148,11 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
                 if (Its::PARTS == 1 && tile + 1 < block.tiles) block.template load_tile<0>(tile + 1);
                 decode::commit_copies();
             }
-            if (sees(tile)) {
-                const bool is_first = begin(score, tile);
+            if (!sees(tile)) continue;
+            const bool is_first = begin(score, tile);
 #pragma unroll
-                for (int n = 0; n < 2 * BLOCKS; ++n) weigh(score, tile, n);
-                add(tile, is_first);
-            }
-            if constexpr (Its::PARTS > 1) {
-                __syncthreads();  // no warp reads the values
-                if (tile + 1 < block.tiles) block.template load_tile<0>(tile + 1);
-                decode::commit_copies();
-            }
+            for (int n = 0; n < 2 * BLOCKS; ++n) weigh(score, tile, n);
+            add(tile, is_first);
         }
     }
     if (works) write_results(sums, block, row, column, bits);

@@ -69,8 +69,8 @@ def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) ->
     if (0 < size <= 256 or size == MAX_HEAD_SIZE) and size % 8 == 0 and heads % kv_heads == 0:
         return None
     return (
-        f"prefill attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and query heads that are a "
-        f"multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
+        f"prefill attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and query heads that are "
+        f"a multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
     )
 
 

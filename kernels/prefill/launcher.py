@@ -21,8 +21,8 @@ from edgellm.kernels.quantization.device_layout import PackedMatrix
 _WARPS, _HEADS_THREADS = 4, 256
 #: Warps of a block that dequantizes, each of which makes a block of weights dense.
 _DEQUANTIZE_WARPS = 8
-#: Tiles of keys and of values that have places in memory, by the size that heads are padded to; of the largest a half of
-#: either has one.
+#: Tiles of keys and of values that have places in memory, by the size that heads are padded to; of the largest a half
+#: of either has one.
 _STAGES = {64: 2, 128: 2, 256: 1, 512: 0.25}
 
 
