@@ -118,18 +118,19 @@ __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block)
 #pragma unroll 1
     for (int first = BLOCK * block.member; first < block.tokens; first += BLOCK * TILE_WARPS) {
         float score[2][4];
-        auto place_of = [&](int n) { return of_rows + first + 8 * n + 2 * (threadIdx.x % 4); };
+        if constexpr (PART > 0) {
 #pragma unroll
-        for (int n = 0; n < 2 && PART > 0; ++n) {
-            const float2 low = *reinterpret_cast<const float2*>(place_of(n));
-            const float2 high = *reinterpret_cast<const float2*>(place_of(n) + 8 * stride);
-            score[n][0] = low.x, score[n][1] = low.y, score[n][2] = high.x, score[n][3] = high.y;
+            for (int n = 0; n < 2; ++n) {
+                const float* sums = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
+                score[n][0] = sums[0], score[n][1] = sums[1];
+                score[n][2] = sums[8 * stride], score[n][3] = sums[8 * stride + 1];
+            }
         }
         multiply_queries<1, PART>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             if (INT8 && PART + 1 == block.PARTS) scale_scores(score[n], block, 2 * block.ring + first + 8 * n);
-            float* target = place_of(n);
+            float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
         }

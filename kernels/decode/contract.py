@@ -250,7 +250,8 @@ def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = Fa
         return None
     return (
         f"decode attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and up to {MAX_GROUP} "
-        f"query heads a key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value heads"
+        f"query heads a key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value "
+        "heads"
     )
 
 
