@@ -7,9 +7,9 @@ from pathlib import Path
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
 from edgellm.errors import EngineDirectoryError, TemplateError
+from edgellm.media.opening import open_texts, vision_directory
 from edgellm.text.template_budget import TemplateRaised
 from edgellm.tool_calls.calling import ToolCalling
-from edgellm.vision.opening import open_texts, vision_directory
 
 #: What a model is tried with.
 TRIAL_TEXT = "The red cup is on the table."

@@ -27,6 +27,8 @@ from edgellm.errors import DeviceLostError, EdgeLLMError, RequestError, closed_e
 from edgellm.hub.directories import local_directory
 from edgellm.kernels.made import Made
 from edgellm.kernels.user_paths import user_path
+from edgellm.media.encoders import MediaEncoders
+from edgellm.media.opening import open_encoders, open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import Observer
 from edgellm.sampling_params import SamplingParams
@@ -36,12 +38,10 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt
-from edgellm.vision.opening import LazyVisionEncoder, open_texts, open_vision_encoder, vision_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from edgellm.vision.encoder import VisionEncoder
 
 logger = logging.getLogger("edgellm").getChild("runtime")
 
@@ -115,25 +115,22 @@ class OpenedModel:
         self._snapshots: SlotSnapshots | None = None
         self._keeper: RowKeeper | None = None
         self._states: StateKeeper | None = None
-        self._vision: VisionEncoder | LazyVisionEncoder | None = None
+        self._media: MediaEncoders | None = None
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory, executor)
         try:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            if self._multimodal_directory is not None:
-                self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
-            vision_memory = None if self._vision is None else self._vision.memory
-            self._runner = open_runner(opened, self.directory, chosen, loras, progress, vision_memory)
+            media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
+            self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:
                 self._states = StateKeeper(self._runner, state_budget)
             self._forget_contents()
-            if self._vision is not None:
-                self._vision.load(progress)
-            self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
+            media.load(progress)
+            self._preparation = Preparation(self.directory, self.tokenizer, media, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             self.use_drafting(chosen)
@@ -304,14 +301,14 @@ class OpenedModel:
 
     def _close(self) -> None:
         with self._exclusive(), ExitStack() as last_first:
-            for part in (self._runner, self._keeper, self._states, self._snapshots, self._vision):
+            for part in (self._runner, self._keeper, self._states, self._snapshots, self._media):
                 if part is not None:
                     last_first.callback(part.close)
             if self._runner is not None:
                 last_first.callback(self._drafters.close)
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
-            self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
+            self._media = self._snapshots = self._runner = self._following = self._keeper = self._states = None
 
     def __enter__(self) -> Self:
         return self
@@ -346,7 +343,7 @@ class OpenedModel:
         """The contents of a slot of which nothing is of use."""
         states = None if self._runner is None else self._runner.base.states
         cut = None if states is None or not states.window_reach else states.cut_windows
-        return KVContents(self._states, cut, self.directory.config.image_tokens > 0)
+        return KVContents(self._states, cut, self.directory.config.has_whole_media)
 
     def _least_used_slot(self) -> int:
         """The slot whose contents were used longest ago."""

@@ -101,7 +101,7 @@ class SpecDecodeRuntime(OpenedModel):
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
             snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
-        encode = None if self._vision is None else self._vision.encode
+        encode = None if self._media is None else self._media.encode
         slots = SlotTable(runner, self._contents, snapshots, encode, drafter, self._keeper, self._states)
         return DecodingLoop(slots)
 
@@ -182,10 +182,10 @@ class SpecDecodeRuntime(OpenedModel):
         label = label or prompt_label(prompt)
         with self._exclusive():
             slot = self._least_used_slot()
-            images = self._vision.encode(token_ids, prepared) if prepared and self._vision is not None else None
-            digests = () if images is None else images.digests
+            media = self._media.encode(token_ids, prepared) if prepared and self._media is not None else None
+            digests = () if media is None else media.digests
             record = PromptRecord.of(prompt, digests, tools, template_variables)
-            return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images, record)
+            return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, media, record)
 
     def following_logits(
         self, token_ids: Sequence[int], first: int, take: Callable[[np.ndarray], None], adapter: str | None = None

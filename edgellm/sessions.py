@@ -16,7 +16,7 @@ from edgellm.errors import RequestError, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, RequestOptions, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.messages import checked_messages
+from edgellm.text.messages import ENCODER_NAMES, checked_messages
 from edgellm.text.turns import OngoingConversation, Overflow, stays, turn_starts, without_oldest
 from edgellm.tool_calls.functions import call_arguments, functions_among, result_message
 
@@ -71,7 +71,7 @@ class Conversation(Generic[Growing, Answer]):
         """
         first = Request.of(None, (), params, adapter, **options)
         if system is not None:
-            checked_messages([{"role": "system", "content": system}], takes_images=True)
+            checked_messages([{"role": "system", "content": system}], media=ENCODER_NAMES)
         self._ask, self._conversation = ask, OngoingConversation(overflow)
         self.params, self.adapter, self.priority = first.params, adapter, first.priority
         #: The `tool_choice` of the next answers.
@@ -117,7 +117,7 @@ class Conversation(Generic[Growing, Answer]):
     def replace(self, messages: Sequence[dict[str, Any]]) -> None:
         """Go on as if this had been said. Raises RequestError for what are no messages, and while an answer grows."""
         if not (isinstance(messages, (list, tuple)) and not messages):
-            checked_messages(messages, takes_images=True)
+            checked_messages(messages, media=ENCODER_NAMES)
         with self._lock:
             self._settle()
             self._messages = [dict(message) for message in messages]

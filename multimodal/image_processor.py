@@ -1,13 +1,13 @@
-"""Images as a vision encoder takes them, preprocessed as published processors do it, and their tokens in prompts."""
+"""Images as a vision encoder takes them, preprocessed as published processors do it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class PreparedImage:
     layout: ImageLayout
     tokens: int
     digest: str
+    kind: ClassVar[str] = "image"
 
     @classmethod
     def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
@@ -46,6 +47,11 @@ class PreparedImage:
         image = cls(None, size, layout, tokens, digest)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
+
+    @property
+    def held_pixels(self) -> int:
+        """How many pixels it was decoded to."""
+        return math.prod(self.size)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -166,7 +172,7 @@ class FixedSizeProcessor:
         normalization = config.normalization()
         colour = None
         if config.switch("do_pad"):
-            if config.kind != "LlavaImageProcessor":
+            if not config.kind.pads_to_square:
                 config.unsupported("do_pad", "false, or a LlavaImageProcessor's padding to a square")
             red, green, blue = normalization.mean or (0, 0, 0)
             colour = int(red * 255), int(green * 255), int(blue * 255)
@@ -182,8 +188,9 @@ class FixedSizeProcessor:
         tokens = vision.token_count((1, vision.image_side, vision.image_side))
         if config.values.get("do_pan_and_scan"):
             config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
-        if config.kind == "Gemma3ImageProcessor" and config.values.get("image_seq_length", tokens) != tokens:
-            config.refuse("image_seq_length", f"{tokens}, as config.json has it")
+        key = config.kind.tokens_key
+        if key and config.values.get(key, tokens) != tokens:
+            config.refuse(key, f"{tokens}, as config.json has it")
         return cls(resized, crop, colour, vision.patch_size, tokens, config.resample(), normalization, side)
 
     @property
@@ -219,7 +226,7 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
-    if config.kind == "Qwen2VLImageProcessor":
+    if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)
     return FixedSizeProcessor.open(config, vision)
 
@@ -238,21 +245,3 @@ def _check_aspect_ratio(height: int, width: int) -> None:
             f"an image of {width} x {height} pixels is too long for its width: at most {MAXIMUM_ASPECT_RATIO} to 1 is "
             "what this model takes. Crop it, or cut it into several images"
         )
-
-
-def expand_image_tokens(prompt_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]) -> list[int]:
-    """The ids of a prompt with each image token in it repeated for the tokens of its image, in order.
-
-    Raises ImageError where there are more images than image tokens, or the reverse.
-    """
-    markers = sum(token_id == image_token_id for token_id in prompt_ids)
-    if markers != len(images):
-        raise ImageError(
-            f"the prompt has {markers} image markers (token {image_token_id}), but there are {len(images)} images: "
-            "show one image for each marker"
-        )
-    expanded: list[int] = []
-    following = iter(images)
-    for token_id in prompt_ids:
-        expanded += [token_id] * (next(following).tokens if token_id == image_token_id else 1)
-    return expanded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, as_json, is_integer, is_number
@@ -38,22 +38,40 @@ _SIGLIP = {
     "image_mean": _HALF,
     "image_std": _HALF,
 }
-#: What the published processors do where the file does not say, by their name without a suffix.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "Qwen2VLImageProcessor": {
-        **_SWITCHES,
-        **_NUMBERS,
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-        "image_mean": _CLIP_MEAN,
-        "image_std": _CLIP_STD,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-    },
-    "CLIPImageProcessor": _CLIP,
-    "LlavaImageProcessor": _CLIP,
-    "SiglipImageProcessor": _SIGLIP,
-    "Gemma3ImageProcessor": {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False},
+_QWEN2_VL = {
+    **_SWITCHES,
+    **_NUMBERS,
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+
+
+class ProcessorKind(NamedTuple):
+    """How the published processors of a kind cut an image, and what they do where the file does not say (`defaults`).
+
+    It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
+    the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
+    """
+
+    defaults: Mapping[str, Any]
+    keeps_shape: bool = False
+    pads_to_square: bool = False
+    tokens_key: str = ""
+
+
+#: By their name without a suffix.
+PROCESSOR_KINDS = {
+    "Qwen2VLImageProcessor": ProcessorKind(_QWEN2_VL, keeps_shape=True),
+    "CLIPImageProcessor": ProcessorKind(_CLIP),
+    "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
+    "SiglipImageProcessor": ProcessorKind(_SIGLIP),
+    "Gemma3ImageProcessor": ProcessorKind(
+        {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False}, tokens_key="image_seq_length"
+    ),
 }
 _SAME_KIND = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor", "CLIPFeatureExtractor": "CLIPImageProcessor"}
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
@@ -61,10 +79,10 @@ _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 @dataclass(frozen=True)
 class ProcessorConfig:
-    """The fields of a `preprocessor_config.json`, completed by its kind's defaults; `kind` is a processor's name."""
+    """The fields of a `preprocessor_config.json`, completed by its kind's defaults."""
 
     path: Path
-    kind: str
+    kind: ProcessorKind
     values: Mapping[str, Any]
 
     def refuse(self, key: str, expected: str) -> NoReturn:
@@ -154,13 +172,13 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     path, values = _read(directory)
     named = values.get("image_processor_type") or values.get("feature_extractor_type")
     name = str(named).removesuffix("Fast").removesuffix("Pil")
-    kind = _SAME_KIND.get(name, name)
-    if kind not in _DEFAULTS:
+    kind = PROCESSOR_KINDS.get(_SAME_KIND.get(name, name))
+    if kind is None:
         raise UnsupportedModelError(
-            f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(_DEFAULTS)}"
+            f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(PROCESSOR_KINDS)}"
         )
     given = {key: value for key, value in values.items() if value is not None}
-    config = ProcessorConfig(path, kind, {**_DEFAULTS[kind], **given})
+    config = ProcessorConfig(path, kind, {**kind.defaults, **given})
     if not config.switch("do_resize"):
         config.unsupported("do_resize", "true: images come in every size")
     return config

@@ -24,9 +24,10 @@ from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.prompt_images import ImageEmbeddings
+from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
+from edgellm.multimodal.embedding_cache import EmbeddingCache
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
@@ -100,7 +101,7 @@ class VisionEngineRunner:
         sizes |= dict.fromkeys(vision_outputs(config), tokens * config.out_hidden_size)
         self._buffers = {name: backend.zeros((size,), "compute") for name, size in sizes.items()}
 
-    def encode(self, images: Sequence[PreparedImage]) -> list[ImageEmbeddings]:
+    def encode(self, images: Sequence[PreparedImage]) -> list[MediaEmbeddings]:
         """The embeddings of each image, in order; those of an image whose digest is known are not computed again.
 
         Raises ImageError for an image that is too large for the engines or that was prepared for another model, and
@@ -108,7 +109,7 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        known: dict[str, ImageEmbeddings] = {}
+        known: dict[str, MediaEmbeddings] = {}
         for image in images:
             found = known.get(image.digest) or self.cache.get(image.digest)
             self.metrics.images += 1
@@ -127,7 +128,7 @@ class VisionEngineRunner:
         self._device_patches.close()
         self._weights, self._buffers = {}, {}
 
-    def _encode(self, image: PreparedImage) -> ImageEmbeddings:
+    def _encode(self, image: PreparedImage) -> MediaEmbeddings:
         started = time.perf_counter()
         layout, shape, inputs = self._inputs_of(image.grid)
         if image.tokens != layout.tokens:
@@ -181,7 +182,7 @@ class VisionEngineRunner:
         patches, _ = vision_inputs(self.config, shape)["patches"]
         return {**self._weights, **outputs, "patches": leading(self._buffers["patches"], patches)}
 
-    def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> ImageEmbeddings:
+    def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> MediaEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         hidden = self.config.out_hidden_size
         rows = []
@@ -189,7 +190,7 @@ class VisionEngineRunner:
             own = self.backend.empty((tokens, hidden), "compute")
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
             rows.append(own)
-        return ImageEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
+        return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
 
 
 def vision_memory(
@@ -205,37 +206,3 @@ def vision_memory(
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
     kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
     return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}
-
-
-class EmbeddingCache:
-    """Holds `capacity` bytes at most; what was used longest ago goes first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.nbytes = 0
-        self._entries: OrderedDict[str, ImageEmbeddings] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, digest: str) -> ImageEmbeddings | None:
-        """The embeddings of the image with that digest, which then count as just used."""
-        found = self._entries.get(digest)
-        if found is not None:
-            self._entries.move_to_end(digest)
-        return found
-
-    def put(self, embeddings: ImageEmbeddings) -> None:
-        """Keep embeddings, unless they alone are too large."""
-        if embeddings.nbytes > self.capacity or embeddings.digest in self._entries:
-            return
-        self._entries[embeddings.digest] = embeddings
-        self.nbytes += embeddings.nbytes
-        while self.nbytes > self.capacity:
-            _, oldest = self._entries.popitem(last=False)
-            self.nbytes -= oldest.nbytes
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self.nbytes = 0

@@ -17,7 +17,7 @@ from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.messages import checked_messages, is_image
+from edgellm.text.messages import ENCODER_NAMES, checked_messages, is_image
 
 if TYPE_CHECKING:
     from edgellm.sessions import Session
@@ -123,7 +123,7 @@ def _checked(content: dict[str, Any]) -> Conversation:
 def _checked_turns(messages: Any) -> list[dict[str, Any]]:
     if messages == []:
         return []
-    checked = checked_messages(messages, takes_images=True)
+    checked = checked_messages(messages, media=ENCODER_NAMES)
     for index, message in enumerate(checked):
         expected = "assistant" if index % 2 else "user"
         if message["role"] != expected:

@@ -48,6 +48,7 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
             f"of the gated delta rule ({keys} key heads of {key_size}, {values} value heads of {size}, behind "
             f"convolutions over {config['conv_width']} tokens)"
         )
+        words["mamba"] = f"of Mamba-2 ({values} heads of {size}, {keys} groups, states of {key_size})"
     return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
 
 

@@ -174,7 +174,10 @@ class DecodingLoop:
             room=room,
             may_follow=room > 0
             and any(each.least < each.wanted for each in going)
-            and not any((each.logprobs is not None or each.is_unproven) and not each.finished for each in running),
+            and not any(
+                (each.logprobs is not None or each.is_unproven or each.is_suspicious) and not each.finished
+                for each in running
+            ),
         )
 
     def _begin(self, now: _Outlook) -> None:
@@ -278,9 +281,11 @@ class DecodingLoop:
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
-            # Rows without a number give the id 0; their logits are there as long as no step follows.
-            is_suspicious = 0 in emitted and not self._launches
-            if sequence.logprobs is not None or sequence.is_unproven or is_suspicious:
+            # Rows without a number give the id 0; their logits are there as long as no step follows: none is launched
+            # then until the next token is there, which has the id 0 too where its row has no number.
+            is_zero = 0 in emitted
+            sequence.is_suspicious = is_zero and bool(self._launches)
+            if sequence.logprobs is not None or sequence.is_unproven or (is_zero and not self._launches):
                 of_round, base = self._runner.logits, self._runner.base
                 logits = base.logits(slot)[np.newaxis] if plan is None else of_round(slot, len(emitted))
                 if sequence.is_unproven:

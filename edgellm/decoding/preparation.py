@@ -1,4 +1,4 @@
-"""Requests made ready for the engines: rendered, tokenized, their images placed, everything checked."""
+"""Requests made ready for the engines: rendered, tokenized, their media placed, everything checked."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from edgellm.snapshots.system_prompt import SystemPrompt, Tools, beginning_ids, 
 from edgellm.structure.answers import RuleMaker
 from edgellm.text.messages import (
     SYSTEM_ROLES,
-    ImageReference,
+    MediaReference,
     checked_messages,
-    images_of_messages,
     images_of_prompt,
+    media_of_messages,
     require_tools_shown,
     warn_of_unread,
 )
@@ -37,9 +37,7 @@ from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, 
 from edgellm.tool_calls.calling import ToolCalling
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
-    from edgellm.vision.encoder import VisionEncoder
-    from edgellm.vision.opening import LazyVisionEncoder
+    from edgellm.media.encoders import MediaEncoders, PreparedMedia
 
 
 #: Of so many system prompts it is remembered where they end.
@@ -52,24 +50,19 @@ _SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logi
 
 
 class _Prompt(NamedTuple):
-    """The tokens of a prompt, all those of its images among them, and the images."""
+    """The tokens of a prompt, all those of its media among them, and these."""
 
     token_ids: list[int]
-    images: Sequence[PreparedImage]
+    media: Sequence[PreparedMedia]
 
 
 class Preparation:
     """Makes requests ready for one model. Any thread may use it."""
 
     def __init__(
-        self,
-        directory: EngineDirectory,
-        tokenizer: Tokenizer,
-        vision: VisionEncoder | LazyVisionEncoder | None,
-        defaults: ModelDefaults,
+        self, directory: EngineDirectory, tokenizer: Tokenizer, media: MediaEncoders, defaults: ModelDefaults
     ) -> None:
-        """Images are refused without `vision`."""
-        self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
+        self._directory, self._tokenizer, self._media, self._defaults = directory, tokenizer, media, defaults
         self._capacity, self._warn_once = directory.limits.kv_capacity, cache(warn_of_unread)
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
@@ -124,7 +117,7 @@ class Preparation:
             params.max_tokens,
             tally,
             request.adapter,
-            prompt.images,
+            prompt.media,
             logprobs=params.logprobs,
             context_length=self._capacity,
             conversation=conversation,
@@ -150,15 +143,15 @@ class Preparation:
 
     def system_prompt(
         self, prompt: SystemPrompt, tools: Tools | None = None, template_variables: Mapping[str, Any] | None = None
-    ) -> tuple[list[int], Sequence[PreparedImage]]:
-        """The tokens that every conversation under a system prompt begins with, and its images.
+    ) -> tuple[list[int], Sequence[PreparedMedia]]:
+        """The tokens that every conversation under a system prompt begins with, and its media.
 
         `tools` and `template_variables` go to the chat template as those of conversations do. Raises RequestError.
         """
         if not isinstance(prompt, (str, list, tuple)):
             raise RequestError(f"the system prompt is a {type(prompt).__name__}: expected text, or a list of parts")
         self._check_template_inputs(tools, template_variables or {})
-        shown = images_of_messages([{"role": "system", "content": prompt}])
+        shown = media_of_messages([{"role": "system", "content": prompt}])
         ready = self._ready(system_prompt_ids(self._tokenizer, prompt, tools, template_variables), shown)
         self._check_length(ready)
         return ready
@@ -168,7 +161,7 @@ class Preparation:
         if request.messages is not None:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
-            return self._ready(self._chat_ids(request, capacity), images_of_messages(request.messages))
+            return self._ready(self._chat_ids(request, capacity), media_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
@@ -182,7 +175,7 @@ class Preparation:
         conversation under these begins; 0 where that is not to be told."""
         messages = self._defaults.with_system_prompt(request.messages) if request.messages else ()
         system = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
-        if not system or images_of_messages(system):
+        if not system or media_of_messages(system):
             return 0
         found = self._system_ids(json.dumps([system, request.tools, request.template_variables]))
         return len(found) if array("i", prompt.token_ids[: len(found)]) == found else 0
@@ -200,7 +193,7 @@ class Preparation:
         one token for each image. Raises ContextError early for far too many."""
         tools, variables = request.tools, request.template_variables or {}
         messages = () if request.messages is None else request.messages
-        checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
+        checked_messages(messages, self._tokenizer.media)  # errors number the messages as they were given
         may_call = request.choice is not None and request.choice.mode != "none"
         self._check_template_inputs(tools if may_call else None, variables)
         return self._tokenizer.encode_chat(
@@ -222,14 +215,14 @@ class Preparation:
     def _fitted(self, request: Request, whole: _Prompt, max_tokens: int | None) -> tuple[_Prompt, Dropped]:
         """The prompt of messages, of which `whole` is that of all, without the turns that leave, and what these are.
 
-        Images are not read again.
+        Media are not read again.
         """
         messages = request.messages or ()
         starts = turn_starts(messages)
         if not starts:
             return whole, Dropped()
-        images = iter(whole.images)
-        shown = [list(islice(images, len(images_of_messages([message])))) for message in messages]
+        media = iter(whole.media)
+        shown = [list(islice(media, len(media_of_messages([message])))) for message in messages]
 
         @cache
         def without(turns: int) -> _Prompt:
@@ -237,26 +230,19 @@ class Preparation:
                 return whole
             kept = stays(messages, starts[turns])
             prompt_ids = self._chat_ids(replace(request, messages=list(compress(messages, kept))))
-            return self._with_images(prompt_ids, list(chain.from_iterable(compress(shown, kept))))
+            return self._with_media(prompt_ids, list(chain.from_iterable(compress(shown, kept))))
 
-        sizes = turn_sizes(messages, starts, [sum(image.tokens for image in each) for each in shown])
+        sizes = turn_sizes(messages, starts, [sum(piece.tokens for piece in each) for each in shown])
         turns = turns_to_drop(lambda turns: len(without(turns).token_ids), sizes, self._capacity, max_tokens)
         return without(turns), Dropped(turns, stays(messages, starts[turns]).count(False))
 
-    def _ready(self, prompt_ids: list[int], shown: Sequence[ImageReference]) -> _Prompt:
-        """A prompt and the images that it shows, which are read."""
-        if self._vision is not None:
-            return self._with_images(prompt_ids, self._vision.prepare(shown))
-        if shown:
-            raise RequestError(
-                f"the request shows {len(shown)} images, but {self._directory.path} has no vision model: leave them "
-                "out, or open a directory that has one"
-            )
-        return _Prompt(prompt_ids, ())
+    def _ready(self, prompt_ids: list[int], shown: Sequence[MediaReference]) -> _Prompt:
+        """A prompt and the media that it shows, which are read."""
+        return self._with_media(prompt_ids, self._media.prepare(shown))
 
-    def _with_images(self, prompt_ids: list[int], images: Sequence[PreparedImage]) -> _Prompt:
-        """A prompt with all tokens of its images."""
-        return _Prompt(prompt_ids if self._vision is None else self._vision.expand(prompt_ids, images), images)
+    def _with_media(self, prompt_ids: list[int], media: Sequence[PreparedMedia]) -> _Prompt:
+        """A prompt with all tokens of its media."""
+        return _Prompt(self._media.expand(prompt_ids, media), media)
 
     def _check_length(self, prompt: _Prompt) -> None:
         count = len(prompt.token_ids)

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.proposals import Said
-from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint, fill_tree_masks
 from edgellm.errors import AdapterError, ConstraintError
@@ -26,7 +26,7 @@ from edgellm.tool_calls.harmony import HarmonyReader
 from edgellm.tool_calls.reader import ToolReader
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.media.encoders import PreparedMedia
 
 
 @dataclass
@@ -89,8 +89,8 @@ class Clock:
 class DecodingSequence:
     """A request that is being answered, with the LoRA adapter of that name (None: without one).
 
-    `prepared_images` are those of its prompt, which has all their tokens; `images` what they are for the engines, once
-    it has its turn.
+    `prepared_media` are those of its prompt, which has all their tokens; `media` what they are for the engines, once it
+    has its turn.
 
     `max_tokens` only keeps steps from being launched that it will not need. `failure` is what ended it where it was
     neither finished nor cancelled.
@@ -103,8 +103,8 @@ class DecodingSequence:
     max_tokens: int | None = None
     tally: DraftingTally | None = None
     adapter: str | None = None
-    prepared_images: Sequence[PreparedImage] = ()
-    images: PromptImages | None = None
+    prepared_media: Sequence[PreparedMedia] = ()
+    media: PromptMedia | None = None
     #: How many likeliest tokens to give with each token's log-probability; None: no log-probabilities.
     logprobs: int | None = None
     #: How many tokens prompt and answer can have together.
@@ -142,6 +142,8 @@ class DecodingSequence:
     dead_end: ConstraintError | None = None
     #: Whether rows of a snapshot were taken for it, and no logits behind them were looked at.
     is_unproven: bool = False
+    #: Whether its latest token may be that of a row without a number, whose logits were not there any more.
+    is_suspicious: bool = False
     #: Its rows, where it gave way to another and they are kept on the host.
     kept: KeptRows | None = None
 
@@ -204,7 +206,7 @@ class DecodingSequence:
     @property
     def identities(self) -> Sequence[TokenIdentity]:
         """The tokens of its text as KV rows see them."""
-        return self.text_ids if self.images is None else self.images.identities(self.text_ids)
+        return self.text_ids if self.media is None else self.media.identities(self.text_ids)
 
     @property
     def finished(self) -> bool:

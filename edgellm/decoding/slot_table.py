@@ -11,8 +11,8 @@ import numpy as np
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.drafting.drafter import Policy
 from edgellm.engines.backends.base import Readback
+from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.prefill import Stops
-from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.contents import KVContents, choose_slot, common_beginning
 from edgellm.snapshots.preempted_rows import RowKeeper
@@ -20,13 +20,13 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.media.encoders import PreparedMedia
 
 
 class SlotTable:
     """The slots of a runner. No step is under way when anything changes.
 
-    `contents` are those of the slots, exchanged with them; `encode` encodes the images of a prompt; `drafter` drafts
+    `contents` are those of the slots, exchanged with them; `encode` encodes the media of a prompt; `drafter` drafts
     (None: nothing is drafted); `keeper` keeps rows of sequences that give way (None: they are computed again), `states`
     recurrent states (None: the model has none).
     """
@@ -36,12 +36,12 @@ class SlotTable:
         runner: DecodingRunner,
         contents: list[KVContents],
         snapshots: SlotSnapshots | None = None,
-        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
+        encode: Callable[[Sequence[int], Sequence[PreparedMedia]], PromptMedia] | None = None,
         drafter: Policy | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
-        self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
+        self.runner, self._contents, self._snapshots, self._encode = runner, contents, snapshots, encode
         self.drafter, self._keeper, self._states = drafter or Policy(), keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
@@ -59,9 +59,11 @@ class SlotTable:
     def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
         """Those that would have to give way for a sequence to have a place: of the lowest priority, the latest begun of
         these first. None where it would not have one even so."""
-        image_token = self.runner.base.config.image_token_id  # in an answer it could not be computed again
+        media = {
+            kind.token_id for kind in self.runner.base.config.media.values()
+        }  # not to be computed again in answers
         lower = [each for each in self.running if each.priority < sequence.priority and not each.finished]
-        lower = [each for each in lower if image_token is None or image_token not in each.answer.token_ids]
+        lower = [each for each in lower if media.isdisjoint(each.answer.token_ids)]
         lower.sort(key=lambda each: (each.priority, -each.clock.started))
         counts = range(1, len(lower) + 1)
         return next((lower[:count] for count in counts if self.has_place(sequence, lower[:count])), [])
@@ -75,9 +77,9 @@ class SlotTable:
         """
         slot, base, first = len(self.running), self.runner.base, None
         sequence.clock.begin()
-        if sequence.prepared_images and sequence.images is None and self._encode_images is not None:
-            sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
-            sequence.prepared_images = ()  # which are larger
+        if sequence.prepared_media and sequence.media is None and self._encode is not None:
+            sequence.media = self._encode(sequence.prompt_ids, sequence.prepared_media)
+            sequence.prepared_media = ()  # which are larger
         if sequence.tally is not None:
             sequence.tally.start()
         try:
@@ -132,7 +134,7 @@ class SlotTable:
         """Let go of what is kept for a sequence that has no slot, and wants none any more."""
         self.drafter.close(sequence)
         self._release_rows(sequence)
-        sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
+        sequence.prepared_media, sequence.media = (), None  # whoever keeps the answer does not keep these
 
     def forget_rows(self, slot: int) -> None:
         """Reuse nothing of a slot's rows."""
@@ -142,18 +144,18 @@ class SlotTable:
         """Compute a text, as far as its rows are nowhere."""
         runner, known, restored = self.runner, sequence.known, 0
         text_ids, tokens = sequence.text_ids, sequence.identities
-        images = None if sequence.images is None else sequence.images.followed_by(known)
+        media = None if sequence.media is None else sequence.media.followed_by(known)
         contents = self._bring_rows(slot, tokens, sequence)
         try:
             if self._snapshots is not None:
-                restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, images)
+                restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, media)
             reused = contents.reusable(tokens)
             stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
             draft_rows = None if runner.draft.rows(slot) is None else reused
             contents.replace(tokens[:reused], draft_rows, held=len(tokens))
             rules = None if sequence.constraint is None else StepMasks([sequence])
-            first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known, stops)
+            first = runner.start(slot, text_ids, reused, sequence.sampling, media, rules, known, stops)
         except BaseException:
             if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
                 self.forget_rows(slot)
@@ -170,7 +172,7 @@ class SlotTable:
         self.forget_rows(slot)
         self._keeper.put_back(slot, sequence.kept)
         text_ids, known, draft_rows = sequence.text_ids, sequence.known, sequence.kept.draft_rows
-        self.runner.resume(slot, text_ids, known, draft_rows, sequence.sampling, sequence.images)
+        self.runner.resume(slot, text_ids, known, draft_rows, sequence.sampling, sequence.media)
 
     def _release_rows(self, sequence: DecodingSequence) -> None:
         kept, sequence.kept = sequence.kept, None
@@ -231,8 +233,8 @@ class SlotTable:
             states.keep(slot, tokens, reused, adapter)  # an answer's end: it is about to be written over
         others = [each.common(tokens, adapter) for each in contents]
         others += [common_beginning(each.identities[: len(each.prompt_ids)], tokens) for each in self.running]
-        seen = () if sequence.images is None else sequence.images.spans[-1:]  # another question may follow
-        shared = [sequence.system_tokens, *map(sum, seen), *sorted(others)]  # the most share few
+        seen = () if sequence.media is None else sequence.media.spans[-1:]  # another question may follow
+        shared = [sequence.system_tokens, *(span.stop for span in seen), *sorted(others)]  # the most share few
         chosen = states.chosen(tokens, reused, shared, adapter)
         return {place: partial(states.keep, slot, tokens, place, adapter) for place in chosen}
 

@@ -144,9 +144,9 @@ class _DepthCounts:
     accepted: float = 0.0
     tried: float = 0.0
 
-    def fade(self) -> None:
+    def fade(self, kept: float) -> None:
         if self.tried > LASTING_EVIDENCE:
-            factor = max(1.0 - 1.0 / MEMORY, LASTING_EVIDENCE / self.tried)
+            factor = max(kept, LASTING_EVIDENCE / self.tried)
             self.accepted *= factor
             self.tried *= factor
 
@@ -174,12 +174,13 @@ class AcceptanceModel:
         depths = range(max((plan.steps for plan in plans), default=0))
         self._tallies = {group: [_DepthCounts() for _ in depths] for group in self._gains}
 
-    def record(self, plan: DraftPlan | None, lengths: Sequence[int]) -> None:
+    def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
         """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
-        and with a step of another kind (None), earlier ones count for less."""
+        and with so many `steps` of another kind (None), earlier ones count for less."""
+        kept = (1.0 - 1.0 / MEMORY) ** steps
         for tallies in self._tallies.values():
             for tally in tallies:
-                tally.fade()
+                tally.fade(kept)
         if plan is None:
             return
         tallies = self._tallies[self._groups[plan]]

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
+from edgellm.drafting.own_plans import MOST_KEPT, REFRESHED, OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, DraftingReport, JointTokens, Option, reported
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
@@ -28,14 +28,9 @@ from edgellm.engines.speculation.suffix_index import SuffixIndex
 #: captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
-#: What is chosen anew must promise so many times the tokens a second of what is in use; given candidates, whose
-#: promises are the best of many, of what is done otherwise; and so must joint rounds, which give that in any case.
-SWITCHING_GAIN, GAIN, JOINT_GAIN = 1.02, 1.2, 1.05
-#: The share of the time that tries may lose where drafting does not pay, and where it does that of trying other plans,
-#: and the share of a round that a try counts as losing at least.
-TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
-#: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
-FEARED = 5.0
+#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
+#: otherwise; and so must joint rounds, which give that in any case.
+GAIN, JOINT_GAIN = 1.2, 1.05
 #: No step counts as having taken so many times longer than expected: it was interrupted.
 INTERRUPTED = 1.25
 #: After so many rounds of given candidates one step is taken without, so that what they are compared with stays known.
@@ -48,10 +43,9 @@ _PACE, _WORTH_PACE, _ASKING_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
 #: Asking in vain may cost this share of the steps' time, beside the account, and is put off for so many tokens at the
-#: most. Where steps run ahead it costs nothing while it takes less than `HIDDEN` of a plain step.
-ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 15, 0.3
-#: The draft model's plans are rated anew after so many plain steps, by which its figures fade a little.
-_REFRESHED = 8
+#: most. Where steps run ahead it costs nothing while the host waits for the device behind it, for more than `HIDDEN` of
+#: a plain step: what it does itself behind a step takes some 50 us on a slow host, 0.4 of a small model's.
+ASKED_SHARE, MOST_PATIENCE, HIDDEN = 0.003, 255, 0.5
 
 
 class Learner(Policy):
@@ -89,21 +83,18 @@ class Learner(Policy):
         self.account = Account()
         guess = CAPTURED if ahead else COMPUTED
         self._guess = guess.in_one_pass() if in_one_pass else guess
-        self._chances = {ruled: AcceptanceModel(own) for ruled in (False, True)}
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
-        #: What is done without given candidates, rated: a plain step first. After how many plain steps.
-        self._rated: dict[tuple[int, bool], list[Option]] = {}
-        self._stale = 0
-        self._current: DraftPlan | None = None if adaptive else self.own[0]
         self._best_compared: Option | None = None
-        self._since, self._explored, self._saved = 0, 0, FIRST_SAVED
-        #: Seconds without any own plan, those of all steps, and how many there were when each was in use last.
-        self._undrafted, self._spent, self._used = 0.0, 0.0, dict.fromkeys([None, *own], 0.0)
+        self._since, self._saved = 0, FIRST_SAVED
+        self._choice = OwnPlans(own, adaptive, self.account)
+        #: Plain steps that were not weighed yet, and their seconds.
+        self._plain_steps, self._plain_seconds = 0, 0.0
         self._rounds: Counter[str] = Counter()
         self._joint = JointTokens()
-        #: Seconds that asking for candidates took since the latest step ended, and what it takes.
-        self._asked_for, self._asking = 0.0, 0.0
+        #: Seconds that asking for candidates took since the latest step ended, what it takes, when it was done, and how
+        #: long the host still waits for the device then.
+        self._asked_for, self._asking, self._asked_at, self._waits = 0.0, 0.0, 0.0, 0.0
         #: Without rules: whether a round of given candidates is under way, whether its tokens are known and what
         #: follows was not looked at, and how often another round was best then.
         self._under_way, self._ended, self._again = False, False, 0.5
@@ -143,7 +134,7 @@ class Learner(Policy):
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
             return next((p for p in own if p.longest <= room and runner.is_ready(batch, p, ruled)), None), None
-        if known and self.given_plans and (ruled or self._may_give(sequences)):
+        if known and self.given_plans and (ruled or (self.looks_up and self._may_give(sequences))):
             asks = not waited or (self._ended and not ruled)
             found, best = self._asked(runner, sequences, room, ruled, asks, waited)
             if ruled:
@@ -153,78 +144,21 @@ class Learner(Policy):
             else:
                 self._under_way = best is not None
             if best is not None and not begun:
-                self.account.launched(_risk(times, best))
+                self.account.launched(times.risk(best))
                 return best, [each.cut(best) for each in found]
-        plan = None if begun or not self.own else self._next_own(runner, batch, room, ruled)
-        self.account.launched(_risk(times, plan) if plan is not None and self._adaptive else 0.0)
+        if begun or not self.own:
+            return None, None
+        if not self._adaptive:
+            plan = self._choice.current = first_fitting(self.own, runner, batch, room, ruled)
+        else:
+            step = Step(runner, batch, room, ruled)
+            if not self._choice.keeps(step):
+                self._weigh_plain()
+                self._choice.decide(step, times)
+            plan = self._choice.taken
+        if plan is not None:
+            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
         return plan, None
-
-    def _next_own(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> DraftPlan | None:
-        """What looks best without given candidates, or a try."""
-        possible = self._possible(runner, batch, room, ruled)
-        best = self._best_own(possible)
-        self._current = best.plan
-        tried = self._worth_trying(possible, best) if self._adaptive else None
-        if tried is None:
-            return best.plan
-        self._explored += 1
-        # One at a time, though the next is launched before it is read.
-        self._undrafted, self._used[tried.plan] = 0.0, self._spent
-        return tried.plan
-
-    def _possible(self, runner: DecodingRunner, batch: int, room: int, ruled: bool) -> list[Option]:
-        """The options without given candidates that are ready and for which there is room, a plain step first; one
-        alone where they are not adaptive."""
-        rated = self._rated.get((batch, ruled))
-        if rated is None:
-            rated = self._rated[batch, ruled] = self._ratings(batch, ruled)
-        if not self._adaptive:
-            plan = first_fitting(self.own, runner, batch, room, ruled)
-            return [option for option in rated if option.plan is plan]
-        return rated[:1] + [
-            option
-            for option in rated[1:]
-            if (plan := option.plan) and plan.longest <= room and runner.is_ready(batch, plan, ruled)
-        ]
-
-    def _ratings(self, batch: int, ruled: bool) -> list[Option]:
-        times, reaches = self._times[batch, ruled], self._chances[ruled].reaches()
-        rated = [Option(None, float(batch), times.plain)]
-        for plan, reach in reaches.items():
-            risk = _risk(times, plan) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk, reach))
-        return rated
-
-    def _safe(self, possible: Sequence[Option]) -> list[Option]:
-        """Those that may lose no more than the account affords: a plain step first."""
-        pays = [option.risk for option in possible[1:] if option.rate > possible[0].rate]
-        most = self.account.affordable(min(pays or [option.risk for option in possible[1:]], default=0.0))
-        return [*possible[:1], *(option for option in possible[1:] if option.risk <= most)]
-
-    def _best_own(self, possible: Sequence[Option]) -> Option:
-        """What looks best of them, as far as it is safe."""
-        if not self._adaptive:
-            return possible[0]
-        safe = self._safe(possible)
-        best = max(safe, key=lambda option: option.rate)
-        current = next((option for option in safe if option.plan is self._current), best)
-        return current if current.rate * SWITCHING_GAIN >= best.rate else best
-
-    def _worth_trying(self, possible: Sequence[Option], best: Option) -> Option | None:
-        """An option to try against the forecast: where drafting does not pay the best draft, once the time without has
-        paid for what it may lose, else what pays with its share of the time without it for what it should lose."""
-        others = [option for option in self._safe(possible) if option is not best]
-        if best.plan is None:
-            tried = max(others, key=lambda option: option.rate, default=None)
-            pays = tried is not None and tried.risk * best.seconds <= TRIES_SHARE * self._undrafted
-            return tried if pays else None
-
-        def credit(option: Option) -> float:
-            loss = option.seconds * max(LEAST_LOSS, 1.0 - option.rate / best.rate)
-            return EXPLORATION_SHARE * (self._spent - self._used[option.plan]) / len(self.own) - loss
-
-        tried = max(others, key=credit, default=None)
-        return tried if tried is not None and credit(tried) > 0.0 else None
 
     def _may_give(self, sequences: Sequence[Drafted]) -> bool:
         """Whether there is, or may be, something to give without rules."""
@@ -250,9 +184,9 @@ class Learner(Policy):
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
         began = time.perf_counter()
-        plain = self._times[len(sequences), ruled].plain
-        is_hidden = self._ahead and self._asking < HIDDEN * plain
-        patience = 0 if is_hidden else min(MOST_PATIENCE, int(self._asking / (ASKED_SHARE * plain)))
+        times = self._times[len(sequences), ruled]
+        most = int(self._asking / (ASKED_SHARE * times.plain))
+        patience = 0 if self._is_hidden(times) else min(MOST_PATIENCE, most)
         quiet = patience if asks and self._affords else None
         found = [self.host.proposed(sequence, room - 1, quiet) for sequence in sequences]
         best = self._best_given(runner, found, room, waited, ahead, ruled)
@@ -262,8 +196,13 @@ class Learner(Policy):
         if self._ended and asks:
             self._again += 2 * _PACE * ((best is not None) - self._again)
             self._ended = False
-        self._asked_for += time.perf_counter() - began
+        self._asked_at = time.perf_counter()
+        self._asked_for += self._asked_at - began
         return found, best
+
+    def _is_hidden(self, times: Seconds) -> bool:
+        """Whether the device works for longer than the host asks."""
+        return self._ahead and self._waits > HIDDEN * times.plain
 
     def _best_given(
         self, runner: DecodingRunner, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
@@ -271,7 +210,8 @@ class Learner(Policy):
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or self._since >= MOST_ROUNDS:
             return None
-        times, other = self._times[batch, ruled], self._best_own(self._possible(runner, batch, room, ruled))
+        times = self._times[batch, ruled]
+        other = self._choice.otherwise(Step(runner, batch, room, ruled), times)
         misses = math.prod([1.0 - each.first for each in found])
         if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
             share, spent = 1.0 - misses, misses * times.waiting
@@ -280,7 +220,7 @@ class Learner(Policy):
             share, spent, before = 1.0, -times.waiting if waited else 0.0, float(batch)
         ranked: list[tuple[float, DraftPlan, Option]] = []
         for plan in self.given_plans:
-            affords = ruled or _risk(times, plan) * misses <= self.account.trusted
+            affords = ruled or times.risk(plan) * misses <= self.account.trusted
             if plan.longest <= room and affords:
                 count, seconds = plan.given_nodes + ahead, times.of(plan)
                 tokens = before + sum([each.expected(count) for each in found])
@@ -329,8 +269,8 @@ class Learner(Policy):
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
         times = self._times.get((batch, True))
-        if times is None or self._missed or self._current is not None:
-            return self._missed or self._current is not None
+        if times is None or self._missed or self._choice.current is not None:
+            return self._missed or self._choice.current is not None
         if self._since >= MOST_ROUNDS or self._in_vain >= MOST_IN_VAIN:
             return False
         return self.waits_for(times, self._shares[self._was_round], waits)
@@ -350,32 +290,54 @@ class Learner(Policy):
             return
         batch, takes_given = len(emitted), plan is not None and plan.takes_given
         asked, self._asked_for = self._asked_for, 0.0
-        self.host.learn()
-        self._asking += _ASKING_PACE * (asked - self._asking) if asked and self._asking else asked
-        self._latest, self._since = (batch, ruled), self._since + 1 if takes_given else 0
+        if asked:
+            pace = _ASKING_PACE if self._asking else 1.0
+            self._asking += pace * (asked - self._asking)
+            self._waits += pace * (time.perf_counter() - self._asked_at - self._waits)
         self._rounds[PLAIN if plan is None else plan.name] += 1
-        if self.own and not takes_given:
-            self._chances[ruled].record(plan, emitted)
-            self._undrafted = self._undrafted + seconds if plan is None else 0.0
-            self._spent += seconds
-            self._used[plan] = self._spent
-        times = self._times.get(self._latest)
+        times = self._times.get((batch, ruled))
+        if self._latest != (batch, ruled):
+            self._weigh_plain()
+            self._latest = batch, ruled
         if times is None:
+            if not takes_given:
+                self._choice.ended(plan, emitted, seconds, ruled)
             self._first_step(plan, seconds)
             return
-        seconds = max(seconds - (0.0 if self._ahead else asked), 1e-9)
+        seconds = max(seconds - (0.0 if self._is_hidden(times) else asked), 0.1 * seconds, 1e-9)
+        if plan is None and not waited:
+            self._since = 0
+            self._plain_steps, self._plain_seconds = self._plain_steps + 1, self._plain_seconds + seconds
+            if self._plain_steps >= (REFRESHED if self.looks_up or ruled else MOST_KEPT):
+                self._weigh_plain()
+            return
+        self._weigh_plain()
+        self.host.learn()
         tokens, expected = sum(emitted) / batch, times.plain if plan is None else times.of(plan)
         saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain
-        counts = waited if plan is None else self._adaptive or takes_given
-        self.account.ended(tokens, saved * counts)
+        self.account.ended(tokens, saved * (plan is None or self._adaptive or takes_given), plan is not None)
         if plan is not None and takes_given:
+            self._since += 1
             self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
             if plan.is_joint:
                 self._joint.record(sum(emitted))
+        else:
+            self._since = 0
+            self._choice.ended(plan, emitted, seconds, ruled)
         times.record(plan, seconds, waited and plan is None)
-        self._stale += 1
-        if plan is not None or self._stale >= _REFRESHED:
-            self._rated, self._stale = {}, 0
+        self._choice.forget_ratings(REFRESHED)
+
+    def _weigh_plain(self) -> None:
+        """Take notice of the plain steps since this was done last, all at once."""
+        steps, seconds = self._plain_steps, self._plain_seconds
+        if not steps:
+            return
+        self._plain_steps, self._plain_seconds = 0, 0.0
+        self.host.learn()
+        self._choice.ended(None, (), seconds, self._latest[1], steps)
+        self.account.ended(steps, 0.0, False)
+        self._times[self._latest].record(None, seconds / steps, False, steps)
+        self._choice.forget_ratings(steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
@@ -387,15 +349,11 @@ class Learner(Policy):
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
-        acceptance = self._chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
-        options = self._ratings(batch, ruled) if self._latest in self._times else []
+        acceptance = self._choice.chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
+        times = self._times.get(self._latest)
+        options = [] if times is None else self._choice.ratings(batch, ruled, times)
         if options and self._best_compared is not None:
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
-        chosen = self._current if by_rate is None else by_rate.plan
-        return reported(options, chosen, batch, (dict(self._rounds), self._explored, acceptance))
-
-
-def _risk(times: Seconds, plan: DraftPlan) -> float:
-    """What a round may lose, in plain steps, if nothing is accepted."""
-    return max(0.0, times.of(plan) / times.plain - 1.0)
+        chosen = self._choice.current if by_rate is None else by_rate.plan
+        return reported(options, chosen, batch, (dict(self._rounds), self._choice.explored, acceptance))

@@ -44,7 +44,7 @@ class Said:
         self.history, self.patience = history, patience
         self.news: list[int] = []
         self.proposed: Proposed | None = None
-        self.whole = self.quiet = 0
+        self.whole, self.quiet = 0, patience
 
     @property
     def is_due(self) -> bool:

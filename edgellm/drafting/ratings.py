@@ -157,16 +157,16 @@ class Account:
         return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
     def launched(self, risk: float) -> None:
-        """A step was launched that may lose so much."""
+        """A round was launched that may lose so much."""
         self._risks.append(risk)
 
     def forget(self) -> None:
         """No step is under way."""
         self._risks.clear()
 
-    def ended(self, tokens: float, saved: float) -> None:
-        """A step gave each sequence so many tokens, and saved so many plain steps."""
-        if self._risks:
+    def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
+        """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""
+        if drafted and self._risks:
             self._risks.popleft()
         self._tokens, self._saved = self._tokens + tokens, self._saved + saved
         self._earned = self._earned * math.exp(-tokens / self.EARNED_OVER) + saved

@@ -73,7 +73,7 @@ class Seconds:
         self._doubt = np.outer(rounds, rounds) + np.diag(own**2)
         self._load, self._variance = 0.0, LOAD_DOUBT**2
         #: Plain steps since the latest other one.
-        self._alone = 0
+        self.alone = 0
         self._logs, self._covariance = np.zeros(1 + len(names)), self._doubt.copy()
         if like is not None:  # what another batch size has shown is the first guess
             self._logs, self._covariance = like._logs.copy(), like._covariance + np.diag((own / 2) ** 2)
@@ -96,39 +96,43 @@ class Seconds:
         guessed, places = self._terms_of(plan)
         return self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
 
-    def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False) -> None:
-        """Take notice of a finished step."""
+    def risk(self, plan: DraftPlan) -> float:
+        """What a round may lose, in plain steps, if nothing is accepted."""
+        return max(0.0, self.of(plan) / self.plain - 1.0)
+
+    def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1) -> None:
+        """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
         if plan is None:
             guessed, places = 1.0, [1] if waited else []
         else:
             guessed, places = self._terms_of(plan)
         expected = self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
-        surprise, limit = math.log(max(seconds, 1e-9) / expected), math.log(LARGEST_SURPRISE)
+        surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
         if plan is not None and plan not in self._seen:
             self._seen.add(plan)
             if surprise > math.log(COLD):
                 return
         surprise = max(-limit, min(limit, surprise))
-        if not places and self._alone >= TOLD_APART:  # the load alone, in a tenth of the time
-            self._variance += LOAD_DRIFT**2
-            gain = self._variance / (self._variance + NOISE**2)
+        if not places and self.alone >= TOLD_APART:  # the load alone, in a tenth of the time
+            self._variance += steps * LOAD_DRIFT**2
+            gain = self._variance / (self._variance + NOISE**2 / steps)
             self._load, self._variance = self._load + gain * surprise, (1.0 - gain) * self._variance
         else:
-            self._update([0, *places], surprise)
-        self._alone = 0 if places else self._alone + 1
+            self._update([0, *places], surprise, steps)
+        self.alone = 0 if places else self.alone + steps
 
-    def _update(self, places: list[int], surprise: float) -> None:
-        """A step of which these are the terms took longer than expected, by this logarithm."""
-        steps, covariance = max(1, self._alone), self._covariance
-        if steps > TOLD_APART:
+    def _update(self, places: list[int], surprise: float, steps: int) -> None:
+        """Steps of which these are the terms took longer than expected, by this logarithm."""
+        passed, covariance = max(1, self.alone), self._covariance
+        if passed > TOLD_APART:
             covariance[0] = covariance[:, 0] = 0.0
-        kept = math.exp(-steps / MEMORY)
+        kept = math.exp(-passed / MEMORY)
         self._logs *= kept
         covariance *= kept**2
         covariance += (1.0 - kept**2) * self._doubt
-        covariance[0, 0] = self._variance + LOAD_DRIFT**2
+        covariance[0, 0] = self._variance + steps * LOAD_DRIFT**2
         shared = covariance[:, places].sum(axis=1)
-        gain = shared / (shared[places].sum() + NOISE**2)
+        gain = shared / (shared[places].sum() + NOISE**2 / steps)
         self._logs += gain * surprise
         covariance -= np.outer(gain, shared)
         self._load, self._logs[0] = self._load + float(self._logs[0]), 0.0

@@ -20,7 +20,7 @@ from edgellm.multimodal.image_input import image_of_url, readable_formats
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import Structure, structure_of_response_format
-from edgellm.text.messages import IMAGE_PARTS, checked_variables
+from edgellm.text.messages import checked_variables, is_image
 from edgellm.text.turns import OngoingConversation
 
 #: Fields of `SamplingParams` that requests name alike, those that only this server has among them.
@@ -325,7 +325,7 @@ class Fields:
 
     def _part(self, part: Any, what: str, param: str) -> Any:
         """A part of a message as the engine takes it: text as it is, an image as bytes."""
-        if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
+        if not isinstance(part, dict) or not is_image(part):
             return part
         source = part.get("image_url")
         described = source if isinstance(source, dict) else {"url": source, "detail": part.get("detail")}

@@ -133,7 +133,7 @@ def model_facts(model: ServedModel, name: str, runtime: SpecDecodeRuntime, conte
     can = {
         "embedding": config.is_embedding,
         "completion": not config.is_embedding,
-        "vision": runtime.directory.vision is not None or config.image_token_id is not None,
+        "vision": runtime.directory.vision is not None or "image" in config.media,
         "tools": "tools" in model.template_variables,
         "thinking": reasoning_marks(tokenizer) is not None or harmony_ids(tokenizer) is not None,
     }

@@ -139,9 +139,7 @@ class ImageMemory:
         """Hold so many pixels, which the sequence that is handed over holds from then on until its images are encoded.
         Raises HTTPError where there is no room for them."""
         with self._lock:
-            waiting = sum(
-                image.size[0] * image.size[1] for each in list(self._waiting) for image in tuple(each.prepared_images)
-            )
+            waiting = sum(piece.held_pixels for each in list(self._waiting) for piece in tuple(each.prepared_media))
             if pixels and self._read + waiting + pixels > self._most:
                 raise later(503, "the images of other requests take all the room: ask again", "busy")
             self._read += pixels

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from edgellm.engines.runners.prompt_images import TokenIdentity, before_image
+from edgellm.engines.runners.media import TokenIdentity, before_span
 from edgellm.snapshots.prefixes import reusable_rows
 from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.text.turns import OngoingConversation
@@ -30,19 +30,19 @@ class KVContents:
     A draft's row i was made of base rows up to i and of token i + 1. What of it is missing is recomputed from the
     base's features, so the base recomputes these rows, too. Rows are bound to the adapter that they were computed with,
     those of the draft, too: it takes the base's features. A token of an image is identified by the image's content,
-    not by its id alone (`PromptImages.identities`).
+    not by its id alone (`PromptMedia.identities`).
 
     A model with recurrent states can go on from a slot's rows where it has such a state, too: at the `place` where the
     slot is, or at those of which `kept` has states (None: the model has none, and goes on anywhere). Windows go on as
-    far back as `cut` says (see `LayerState.cut`; None: anywhere). With `whole_images` nothing goes on inside an image:
-    its tokens see all of it.
+    far back as `cut` says (see `LayerState.cut`; None: anywhere). With `whole_media` nothing goes on inside a span
+    of media: its tokens see all of it.
     """
 
     def __init__(
-        self, kept: StateKeeper | None = None, cut: Callable[[int, int], int] | None = None, whole_images: bool = False
+        self, kept: StateKeeper | None = None, cut: Callable[[int, int], int] | None = None, whole_media: bool = False
     ) -> None:
         self._ids: list[TokenIdentity] = []
-        self._kept, self._cut, self._whole_images = kept, cut, whole_images
+        self._kept, self._cut, self._whole_media = kept, cut, whole_media
         #: How many tokens the rows have held since they began anew: those of windows lie over each other.
         self._most = 0
         #: How many tokens the slot's recurrent states have taken; 0 where they are of no use.
@@ -65,12 +65,12 @@ class KVContents:
 
     def reusable(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None = _BOUND) -> int:
         """How much of a prompt to reuse: the longest common prefix, but never the prompt's last token; of that, with
-        recurrent states, what is before the latest place of one, and where images are whole, what is before one.
+        recurrent states, what is before the latest place of one, and where media are whole, what is before one.
 
         It is nothing for an adapter's digest (None: no adapter) that the rows are not bound to, where one is given.
         """
         rows = reusable_rows(self.common(prompt_ids, adapter), len(prompt_ids), self._draft_rows)
-        rows = before_image(prompt_ids, rows) if self._whole_images else rows
+        rows = before_span(prompt_ids, rows) if self._whole_media else rows
         rows = rows if self._cut is None else self._cut(self._most, rows)
         if self._kept is None or not rows:
             return rows

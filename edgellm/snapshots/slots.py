@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.engines.backends.base import Transfer
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.model.states import Edge, is_recurrent
-from edgellm.engines.runners.prompt_images import PromptImages, before_image
+from edgellm.engines.runners.media import PromptMedia, before_span
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
@@ -59,8 +59,8 @@ class SlotSnapshots:
         computed = backend.name, backend.compute_dtype
         self._unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
         self._encoder = encoder_digest(directory, vision_directory)
-        self._whole_images = config.image_tokens > 0
-        self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
+        self._whole_media = config.has_whole_media
+        self._takes_media = bool(config.media or directory.vision or vision_directory)
 
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
         """What this runner's rows are bound to where they are computed with an adapter, and with images by their
@@ -73,21 +73,21 @@ class SlotSnapshots:
         prompt_ids: Sequence[int],
         contents: KVContents,
         adapter: str | None = None,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> int:
         """Put the rows of the snapshot that shares the longest prefix with the prompt into an idle slot.
 
         Only snapshots that were made with the `adapter` are looked at; `contents` must be bound to it. A snapshot with
-        images is of use where these are the first of the prompt's `images`. Nothing is done where the slot's own
+        images is of use where these are the first of the prompt's `media`. Nothing is done where the slot's own
         contents are as good. `contents` then say what the slot holds, and how many rows are reused is the result (0:
         none of a snapshot). A snapshot that proves damaged is dropped, with a warning, and the next best is taken.
         """
-        tokens = prompt_ids if images is None else images.identities(prompt_ids)
-        while (match := self._best_match(prompt_ids, adapter, images)) is not None:
+        tokens = prompt_ids if media is None else media.identities(prompt_ids)
+        while (match := self._best_match(prompt_ids, adapter, media)) is not None:
             held, states = match.stored.facts.tokens, self._states["base"]
             common = states.cut(held, match.common)
             rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))
-            rows = states.cut_windows(held, before_image(tokens, rows) if self._whole_images else rows)
+            rows = states.cut_windows(held, before_span(tokens, rows) if self._whole_media else rows)
             place = common - 1 if match.stored.has_states else common
             rows = min(rows, place)
             if rows <= contents.reusable(tokens):
@@ -117,10 +117,10 @@ class SlotSnapshots:
             self.store.discard(stored)
             raise error
 
-    def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
+    def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, media: PromptMedia | None) -> Match | None:
         """The best match of snapshots with none, one, ... of the prompt's images: the one that shares the longest
         prefix with it."""
-        digests, cut = () if images is None else images.digests, self._states["base"].cut_windows
+        digests, cut = () if media is None else media.digests, self._states["base"].cut_windows
         bindings = [
             self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)
         ]
@@ -134,7 +134,7 @@ class SlotSnapshots:
         contents: KVContents,
         label: str,
         adapter_name: str | None = None,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
         prompt: PromptRecord | None = None,
     ) -> Snapshot:
         """Compute the rows of `token_ids` [N] in an idle slot, with the adapter of a name, and take a snapshot of them.
@@ -148,16 +148,16 @@ class SlotSnapshots:
         adapter = base.adapter_digest(adapter_name)
         contents.bind(adapter)
         contents.replace((), 0 if self._has_draft else None)
-        snapshot = self._unfilled(token_ids, label, adapter, images, prompt)
+        snapshot = self._unfilled(token_ids, label, adapter, media, prompt)
         stops = {len(token_ids) - 1: partial(self._fill, slot, snapshot, of_states=True)} if snapshot.states else None
         try:
-            self._runner.start(slot, token_ids, 0, SamplingValues(), images, stops=stops).wait()
+            self._runner.start(slot, token_ids, 0, SamplingValues(), media, stops=stops).wait()
         except BaseException:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         self._runner.stop(slot)
         self._fill(slot, snapshot)
-        tokens = token_ids if images is None else images.identities(token_ids)
+        tokens = token_ids if media is None else media.identities(token_ids)
         contents.replace(tokens, self._draft_rows(len(token_ids)), len(token_ids))
         return snapshot
 
@@ -166,11 +166,11 @@ class SlotSnapshots:
         token_ids: Sequence[int],
         label: str,
         adapter: str | None,
-        images: PromptImages | None,
+        media: PromptMedia | None,
         prompt: PromptRecord | None,
     ) -> Snapshot:
         """A snapshot of tokens without what a slot holds of them; recurrent states are those before the first."""
-        shown = () if images is None else images.digests[: len(images.within(0, len(token_ids)))]
+        shown = () if media is None else media.digests[: len(media.within(0, len(token_ids)))]
         facts = SnapshotFacts(
             FORMAT_VERSION,
             len(token_ids),
@@ -206,7 +206,7 @@ class SlotSnapshots:
         identity = file_identity(path)
         mapped = read_snapshot(path)
         made_with = None if mapped.facts.binding.adapter == NONE else mapped.facts.binding.adapter
-        shown = mapped.facts.binding.images if self._sees else NONE
+        shown = mapped.facts.binding.images if self._takes_media else NONE
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
         check_binding(path, mapped, expected)
         self._check(path, mapped)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from edgellm.engines.errors import DeviceMemoryError
-from edgellm.engines.runners.prompt_images import TokenIdentity
+from edgellm.engines.runners.media import TokenIdentity
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.preempted_rows import copies_in, padded_bytes
 

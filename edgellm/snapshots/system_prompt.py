@@ -11,7 +11,14 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefixes import common_tokens, token_key
-from edgellm.text.messages import check_encodable, checked_tools, checked_variables, is_image, strings_in, text_of_part
+from edgellm.text.messages import (
+    check_encodable,
+    checked_tools,
+    checked_variables,
+    media_kind,
+    strings_in,
+    text_of_part,
+)
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
 
@@ -58,18 +65,18 @@ class PromptRecord:
     def of(
         cls,
         prompt: SystemPrompt,
-        image_digests: Sequence[str] = (),
+        digests_shown: Sequence[str] = (),
         tools: Tools | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> PromptRecord:
-        """The record of a prompt with images of these digests, in their order. Raises RequestError."""
-        digests = iter(image_digests)
+        """The record of a prompt that shows media of these digests, in their order. Raises RequestError."""
+        digests = iter(digests_shown)
         content = (
             prompt
             if isinstance(prompt, str)
             else [
-                {"type": "image", "digest": next(digests)}
-                if is_image(part)
+                {"type": kind, "digest": next(digests)}
+                if (kind := media_kind(part)) is not None
                 else {"type": "text", "text": text_of_part(part, f"part {number} of the system prompt")}
                 for number, part in enumerate(prompt, 1)
             ]

@@ -1,4 +1,4 @@
-"""Messages, tools and variables before a chat template sees them: checked, with their images."""
+"""Messages, tools and variables before a chat template sees them: checked, with what they show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,23 +24,23 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
 
 
-def checked_messages(messages: Sequence[dict[str, Any]], takes_images: bool = False) -> list[dict[str, Any]]:
+def checked_messages(messages: Sequence[dict[str, Any]], media: Collection[str] = ()) -> list[dict[str, Any]]:
     """A copy of `messages` as chat templates take them, or `RequestError` that names the message.
 
-    A `content` is text, or a list of parts: {"type": "text", "text": ...}, and {"type": "image"} for each image where a
-    model `takes_images`; that of an assistant's message may be empty, or None beside tool calls. Keys whose value is
-    None, and unknown ones with an empty list, are left out, as clients of OpenAI's API send them. `reasoning_content`
-    and `thinking`, the two names under which templates look for it, both hold what is given under one of
-    `REASONING_KEYS`.
+    A `content` is text, or a list of parts: {"type": "text", "text": ...}, and {"type": "image"} for each image where
+    that is among the kinds of `media` that a model takes; that of an assistant's message may be empty, or None beside
+    tool calls. Keys whose value is None, and unknown ones with an empty list, are left out, as clients of OpenAI's API
+    send them. `reasoning_content` and `thinking`, the two names under which templates look for it, both hold what is
+    given under one of `REASONING_KEYS`.
     """
     is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
     require_kind(is_list, "messages", messages, "a list of messages")
     if not messages:
         raise RequestError("there are no messages: expected at least one")
-    return [_checked_message(message, number, takes_images) for number, message in enumerate(messages, 1)]
+    return [_checked_message(message, number, media) for number, message in enumerate(messages, 1)]
 
 
-def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str, Any]:
+def _checked_message(message: Any, number: int, media: Collection[str]) -> dict[str, Any]:
     what = f"message {number}"
     require_kind(isinstance(message, dict), what, message, "an object with role and content")
     role = message.get("role")
@@ -52,7 +52,7 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
         raise RequestError(
             f"{what} has the unknown key {unknown[0]}: expected role, content, or one of {', '.join(EXTRA_KEYS)}"
         )
-    content = _checked_content(message, number, takes_images)
+    content = _checked_content(message, number, media)
     if role == "user" and not any(text.strip() for text in shown_texts(content)):
         raise RequestError(f"{what} (user) is empty: write something for the model to answer")
     extras = {key: given[key] for key in EXTRA_KEYS if key in given}
@@ -78,7 +78,7 @@ def shown_texts(content: Any) -> list[str]:
     return [content] if isinstance(content, str) else [part.get("text", "image") for part in content or ()]
 
 
-def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -> str | list[dict[str, Any]] | None:
+def _checked_content(message: dict[str, Any], number: int, media: Collection[str]) -> str | list[dict[str, Any]] | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -90,41 +90,51 @@ def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -
     parts = []
     for place, part in enumerate(content, 1):
         what = part_name(number, place, message)
-        if not is_image(part):
+        kind = media_kind(part)
+        if kind is None:
             parts.append({"type": "text", "text": text_of_part(part, what)})
-        elif not takes_images:
+        elif kind not in media:
             raise RequestError(
-                f"{what} is of type {part['type']!r}, but this model has no vision engine: send text only"
+                f"{what} is of type {part['type']!r}, but this model has no {ENCODER_NAMES[kind]}: send text only"
             )
         else:
-            image_of_part(part, what)
-            parts.append({"type": "image"})
+            media_of_part(part, kind, what)
+            parts.append({"type": kind})
     return parts
 
 
-IMAGE_PARTS = ("image", "image_url", "input_image")
+#: The kinds of media that parts of messages show, by the parts' types.
+MEDIA_PARTS = dict.fromkeys(("image", "image_url", "input_image"), "image")
 _OTHER_PARTS = ("video", "video_url", "audio", "input_audio")
-#: Where an image part may have its image: the key, and whether it is a URL or a path.
-_SOURCES = (("image", False), ("path", True), ("url", True), ("image_url", True))
+#: By kind, where a part may have what it shows: the key, and whether it is a URL or a path; and how to write it.
+_SOURCES = {"image": (("image", False), ("path", True), ("url", True), ("image_url", True))}
+_EXAMPLES = {
+    "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,... or a path"}} and '
+    '{"type": "image", "image": a path, bytes, a Pillow image or an array}'
+}
+#: By kind, what a model has that takes it, as errors name it.
+ENCODER_NAMES = {"image": "vision model"}
 _TEXT_EXAMPLE = '{"type": "text", "text": "..."}'
 
 
 @dataclass(frozen=True, eq=False)
-class ImageReference:
-    """An image that a request shows: its `source`, as `read_image` takes it, or text: a URL or a path (`is_url`).
+class MediaReference:
+    """A piece of a `kind` of media that a request shows: its `source`, as `read_image` takes an image, or text: a URL
+    or a path (`is_url`).
 
-    `channels` is the order of an array's colours, "RGB" or "BGR"; `name` says in errors which image it is.
+    `channels` is the order of an array's colours, "RGB" or "BGR"; `name` says in errors which piece it is.
     """
 
     source: Any
     is_url: bool
     channels: Literal["RGB", "BGR"]
     name: str
+    kind: str = "image"
 
 
 def text_of_part(part: Any, what: str) -> str:
     """The text of a text part; RequestError names anything else."""
-    if not is_image(part):
+    if media_kind(part) is None:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _OTHER_PARTS:
             raise RequestError(f"{what} is of type {kind!r}: only text and images can be sent")
@@ -133,9 +143,15 @@ def text_of_part(part: Any, what: str) -> str:
     raise RequestError(f"{what} is not a text part: expected {_TEXT_EXAMPLE}")
 
 
+def media_kind(part: Any) -> str | None:
+    """The kind of media that a part of a message shows; None for text, and for what is no part."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return MEDIA_PARTS.get(kind) if isinstance(kind, str) else None
+
+
 def is_image(part: Any) -> bool:
     """Whether a part of a message is an image."""
-    return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
+    return media_kind(part) == "image"
 
 
 def show_images(messages: Sequence[Any]) -> bool:
@@ -144,40 +160,42 @@ def show_images(messages: Sequence[Any]) -> bool:
     return any(isinstance(content, list) and any(map(is_image, content)) for content in contents)
 
 
-def image_of_part(part: dict[str, Any], what: str) -> ImageReference:
-    """The image of an image part; RequestError where it has none, or several."""
-    given = [(key, is_url) for key, is_url in _SOURCES if part.get(key) is not None]
+def media_of_part(part: dict[str, Any], kind: str, what: str) -> MediaReference:
+    """What a part of that kind shows; RequestError where it has nothing, or several."""
+    given = [(key, is_url) for key, is_url in _SOURCES[kind] if part.get(key) is not None]
     if len(given) != 1:
         raise RequestError(
-            f"{what} is of type {part['type']!r} and has {'no image' if not given else 'several images'}: expected one "
-            'of {"type": "image_url", "image_url": {"url": "data:image/png;base64,... or a path"}} and '
-            '{"type": "image", "image": a path, bytes, a Pillow image or an array}'
+            f"{what} is of type {part['type']!r} and has {f'several {kind}s' if given else f'no {kind}'}: expected one "
+            f"of {_EXAMPLES[kind]}"
         )
     key, is_url = given[0]
     source = part[key]
-    if key == "image_url" and isinstance(source, dict):
+    if key == f"{kind}_url" and isinstance(source, dict):
         source = source.get("url")
     is_known = not is_url or isinstance(source, str) or hasattr(source, "__fspath__")
     require_kind(is_known, f"{what}: {key}", source, "a data: URL, a file: URL or a path")
-    return ImageReference(source, is_url or isinstance(source, str), part.get("channels", "RGB"), what)
+    return MediaReference(source, is_url or isinstance(source, str), part.get("channels", "RGB"), what, kind)
 
 
-def images_of_messages(messages: Sequence[dict[str, Any]]) -> list[ImageReference]:
-    """The images of a conversation that was checked (`checked_messages`), in order."""
+def media_of_messages(messages: Sequence[dict[str, Any]]) -> list[MediaReference]:
+    """What a conversation that was checked (`checked_messages`) shows, in order."""
     return [
-        image_of_part(part, part_name(index, number, message))
+        media_of_part(part, kind, part_name(index, number, message))
         for index, message in enumerate(messages, 1)
         if isinstance(message.get("content"), list)
         for number, part in enumerate(message["content"], 1)
-        if is_image(part)
+        if (kind := media_kind(part)) is not None
     ]
 
 
-def images_of_prompt(images: Sequence[Any]) -> list[ImageReference]:
+def images_of_prompt(images: Sequence[Any]) -> list[MediaReference]:
     """The images of a prompt without messages: each as `read_image` takes it, a URL, or an image part."""
+    named = [(image, f"image {number}") for number, image in enumerate(images, 1)]
     return [
-        image_of_part(image, name) if is_image(image) else ImageReference(image, isinstance(image, str), "RGB", name)
-        for image, name in ((image, f"image {number}") for number, image in enumerate(images, 1))
+        media_of_part(each, "image", name)
+        if is_image(each)
+        else MediaReference(each, isinstance(each, str), "RGB", name)
+        for each, name in named
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -52,8 +52,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
-        #: Whether messages may show images: one marker for each, where the template puts it.
-        self.takes_images = False
+        #: The kinds of media that messages may show: one marker for each piece, where the template puts it.
+        self.media: Collection[str] = ()
         #: Writes out the marker that the chat template has for an image, where that is not the image's token.
         self.write_images: Callable[[str], str] = str
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
@@ -158,7 +158,7 @@ class Tokenizer:
         does not write that out. `capacity` is that of `encode`.
         """
         require_kind(isinstance(tools, (list, tuple, type(None))), "tools", tools, "a list of tools, or None")
-        checked = checked_messages(messages, self.takes_images)
+        checked = checked_messages(messages, self.media)
         for message in checked:
             message["content"] = unsplit_parts(message["content"], self._special_pattern)
         template = self._required_template()

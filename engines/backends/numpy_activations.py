@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -71,4 +72,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 #: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu, "sigmoid": _sigmoid}
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "sigmoid": _sigmoid,
+    "tanh": np.tanh,
+}

@@ -18,13 +18,13 @@ import numpy as np
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.operations import Operations, Scoring
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
-from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
-from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
+from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
+from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
@@ -247,17 +247,16 @@ class NumpyOperations(Operations[np.ndarray]):
         keys: np.ndarray,
         values: np.ndarray,
         mask: np.ndarray | None,
-        scale: float,
+        scoring: Scoring[np.ndarray],
         *scales: np.ndarray,
-        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
-        of_rows = None if sinks is None else _sinks_of_rows(sinks, kv_heads, tokens)
+        of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
-        grouped = _grouped(query, kv_heads, scale)
+        grouped, cap = _grouped(query, kv_heads, scoring.scale), scoring.cap
         rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
-            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens, of_rows)
+            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens, of_rows, cap)
         else:  # one head at a time: its scores stay in the processor's cache
             context = np.empty_like(grouped)
             for b in range(batch):
@@ -265,7 +264,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 for h in range(kv_heads):
                     head = [each[b, h] for each in rows]
                     sink = None if of_rows is None else of_rows[h]
-                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink)
+                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink, cap)
         return context.reshape(query.shape)
 
     def short_convolution(
@@ -278,13 +277,13 @@ class NumpyOperations(Operations[np.ndarray]):
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        convolution = Convolution(weight, step.activation == "silu", step.gated)
+        convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
         output, inputs = convolved(value, convolution, bias, columns, parents)
         if tokens is not None:
             take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
         return output, inputs
 
-    def gated_delta(
+    def update_matrices(
         self,
         step: GatedDelta,
         rows: np.ndarray,
@@ -292,15 +291,19 @@ class NumpyOperations(Operations[np.ndarray]):
         matrices: np.ndarray,
         a_log: np.ndarray,
         dt_bias: np.ndarray,
+        skip: np.ndarray | None,
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        if skip is None:
+            gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        else:
+            gates = scan_gates(projected, ScanGates(a_log, dt_bias, skip, step.first))
         if tokens is None:
-            return delta_nodes(rows, gates, matrices, parents), gates
+            return delta_nodes(rows, gates, matrices, parents, skip), gates
         output = np.zeros((*rows.shape[:2], *matrices.shape[1:3]), np.float32)
         for slot, count in enumerate(tokens.tolist()):
-            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
+            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count), skip=skip)
         return output.reshape(*rows.shape[:2], -1), gates
 
     def experts(
@@ -322,15 +325,14 @@ class NumpyOperations(Operations[np.ndarray]):
         mask: np.ndarray,
         start_index: np.ndarray,
         window: int,
-        scale: float,
+        scoring: Scoring[np.ndarray],
         *scales: np.ndarray,
-        sinks: np.ndarray | None = None,
     ) -> np.ndarray:
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
             return np.arange(first, start + query.shape[2]), hidden
 
-        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen, sinks)
+        return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
 
     def attention_ahead(
         self,
@@ -340,7 +342,7 @@ class NumpyOperations(Operations[np.ndarray]):
         start_index: np.ndarray,
         last_seen: np.ndarray,
         window: int | None,
-        scale: float,
+        scoring: Scoring[np.ndarray],
         *scales: np.ndarray,
     ) -> np.ndarray:
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
@@ -350,7 +352,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 hidden |= positions <= np.arange(start, start + query.shape[2])[:, None] - window
             return positions, hidden
 
-        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen)
+        return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
@@ -475,15 +477,14 @@ def _ring_attention(
     query: np.ndarray,
     caches: Sequence[np.ndarray],
     start_index: np.ndarray,
-    scale: float,
+    scoring: Scoring[np.ndarray],
     seen: Callable[[int, int], tuple[np.ndarray, np.ndarray | None]],
-    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Attention of queries [B, nq, T, D] over caches [B, nkv, rows, D] that are rings. `seen` gives for a sequence and
     its start the positions [n] of keys, and which of them each token does not see, [T, n] bool (None: it sees all)."""
     tokens, (kv_heads, held) = query.shape[2], caches[0].shape[1:3]
-    grouped = _grouped(query, kv_heads, scale)
-    of_rows = None if sinks is None else _sinks_of_rows(sinks, kv_heads, tokens)
+    grouped = _grouped(query, kv_heads, scoring.scale)
+    of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
     context = np.empty_like(grouped)
     # Of many tokens one head at a time: its scores stay in the processor's cache.
     heads = range(kv_heads) if tokens > 1 else [slice(None)]
@@ -493,7 +494,8 @@ def _ring_attention(
         bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
         for h in heads:
             rows = [each[b, h].take(places, axis=-2) for each in caches]
-            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens, None if of_rows is None else of_rows[h])
+            own_sinks = None if of_rows is None else of_rows[h]
+            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens, own_sinks, scoring.cap)
     return context.reshape(query.shape)
 
 
@@ -508,13 +510,14 @@ def _attend(
     bias: np.ndarray | None,
     first_hidden: int,
     tokens: int,
-    sinks: np.ndarray | None = None,
+    sinks: np.ndarray | None,
+    cap: float,
 ) -> np.ndarray:
     """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), `rows` keys and values [..., n, D], and
     where these are int8 their scales [..., n, 1].
 
     `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
-    `sinks` [..., group * T, 1] are scores without a value.
+    `sinks` [..., group * T, 1] are scores without a value. With a `cap` products become cap tanh(product / cap).
     """
     keys, values, *scales = rows
     if scales:
@@ -522,6 +525,10 @@ def _attend(
     scores = np.matmul(query, keys.swapaxes(-1, -2))
     if scales:
         scores *= scales[0].swapaxes(-1, -2)
+    if cap:
+        scores /= np.float32(cap)
+        np.tanh(scores, out=scores)
+        scores *= np.float32(cap)
     if bias is not None:
         masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
         masked[..., first_hidden:] += bias

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import embedding_name
-from edgellm.engines.model.states import ConvColumns, DeltaMatrix, decoder_states, recurrent_states
+from edgellm.engines.model.states import decoder_states, recurrent_states
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.row_runs import PackedLayout
-from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel
 from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
@@ -31,7 +30,7 @@ def step_modules(
     if "draft" in models:
         found += [TYPICAL, CHAINS]
     base = models.get("base")
-    if "vision" in models or (isinstance(base, DecoderConfig) and base.image_token_id is not None):
+    if "vision" in models or (isinstance(base, DecoderConfig) and base.media):
         found.append(images_source(dtype))  # the encoder may be that of another directory
     return list(dict.fromkeys([*found, *_commits(models)]))
 
@@ -56,7 +55,4 @@ def _commits(models: Mapping[str, ModelConfig]) -> Iterator[ModuleSource]:
     """What takes accepted tokens into recurrent states, of one token or of several."""
     decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
     for state in recurrent_states([state for config in decoders for state in decoder_states(config)]):
-        if isinstance(state, ConvColumns):
-            yield convolution_kernel("commit_columns", state.width).source
-        elif isinstance(state, DeltaMatrix):
-            yield from (delta_kernel("commit_matrices", state.sizes[0], one).source for one in ("true", "false"))
+        yield from (kernel.source for kernel in state.commit_kernels())

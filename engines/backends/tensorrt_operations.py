@@ -12,7 +12,7 @@ from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.operations import Operations, Scoring
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 
@@ -113,8 +113,8 @@ class TensorRTOperations(Operations[Any]):
         functions = self.trt.ActivationType
         if kind == "silu":
             return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
-        if kind == "sigmoid":
-            return self._activation(x, functions.SIGMOID)
+        if kind in ("sigmoid", "tanh"):
+            return self._activation(x, functions.SIGMOID if kind == "sigmoid" else functions.TANH)
         if kind == "quick_gelu":
             slope = self._constant(1.702, len(x.shape), self.compute)
             return self._elementwise(
@@ -183,15 +183,16 @@ class TensorRTOperations(Operations[Any]):
         return method
 
     def attention(
-        self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any, sinks: Any | None = None
+        self, query: Any, keys: Any, values: Any, mask: Any | None, scoring: Scoring[Any], *scales: Any
     ) -> Any:
-        if sinks is not None:
-            raise EngineError("TensorRT has no attention with sinks. Take --backend numpy")
+        if scoring.sinks is not None or scoring.cap:
+            lacks = "sinks" if scoring.cap == 0 else "a cap of scores"
+            raise EngineError(f"TensorRT has no attention with {lacks}: kernels compute it")
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)
             keys, values = (self._slice(cache, (0, 0, 0, 0), seen) for cache in (keys, values))
-        query = self._elementwise(query, self._constant(scale, 4, self.compute), "PROD")
+        query = self._elementwise(query, self._constant(scoring.scale, 4, self.compute), "PROD")
         if self.attention_kind == "native":
             return self._native_attention(query, keys, values, mask)
         return self._composed_attention(query, keys, values, mask)
@@ -227,7 +228,7 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def window_attention(self, query: Any, *others: Any, sinks: Any | None = None) -> Any:
+    def window_attention(self, query: Any, *others: Any) -> Any:
         raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
 
     def attention_ahead(self, query: Any, *others: Any) -> Any:
@@ -236,8 +237,8 @@ class TensorRTOperations(Operations[Any]):
     def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
         raise _without_layer("a short convolution", step.index)
 
-    def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
-        raise _without_layer("the gated delta rule", step.index)
+    def update_matrices(self, step: GatedDelta, *tensors: Any) -> Any:
+        raise _without_layer(step.title.partition(" of layer")[0], step.index)
 
     def experts(self, step: Experts, *tensors: Any) -> Any:
         raise EngineError(f"TensorRT has nothing for {step.title}. Take --backend numpy")

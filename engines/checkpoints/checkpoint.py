@@ -100,7 +100,7 @@ class Checkpoint:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
-        self.tensors = experts_apart(self.tensors, config.get("model_type") == "gpt_oss")
+        self.tensors = experts_apart(self.tensors, config)
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
@@ -184,8 +184,12 @@ class Checkpoint:
                 f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
                 "Take the model's unquantized checkpoint"
             )
-        values = self.raw_bytes(name).view(STORAGE[info.dtype])
-        return values.reshape(info.shape[::-1]).T if info.turned else values.reshape(info.shape)
+        dtype = np.dtype(STORAGE[info.dtype])
+        if not info.turned:
+            return self.raw_bytes(name).view(dtype).reshape(info.shape)
+        (rows, columns), step = info.shape, info.turned * dtype.itemsize
+        lying = replace(info, nbytes=(columns - 1) * step + rows * dtype.itemsize)
+        return np.ndarray(info.shape, dtype, self._files[info.file].bytes_of(lying), strides=(dtype.itemsize, step))
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""

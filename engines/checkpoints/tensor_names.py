@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import TensorInfo
@@ -31,28 +32,42 @@ _OF_GPT_OSS = {
 }
 
 
-def experts_apart(tensors: Mapping[str, TensorInfo], is_gpt_oss: bool = False) -> dict[str, TensorInfo]:
+def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> dict[str, TensorInfo]:
     """The tensors with `...experts.gate_up_proj` [E, 2 I, H] as `...experts.0.gate_proj.weight` [I, H] and so on, by
-    the names that checkpoints have which do not stack them."""
+    the names that checkpoints have which do not stack them. `config` is their `config.json`."""
     found: dict[str, TensorInfo] = {}
-    stacks = _OF_GPT_OSS if is_gpt_oss else _STACKS
+    stacks = _OF_GPT_OSS if config.get("model_type") == "gpt_oss" else _STACKS
     for name, info in tensors.items():
         ending = next((each for each in stacks if name.endswith(each)), "")
         prefix, parts = stacks.get(ending, ("", ("",)))
-        if not prefix or len(info.shape) < 3 or info.shape[1] % len(parts) or info.shape[0] > LARGEST_EXPERTS:
+        turned = len(info.shape) == 3 and _is_turned(name, info, config)
+        stacked = 2 if turned else 1
+        if not prefix or len(info.shape) < 3 or info.shape[stacked] % len(parts) or info.shape[0] > LARGEST_EXPERTS:
             found[name] = info  # a stack that does not fit is found to be unknown
             continue
-        count, rows, *columns = info.shape
-        shape = (rows // len(parts), *columns)
-        turned = is_gpt_oss and name.endswith("_proj")
-        if name.endswith("_blocks"):  # of two codes a byte, as one row
-            shape = (shape[0], math.prod(columns))
-        for place in range(count * len(parts)):
+        rows, shape = info.shape[stacked] // len(parts), info.shape[1:]
+        for place in range(info.shape[0] * len(parts)):
             expert, part = divmod(place, len(parts))
-            own = info.part(place, shape, f"{expert}, {part * shape[0]}:{(part + 1) * shape[0]}")
-            own = replace(own, shape=shape[::-1], turned=True) if turned else own
+            words = f"{expert}, {part * rows}:{(part + 1) * rows}"
+            if turned:
+                whole = info.part(expert, shape, words)
+                first, size = whole.offset + part * whole.nbytes // max(1, shape[0]) // len(parts), whole.nbytes
+                own = replace(whole, shape=(rows, shape[0]), offset=first, nbytes=size // len(parts), turned=shape[1])
+            elif name.endswith("_blocks"):  # of two codes a byte, as one row
+                own = info.part(place, (rows, math.prod(shape[1:])), words)
+            else:
+                own = info.part(place, (rows, *shape[1:]), words)
             found[f"{name.removesuffix(ending)}{prefix}{expert}.{parts[part]}"] = own
     return found
+
+
+def _is_turned(name: str, info: TensorInfo, config: Mapping[str, Any]) -> bool:
+    """Whether each matrix of a stack is the transpose of a linear layer's: gpt-oss's are, and Qwen3-VL's as published,
+    not as transformers 5 writes them: the hidden size tells, as it does there."""
+    family, text = config.get("model_type"), config.get("text_config")
+    if family != "qwen3_vl_moe" or not isinstance(text, dict):
+        return family == "gpt_oss" and name.endswith("_proj")
+    return bool(info.shape[1 if name.endswith("down_proj") else 2] != text.get("hidden_size", 2048))
 
 
 def unwrapped(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

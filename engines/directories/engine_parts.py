@@ -303,7 +303,8 @@ def _check_delta(values: JSONObject, config: DecoderConfig) -> None:
     """What layers with a delta rule multiply by, and what the checkpoint calls their parts."""
     require = partial(_require, values, config)
     has_delta, heads, products = "delta" in config.layer_kinds, config.delta_heads, config.delta_products
-    fits = not has_delta or (len(heads) == 4 and min(heads) >= 1 and heads[1] % heads[0] == 0)
+    has_matrices = has_delta or "mamba" in config.layer_kinds
+    fits = not has_matrices or (len(heads) == 4 and min(heads) >= 1 and heads[1] % heads[0] == 0)
     expected = "expected the numbers of key heads, of value heads, a multiple of that, and their sizes"
     require(fits, "delta_heads", expected)
     counted = tuple(list(dict.fromkeys(products)).index(number) for number in products)

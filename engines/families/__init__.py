@@ -20,15 +20,16 @@ _LISTED = (
         llama.SMOLLM3,
         llama.OLMO2,
         gemma.GEMMA,
+        gemma.GEMMA2,
         gemma.GEMMA3,
         llama.STARCODER2,
         llama.OLMO3,
         llama.EXAONE4,
     ),
-    *(llama.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
+    *(hybrid.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
     *(mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE, mixtures.GPT_OSS),
-    *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL, vision_language.LLAVA),
-    *(vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
+    *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, mixtures.QWEN3_VL_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL),
+    *(vision_language.LLAVA, vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
 )
 #: Every family that is supported, by its `model_type`.
 FAMILIES = {family.name: family for family in _LISTED}

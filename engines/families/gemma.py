@@ -1,5 +1,6 @@
-"""Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
-windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
+"""Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 2: windows in every
+other layer, norms behind attention and MLP, too, and caps of scores and logits. Gemma 3's language model: windows in
+five of six layers, which have a rotary base of their own."""
 
 from __future__ import annotations
 
@@ -30,6 +31,32 @@ GEMMA = Family(
     "GemmaForCausalLM",
     partial(_read, word="gelu"),
     {"head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
+)
+
+
+def read_gemma2(fields: ConfigFields) -> DecoderConfig:
+    """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
+    none."""
+    names = {"attn_logit_softcapping": ("scores_cap", 50.0), "final_logit_softcapping": ("logits_cap", 30.0)}
+    caps = {cap: fields.positive(name, usual, largest=1e6) for name, (cap, usual) in names.items()}
+    given = {cap: fields.values[name] for name, (cap, _) in names.items() if name in fields.values}
+    caps |= {cap: 0.0 for cap, value in given.items() if value is None}
+    scale = fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
+    return _read(fields, None, windowed=windowed_but_every(2), attention_scale=scale, post_norms=True, **caps)
+
+
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    read_gemma2,
+    {
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "hidden_act": _TANH_GELU,
+    },
 )
 
 

@@ -3,7 +3,8 @@
 LFM2 and LFM2.5: gated short convolutions in most layers, attention with norms on query and key in the others. Qwen3.5:
 the gated delta rule in three of four layers, gated attention with a partial rotary embedding in the others; its
 checkpoints have Qwen3-VL's vision encoder, whose features go in at the image tokens alone, and a draft head, whose
-tensors the decoder leaves alone.
+tensors the decoder leaves alone. Granite 4: Mamba-2 in all layers, in nine of ten or in none, else attention, mostly
+without a rotary embedding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields, layer_count
+from edgellm.engines.families.llama import read_granite
 from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
@@ -166,3 +168,60 @@ def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
 
 QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, QWEN3_5_DEFAULTS)
 QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", read_qwen3_5)
+
+_GRANITE4_TYPES = {
+    **dict.fromkeys(("attention", "full_attention"), "attention"),
+    **dict.fromkeys(("mamba", "linear_attention"), "mamba"),
+}
+
+
+def _read_granite4(fields: ConfigFields) -> DecoderConfig:
+    """Granite 3 with other names, layers of Mamba-2 beside those that attend, and no mixture of experts: gate and up
+    are one layer of the checkpoint. `position_embedding_type` says whether there is a rotary embedding."""
+    kinds = fields.layer_kinds(_GRANITE4_TYPES, ["mamba"] * layer_count(fields))
+    own = _mamba_layers(fields, kinds) if "mamba" in kinds else {}
+    unrotated = range(0 if fields.values.get("position_embedding_type") == "rope" else layer_count(fields))
+    fields.values = fields.values | {"intermediate_size": fields.size("shared_intermediate_size") or 1}
+    return read_granite(fields, naming="granitemoehybrid", nope_layers=tuple(unrotated), **own)
+
+
+def _mamba_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """What the layers of Mamba-2 are, among those of all `kinds`, for `read_decoder`."""
+    if fields.switch("mamba_proj_bias"):
+        fields.refuse("mamba_proj_bias", True, "supported are projections without biases")
+    limit = fields.values.get("time_step_limit")
+    if limit not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        fields.refuse("time_step_limit", limit, "supported are step sizes without limits")
+    groups, heads = fields.size("mamba_n_groups"), fields.size("mamba_n_heads")
+    inner = fields.size("mamba_expand") * fields.size("hidden_size")
+    size = fields.values.get("mamba_d_head")
+    size = inner // max(heads, 1) if size in (None, "auto") else fields.size("mamba_d_head")
+    if heads * size != inner or heads % max(groups, 1):
+        fields.wrong.append(
+            f"mamba_n_heads {heads} of {size} are not mamba_expand times hidden_size, {inner}, or no multiple of "
+            f"mamba_n_groups {groups}"
+        )
+    return {
+        "layer_kinds": kinds,
+        "delta_heads": (groups, heads, fields.size("mamba_d_state"), size),
+        "conv_width": _conv_width(fields, "mamba_d_conv"),
+        "conv_bias": fields.switch("mamba_conv_bias"),
+    }
+
+
+GRANITE4 = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    _read_granite4,
+    {
+        "num_key_value_heads": None,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+    },
+)

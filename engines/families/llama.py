@@ -1,5 +1,5 @@
-"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3 and
-4, SmolLM3, StarCoder2, MiniCPM, ERNIE 4.5, Hunyuan, OLMo-2 and 3, EXAONE 4."""
+"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
+SmolLM3, StarCoder2, MiniCPM, ERNIE 4.5, Hunyuan, OLMo-2 and 3, EXAONE 4."""
 
 from __future__ import annotations
 
@@ -155,23 +155,6 @@ def read_granite(fields: ConfigFields, **own: Any) -> DecoderConfig:
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, {"num_key_value_heads": None})
-
-
-def _read_granite4(fields: ConfigFields) -> DecoderConfig:
-    """Granite 3 with other names, where all layers attend and none has a mixture of experts: gate and up are one layer
-    of the checkpoint. `position_embedding_type` says whether there is a rotary embedding."""
-    fields.layer_kinds({"attention": "attention", "full_attention": "attention"}, ["mamba"] * layer_count(fields))
-    unrotated = range(0 if fields.values.get("position_embedding_type") == "rope" else layer_count(fields))
-    fields.values = fields.values | {"intermediate_size": fields.size("shared_intermediate_size") or 1}
-    return read_granite(fields, naming="granitemoehybrid", nope_layers=tuple(unrotated))
-
-
-GRANITE4 = Family(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    _read_granite4,
-    {"num_key_value_heads": None, "num_local_experts": 8, "shared_intermediate_size": 1024},
-)
 
 
 def _read_minicpm(fields: ConfigFields) -> DecoderConfig:

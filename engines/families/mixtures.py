@@ -1,5 +1,5 @@
 """Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
-LFM2-MoE, gpt-oss, Qwen3.5-MoE."""
+LFM2-MoE, gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from edgellm.engines.families.hybrid import (
     read_qwen3_5_text,
 )
 from edgellm.engines.families.llama import read_granite
+from edgellm.engines.families.qwen import QWEN3_VL_DEFAULTS, read_qwen3_vl
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_EXPERTS, DecoderConfig, Mixture
 
@@ -34,9 +35,12 @@ def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mix
     return Mixture(count, chosen, fields.size(size), **own)
 
 
-def _read_qwen3_moe(fields: ConfigFields) -> DecoderConfig:
+def _read_qwen3_moe(
+    fields: ConfigFields, mrope: tuple[tuple[int, ...], bool] = ((), False), usual: int = 128
+) -> DecoderConfig:
     """Qwen3's attention. Layers of `mlp_only_layers` have an MLP, and those whose number, counted from 1, is no
-    multiple of `decoder_sparse_step`. A window is that of every layer."""
+    multiple of `decoder_sparse_step`. A window is that of every layer. `mrope` is for
+    `read_decoder`, `usual` for `read_mixture`."""
     given, step = fields.values.get("mlp_only_layers"), fields.size("decoder_sparse_step")
     listed, layers = [] if given is None else given, range(layer_count(fields))
     if not isinstance(listed, list) or not all(is_integer(each) for each in listed):
@@ -44,8 +48,8 @@ def _read_qwen3_moe(fields: ConfigFields) -> DecoderConfig:
         listed = []
     dense = tuple(layer for layer in layers if layer in listed or (step and (layer + 1) % step))
     own: dict[str, Any] = {"dense_layers": dense, "normalized": fields.switch("norm_topk_prob")}
-    mixture = read_mixture(fields, "moe_intermediate_size", 128, **own)
-    return read_decoder(fields, windowed=every_layer, **biases(fields), qk_norm=True, mixture=mixture)
+    mixture = read_mixture(fields, "moe_intermediate_size", usual, **own)
+    return read_decoder(fields, mrope=mrope, windowed=every_layer, **biases(fields), qk_norm=True, mixture=mixture)
 
 
 QWEN3_MOE = Family(
@@ -54,6 +58,28 @@ QWEN3_MOE = Family(
     _read_qwen3_moe,
     {"use_sliding_window": False, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8},
 )
+
+
+def _read_qwen3_vl_moe_text(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool]) -> DecoderConfig:
+    """Qwen3-MoE's layers; shares are always normalized, and there are no windows."""
+    fields.values = fields.values | {"norm_topk_prob": True, "sliding_window": None}
+    return _read_qwen3_moe(fields, mrope, usual=60)
+
+
+_QWEN3_VL_MOE = {
+    **QWEN3_VL_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "head_dim": None,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+}
+_read_qwen3_vl_moe = partial(read_qwen3_vl, read=_read_qwen3_vl_moe_text, defaults=_QWEN3_VL_MOE)
+QWEN3_VL_MOE = Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", _read_qwen3_vl_moe)
 
 
 def _read_olmoe(fields: ConfigFields) -> DecoderConfig:

@@ -3,8 +3,9 @@ follow from hidden_size. Qwen2.5-VL and Qwen3-VL: their layers, at positions in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from edgellm.engines.families.decoders import (
     Family,
@@ -74,7 +75,7 @@ _QWEN2_5_VL_TEXT = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0,
 }
-_QWEN3_VL_TEXT = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
+QWEN3_VL_DEFAULTS = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
 
 def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
@@ -86,9 +87,14 @@ def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
 QWEN2_5_VL = Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
 
 
-def _read_qwen3_vl(fields: ConfigFields) -> DecoderConfig:
-    """Positions are interleaved; features of the images are added to the first layers' outputs."""
-    config = read_qwen3(text_fields(fields, _QWEN3_VL_TEXT), mrope=((24, 20, 20), True))
+def read_qwen3_vl(
+    fields: ConfigFields,
+    read: Callable[..., DecoderConfig] = read_qwen3,
+    defaults: Mapping[str, Any] = QWEN3_VL_DEFAULTS,
+) -> DecoderConfig:
+    """Positions are interleaved; features of the images are added to the first layers' outputs. The language model is
+    read by `read`, with its `defaults`."""
+    config = read(text_fields(fields, defaults), mrope=((24, 20, 20), True))
     taps = vision_fields(fields).get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")
@@ -100,4 +106,4 @@ def _read_qwen3_vl(fields: ConfigFields) -> DecoderConfig:
     return replace(config, deepstack_layers=count)
 
 
-QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", _read_qwen3_vl)
+QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl)

@@ -105,7 +105,8 @@ def _read_qwen3(top: ConfigFields) -> _Read:
     if round(positions**0.5) ** 2 != positions:
         fields.expect("num_position_embeddings", positions, "the square of a whole number")
     layers = _layers(fields, "deepstack_visual_indexes", values["num_layers"])
-    return fields, values | {"num_position_embeddings": positions, "deepstack_layers": layers}
+    own = {"family": "qwen3_vl", "num_position_embeddings": positions, "deepstack_layers": layers}  # of mixtures, too
+    return fields, values | own
 
 
 def _read_qwen3_5(top: ConfigFields) -> _Read:
@@ -222,7 +223,7 @@ def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _R
 
 _READERS = {
     "qwen2_5_vl": _read_qwen2_5,
-    "qwen3_vl": _read_qwen3,
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _read_qwen3),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,

@@ -57,7 +57,8 @@ class TensorInfo:
     """Where a tensor lies: `offset` in bytes from the start of `file`, `nbytes` long, C-ordered.
 
     `dtype` is the project's name: "float16", "bfloat16", "float32", or one that models are not computed in. With
-    `turned` a matrix is the transpose of what lies there.
+    `turned` a matrix [N, K] is the transpose of N columns of what lies there, which has rows of so many; `offset` is
+    that of the first.
     """
 
     name: str
@@ -66,7 +67,7 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
-    turned: bool = False
+    turned: int = 0
 
     def part(self, number: int, shape: tuple[int, ...], rows: str) -> TensorInfo:
         """The tensor of a `shape` that lies in this one behind `number` others like it; `rows` says where, in words."""

@@ -104,6 +104,18 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
+def _gemma2(metadata: Metadata, config: _Config) -> _Config:
+    """The largest, of 46 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
+    beyond float16."""
+    layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    return {
+        "query_pre_attn_scalar": hidden / heads if layers == 46 and heads and hidden else config["head_dim"],
+        "sliding_window": metadata.whole("attention.sliding_window") or None,
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
+    }
+
+
 def _gemma3(metadata: Metadata, config: _Config) -> _Config:
     """The largest, of 62 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
     beyond float16."""
@@ -341,6 +353,7 @@ _ARCHITECTURES = {
     "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=_LFM2_NAMES),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
+    "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
     "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
     "phi3": Architecture(
         "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 
@@ -24,9 +24,9 @@ HEADS = ("as-published", "int8", "int4")
 #: What is asked for a draft's linear layers and its own head: "auto" is as the base's layers are.
 DRAFT_WEIGHTS = ("auto", *HEADS)
 #: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
-LAYER_KINDS = ("attention", "window", "convolution", "delta")
+LAYER_KINDS = ("attention", "window", "convolution", "delta", "mamba")
 #: Those of them whose state follows from the whole text before, and cannot be cut.
-RECURRENT_KINDS = ("convolution", "delta")
+RECURRENT_KINDS = ("convolution", "delta", "mamba")
 #: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
 CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
@@ -81,6 +81,18 @@ class Mixture:
         return Routing(self.experts, self.chosen, *how)
 
 
+class MediaKind(NamedTuple):
+    """A kind of media among the tokens of prompts; its `name` is that of its encoder, too.
+
+    `token_id` stands for each of its tokens. With `tokens` every span of the kind has so many, and each of them sees
+    all of the span; 0: a token sees those before it alone.
+    """
+
+    name: str
+    token_id: int
+    tokens: int = 0
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """Dimensions and switches of a decoder, read from a checkpoint's `config.json` by its family.
@@ -100,7 +112,8 @@ class DecoderConfig:
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
     they are layer norms, with a bias, and `rms_norm_eps` is theirs. Embeddings are multiplied by `embedding_scale`,
     what attention and MLP add to the residual stream by `residual_scale`, scores of attention by `attention_scale`
-    (None: head_dim ** -0.5), logits by `logits_scale`. `nope_layers` have no rotary embedding. With `fused_projections`
+    (None: head_dim ** -0.5), logits by `logits_scale`. Where a `scores_cap` or a `logits_cap` is above 0, these become
+    cap tanh(x / cap) then (Gemma 2). `nope_layers` have no rotary embedding. With `fused_projections`
     the checkpoint holds q, k and v as one tensor `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window"
     look back on `sliding_window` tokens alone, their own included; `local_rope_theta` is the base of their rotary
     embedding, unscaled, where it is one of its own (Gemma 3). With `post_norms` what attention and MLP give is normed
@@ -112,7 +125,8 @@ class DecoderConfig:
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
-    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes;
+    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes, or the state
+    space of Mamba-2 behind one, whose groups and heads, the sizes of its state and of its heads, they are;
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
@@ -177,11 +191,27 @@ class DecoderConfig:
     attention_sinks: bool = field(default=False, metadata=ADDED_LATER)
     rotates_neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind_rotation: bool = field(default=False, metadata=ADDED_LATER)
+    scores_cap: float = field(default=0.0, metadata=ADDED_LATER)
+    logits_cap: float = field(default=0.0, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
         """Whether texts become vectors, and none is continued."""
         return self.pooling != POOLINGS[0]
+
+    @property
+    def media(self) -> dict[str, MediaKind]:
+        """The kinds of media that its prompts can have, by their names."""
+        return {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+
+    def image_kind(self, token_id: int) -> MediaKind:
+        """What images are to this model where a vision encoder says that `token_id` stands for them."""
+        return MediaKind("image", token_id, self.image_tokens)
+
+    @property
+    def has_whole_media(self) -> bool:
+        """Whether there are spans each token of which sees all of the span."""
+        return any(kind.tokens for kind in self.media.values())
 
     @property
     def window(self) -> int | None:
@@ -217,7 +247,7 @@ class DecoderConfig:
 
     @property
     def delta_channels(self) -> int:
-        """Width of the delta rule's queries, keys and values together, which are convolved."""
+        """Width of the delta rule's queries, keys and values, or of Mamba-2's x, B and C, which are convolved."""
         key_heads, value_heads, key_size, value_size = self.delta_heads
         return 2 * key_heads * key_size + value_heads * value_size
 

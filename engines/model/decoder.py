@@ -8,8 +8,8 @@ from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KIN
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
-from edgellm.engines.model.states import DeltaMatrix, Edge
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.states import DeltaMatrix, Edge, SpaceMatrix
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
@@ -98,6 +98,7 @@ class LayerWeights(NamedWeights):
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
             config.rotates_neighbours,
             config.norms_behind_rotation,
+            config.scores_cap,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
@@ -146,6 +147,25 @@ class LayerWeights(NamedWeights):
             GatedNorm("recalled", "delta", *gate, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]
         return steps, self.linear("linear_attn.out_proj", config.hidden_size, heads * size, False)
+
+    def mamba(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
+        """Mamba-2's mixer, to "recalled", and what that goes through. One linear layer projects the gate z of the norm,
+        x, B and C, which are convolved, and the step sizes."""
+        config, channels, width = self._config, self._config.delta_channels, self._config.conv_width
+        groups, heads, state_size, size = config.delta_heads
+        inner, hidden = heads * size, config.hidden_size
+        rows, _ = SpaceMatrix(index, (groups, heads), (state_size, size)).kept_names
+        weight = self.weight("mamba.conv1d.weight", channels, width, dtype=_SMALL, part=(channels, 1, width))
+        bias = self.weight("mamba.conv1d.bias", channels, dtype=_SMALL) if config.conv_bias else None
+        a_log, dt_bias, skip = (self.weight(f"mamba.{name}", heads, dtype=_SMALL) for name in ("A_log", "dt_bias", "D"))
+        scan = (groups, heads), (state_size, size), inner + channels, a_log, dt_bias, skip
+        steps = [
+            NormLinear("projected", (normed,), self.linear("mamba.in_proj", inner + channels + heads, hidden, False)),
+            ShortConvolution(rows, "projected", index, channels, width, weight, bias, "silu", first=inner),
+            SelectiveScan("scanned", rows, "projected", index, *scan),
+            GatedNorm("recalled", "scanned", "projected", 0, groups, self.norm("mamba.norm", inner, 0.0), True),
+        ]
+        return steps, self.linear("mamba.out_proj", hidden, inner, False)
 
     def _delta_projections(self, normed: Input, widths: tuple[int, ...]) -> tuple[list[Step], list[tuple[str, int]]]:
         """The linear layers of `DELTA_PROJECTIONS`, and of each projection the value and the column where it begins."""
@@ -265,7 +285,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     head = Linear(name.removesuffix(".weight"), single_weight(name, config.vocab_size, hidden))
     keep = _tap(taps, layers)
     normed = Input(value, (final,))
-    steps.append(NormLinear("logits", (normed,), head, scale=config.logits_scale, keep=keep, selects=selects_late))
+    scale, cap = config.logits_scale, config.logits_cap
+    steps.append(NormLinear("logits", (normed,), head, scale=scale, keep=keep, selects=selects_late, cap=cap))
     outputs: Edge = {"logits": ((shape.batch, shape.selected, config.vocab_size), "float32")}
     if taps:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")
@@ -293,7 +314,7 @@ def decoder_layer(
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = layer.input(value, "input_layernorm")
     if kind in RECURRENT_KINDS:
-        steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
+        steps, output = getattr(layer, kind)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output, config.mixture_of(index))
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)

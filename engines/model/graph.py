@@ -13,9 +13,9 @@ from typing import Any, Generic
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
-from edgellm.engines.model.operations import Operations, Tensor
+from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -61,7 +61,8 @@ class ProgramGraph(Generic[Tensor]):
             Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
-            GatedDelta: cls._gated_delta,
+            GatedDelta: cls._update_matrices,
+            SelectiveScan: cls._update_matrices,
             GatedNorm: cls._gated_norm,
             EncoderAttention: cls._encoder_attention,
             Gather: cls._gather,
@@ -148,6 +149,9 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
+        if step.cap:
+            y = operations.activation(operations.scale(operations.to_float32(y), 1 / step.cap), "tanh")
+            y = operations.scale(y, step.cap)
         self._values[step.output] = y
 
     def _linear_residual(self, step: LinearResidual) -> None:
@@ -213,16 +217,14 @@ class ProgramGraph(Generic[Tensor]):
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values, *scales = self._update_rows(step, key, value)
-        sinks = None if step.sinks is None else self._weights[step.sinks.name]
+        scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self._weights[step.sinks.name])
         if step.looks_ahead:
             seen = given[LAST_SEEN]
-            context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
+            context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
         elif step.window is None:
-            context = operations.attention(query, keys, values, mask, step.scale, *scales, sinks=sinks)
+            context = operations.attention(query, keys, values, mask, scoring, *scales)
         else:
-            context = operations.window_attention(
-                query, keys, values, mask, start, step.window, step.scale, *scales, sinks=sinks
-            )
+            context = operations.window_attention(query, keys, values, mask, start, step.window, scoring, *scales)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
@@ -272,16 +274,17 @@ class ProgramGraph(Generic[Tensor]):
         )
         self._say_committed(step)
 
-    def _gated_delta(self, step: GatedDelta) -> None:
+    def _update_matrices(self, step: GatedDelta) -> None:
         given, weights, (matrices,) = self._values, self._weights, self._state_names[id(step)]
         _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
-        given[step.output], given[kept] = self._operations.gated_delta(
+        given[step.output], given[kept] = self._operations.update_matrices(
             step,
             given[step.value],
             given[step.gates],
             given[matrices],
             weights[step.a_log.name],
             weights[step.dt_bias.name],
+            weights[step.skip.name] if isinstance(step, SelectiveScan) else None,
             given.get("node_parents"),
             given.get("state_tokens"),
         )
@@ -289,10 +292,17 @@ class ProgramGraph(Generic[Tensor]):
 
     def _gated_norm(self, step: GatedNorm) -> None:
         operations, value = self._operations, self._values[step.value]
-        width = step.heads * step.norm.weight.shape[0]
-        normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
-        gate = operations.split(self._values[step.gate], (step.first, width), axis=2)[1]
+        width = self._program.kinds[step.value][0][-1]
+        ends = [size for size in (step.first, width) if size]
+        gate = operations.split(self._values[step.gate], ends, axis=2)[len(ends) - 1]
         gate = operations.activation(operations.to_float32(gate), "silu")
+        if step.gates_first:
+            parts = operations.split_heads(operations.multiply(value, gate), step.heads)
+            weight = operations.reshape(self._weights[step.norm.weight.name], (step.heads, 1, width // step.heads))
+            normed = operations.merge_heads(operations.rms_norm(parts, weight, step.norm.epsilon, 0.0))
+            self._values[step.output] = operations.to_compute(normed)
+            return
+        normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
         self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
 
     def _say_committed(self, step: Stateful) -> None:
@@ -313,7 +323,7 @@ class ProgramGraph(Generic[Tensor]):
         mask = None if step.mask is None else self._values[step.mask]
         blocks = _query_blocks(count * heads, rows)
         parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-        contexts = [operations.attention(part, key, value, mask, size**-0.5) for part in parts]
+        contexts = [operations.attention(part, key, value, mask, Scoring(size**-0.5)) for part in parts]
         context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
         merged = operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
         self._values[step.output] = merged

@@ -9,12 +9,24 @@ that attention reads (the key range), V vocabulary, R rotary size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 
 Tensor = TypeVar("Tensor")
+
+
+@dataclass(frozen=True)
+class Scoring(Generic[Tensor]):
+    """How the products of queries and keys become the scores of a softmax: times `scale`, and with a `cap` above 0
+    then cap tanh(score / cap), all before a mask hides some. `sinks` [nq] are scores beside those of keys, which count
+    in the softmax of their head alone."""
+
+    scale: float
+    cap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class Operations(Protocol[Tensor]):
@@ -55,7 +67,7 @@ class Operations(Protocol[Tensor]):
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
         "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
-        "sigmoid"."""
+        "sigmoid"; "tanh"."""
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
@@ -100,16 +112,14 @@ class Operations(Protocol[Tensor]):
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
-        scale: float,
+        scoring: Scoring[Tensor],
         *scales: Tensor,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
         softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
-        weights. Query head h uses key-value head h // (nq / nkv). `sinks` [nq] are scores beside those of keys, which
-        count in the softmax of their head alone.
+        weights. Query head h uses key-value head h // (nq / nkv).
         """
 
     def short_convolution(
@@ -129,7 +139,7 @@ class Operations(Protocol[Tensor]):
         `tokens` [B] the columns become, in place, those behind so many rows; what rows behind these get is no matter.
         """
 
-    def gated_delta(
+    def update_matrices(
         self,
         step: GatedDelta,
         rows: Tensor,
@@ -137,11 +147,12 @@ class Operations(Protocol[Tensor]):
         matrices: Tensor,
         a_log: Tensor,
         dt_bias: Tensor,
+        skip: Tensor | None,
         parents: Tensor | None,
         tokens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What the step computes of `rows` [B, T, 2 Hk Dk + Hv Dv]: the output [B, T, Hv Dv], and g, then beta, of each
-        value head, [B, T, 2 Hv]; both float32.
+        value head, [B, T, 2 Hv]; both float32. With `skip` [Hv] it is a `SelectiveScan`.
 
         b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
@@ -169,9 +180,8 @@ class Operations(Protocol[Tensor]):
         mask: Tensor,
         start_index: Tensor,
         window: int,
-        scale: float,
+        scoring: Scoring[Tensor],
         *scales: Tensor,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 
@@ -187,7 +197,7 @@ class Operations(Protocol[Tensor]):
         start_index: Tensor,
         last_seen: Tensor,
         window: int | None,
-        scale: float,
+        scoring: Scoring[Tensor],
         *scales: Tensor,
     ) -> Tensor:
         """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which

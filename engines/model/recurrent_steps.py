@@ -1,4 +1,5 @@
-"""The steps of layers with a state of their own: short convolutions, gated delta rules, and the norms behind these."""
+"""The steps of layers with a state of their own: short convolutions, gated delta rules, the selective scans of Mamba-2,
+and the norms behind these."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from dataclasses import dataclass, field
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge
+from edgellm.engines.model.states import ConvColumns, DeltaMatrix, Edge, SpaceMatrix
 from edgellm.engines.model.steps import READS, Norm, Stateful, Step, rows_like
 
 
@@ -15,8 +16,8 @@ class ShortConvolution(Stateful):
     """A causal convolution of each channel by itself over the last `width` tokens, in float32.
 
     y_t = sum over j < width of weight[:, width - 1 - j] u_{t-j}, plus the bias, through `activation` ("silu" or none);
-    t - j counts along a node's path where tokens are a tree. u is the first `channels` columns of `value`, and y the
-    output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
+    t - j counts along a node's path where tokens are a tree. u is `channels` columns of `value` from `first` on, and y
+    the output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
     """
 
     value: str = field(metadata=READS)
@@ -27,6 +28,7 @@ class ShortConvolution(Stateful):
     bias: WeightSpec | None = None
     activation: str | None = None
     gated: bool = False
+    first: int = 0
 
     def state(self, shape: EngineShape) -> ConvColumns:
         return ConvColumns(self.index, self.channels, self.width)
@@ -71,14 +73,37 @@ class GatedDelta(Stateful):
 
 
 @dataclass(frozen=True)
+class SelectiveScan(GatedDelta):
+    """The state space of Mamba-2 (Dao and Gu 2024, "Transformers are SSMs"), in float32, token by token.
+
+    `value` [.., H P + 2 G N] holds x, B and C behind their convolution; `heads` are G and H, `sizes` N and P, and head
+    h has B and C of group h // (H / G). In `gates` stands dt [H] from column `first` on. With d = softplus(dt +
+    dt_bias) a head's matrix S [N, P] becomes exp(-exp(a_log) d) S + B (d x)^T; its output [P] is then S^T C + skip x.
+    """
+
+    skip: WeightSpec
+
+    def state(self, shape: EngineShape) -> SpaceMatrix:
+        return SpaceMatrix(self.index, self.heads, self.sizes)
+
+    @property
+    def title(self) -> str:
+        return f"the selective scan of layer {self.index}"
+
+
+@dataclass(frozen=True)
 class GatedNorm(Step):
-    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
+    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on).
+
+    With `gates_first` the norm is that of each part of value times silu(gate), and has a weight for each column of all.
+    """
 
     value: str = field(metadata=READS)
     gate: str = field(metadata=READS)
     first: int
     heads: int
     norm: Norm
+    gates_first: bool = False
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.value][0], "compute")}

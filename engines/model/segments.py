@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Attention, Keep, Reshape, SideBySide, Step
 
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
 #: The steps at which a program is cut: kernels run them.
-BETWEEN = (Attention, ShortConvolution, GatedDelta, GatedNorm)
+BETWEEN = (Attention, ShortConvolution, GatedDelta, SelectiveScan, GatedNorm)
 #: Elements of the matrices that a segment has, unless it has one alone: 192 MiB. A layer of Llama-3.1-8B's shapes is of
 #: three segments, whose largest has 224 of its 416 MiB; smaller models' layers stay whole, which saves the host time.
 MOST_WEIGHTS = 96 << 20

@@ -13,20 +13,24 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import WINDOW_SLACK, EngineLimits
-from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.arrays import ITEM_SIZES, Array
+
+if TYPE_CHECKING:
+    from edgellm.kernels.launch import Kernel
 
 #: Shape and dtype ("compute", or one of `ITEM_SIZES`) by name.
 Edge = dict[str, tuple[tuple[int, ...], str]]
 
 #: What begins the name of the output by which an engine says that it changed a state in its own memory.
 PRESENT = "present_"
-_NAME = re.compile(r"(?:[kv]_(cache|scale)|(conv_columns|delta_matrix))_(?:0|[1-9][0-9]{0,3})")
+_NAME = re.compile(r"(?:[kv]_(cache|scale)|([a-z]+_[a-z]+))_(?:0|[1-9][0-9]{0,3})")
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,47 @@ class WindowRows(KVRows):
 
 
 @dataclass(frozen=True)
-class ConvColumns(LayerState):
+class RecurrentState(LayerState):
+    """A state that a step only reads, and a commit changes: it is of one place in a text, and of no other.
+
+    A kind says here all that others ask for by its name; they know no kind of it.
+    """
+
+    #: What begins the name of its tensor; the layer's number follows.
+    stem: ClassVar[str]
+    #: The method of `RecurrentKernels` that commits layers of this kind.
+    commit: ClassVar[str]
+    #: What begins the names of those values that serve all layers from one place where they are not kept.
+    shared: ClassVar[tuple[str, ...]] = ()
+    #: All kinds, by their stems.
+    kinds: ClassVar[dict[str, type[RecurrentState]]] = {}
+
+    def __init_subclass__(cls, **own: Any) -> None:
+        super().__init_subclass__(**own)
+        if "stem" in vars(cls):
+            RecurrentState.kinds[cls.stem] = cls
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its tensor."""
+        return (f"{self.stem}_{self.index}",)
+
+    @property
+    @abstractmethod
+    def kept_names(self) -> tuple[str, ...]:
+        """Names of what a step keeps of its inputs, that which the step itself makes as the last."""
+
+    @abstractmethod
+    def committed(self, *arrays: Array) -> tuple[Array, ...]:
+        """What the commit takes of the layer: its tensor, and what was kept."""
+
+    @abstractmethod
+    def commit_kernels(self) -> Iterator[Kernel]:
+        """The kernels of its commits, of one token or of several."""
+
+
+@dataclass(frozen=True)
+class ConvColumns(RecurrentState):
     """The last `width` - 1 inputs of a short convolution over `channels`, the latest last, [B, channels, width - 1]
     float32.
 
@@ -141,11 +185,7 @@ class ConvColumns(LayerState):
 
     channels: int
     width: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns."""
-        return (f"conv_columns_{self.index}",)
+    stem, commit = "conv_columns", "commit_columns"
 
     def of_sequence(self, rows: int) -> Edge:
         """The columns, whatever the rows are."""
@@ -160,9 +200,21 @@ class ConvColumns(LayerState):
         """What is convolved: [B, T, channels] float32."""
         return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
 
+    def committed(self, *arrays: Array) -> tuple[Array, ...]:
+        """See `RecurrentState`."""
+        from edgellm.kernels.recurrent.contract import LayerColumns  # NumPy, which the command line does without
+
+        return LayerColumns(*arrays)
+
+    def commit_kernels(self) -> Iterator[Kernel]:
+        """See `RecurrentState`."""
+        from edgellm.kernels.recurrent.launcher import convolution_kernel
+
+        yield convolution_kernel(self.commit, self.width)
+
 
 @dataclass(frozen=True)
-class DeltaMatrix(LayerState):
+class DeltaMatrix(RecurrentState):
     """The recurrent matrix S of each value head of a gated delta rule, float32.
 
     `heads` are the numbers of key and of value heads, `sizes` those of a key (Dk) and of a value (Dv). It is held
@@ -171,11 +223,11 @@ class DeltaMatrix(LayerState):
 
     heads: tuple[int, int]
     sizes: tuple[int, int]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The matrices."""
-        return (f"delta_matrix_{self.index}",)
+    stem, commit, shared = "delta_matrix", "commit_matrices", ("delta_rows",)
+    #: What begins the names of what is kept, and whether kernels are those of scans.
+    rows: ClassVar[str] = "delta_rows"
+    gates: ClassVar[str] = "delta_gates"
+    scans: ClassVar[bool] = False
 
     def of_sequence(self, rows: int) -> Edge:
         """The matrices, whatever the rows are."""
@@ -184,7 +236,7 @@ class DeltaMatrix(LayerState):
     @property
     def kept_names(self) -> tuple[str, str]:
         """Names of queries, keys and values; of decays and weights."""
-        return f"delta_rows_{self.index}", f"delta_gates_{self.index}"
+        return f"{self.rows}_{self.index}", f"{self.gates}_{self.index}"
 
     def kept(self, slots: int, tokens: int) -> Edge:
         """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
@@ -193,6 +245,50 @@ class DeltaMatrix(LayerState):
         width = 2 * self.heads[0] * self.sizes[0] + self.heads[1] * self.sizes[1]
         widths = zip(self.kept_names, (width, 2 * self.heads[1]), strict=True)
         return {name: ((slots, tokens, size), "float32") for name, size in widths}
+
+    def committed(self, *arrays: Array) -> tuple[Array, ...]:
+        """See `RecurrentState`."""
+        from edgellm.kernels.recurrent.contract import LayerMatrices  # NumPy, which the command line does without
+
+        return LayerMatrices(*arrays)
+
+    def commit_kernels(self) -> Iterator[Kernel]:
+        """See `RecurrentState`."""
+        from edgellm.kernels.recurrent.launcher import delta_kernel
+
+        return (
+            delta_kernel("commit_matrices", self.sizes[0], is_one, scans=self.scans) for is_one in ("true", "false")
+        )
+
+
+@dataclass(frozen=True)
+class SpaceMatrix(DeltaMatrix):
+    """The matrix of each head of a state space of Mamba-2, held as that of a delta rule is: its key heads are the
+    groups of B and C, its keys B, its queries C, its values x.
+
+    What is kept are x, B and C, of the same widths together, and step sizes in place of weights.
+    """
+
+    stem, commit, shared = "space_matrix", "commit_scans", ("space_rows",)
+    rows, gates, scans = "space_rows", "space_gates", True
+
+
+def _convolution(config: DecoderConfig, index: int) -> list[RecurrentState]:
+    return [ConvColumns(index, config.hidden_size, config.conv_width)]
+
+
+def _delta(config: DecoderConfig, index: int, matrix_kind: type[DeltaMatrix] = DeltaMatrix) -> list[RecurrentState]:
+    key_heads, value_heads, key_size, value_size = config.delta_heads
+    matrix = matrix_kind(index, (key_heads, value_heads), (key_size, value_size))
+    return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
+
+
+#: Of each of `RECURRENT_KINDS`, the states of a layer.
+_RECURRENT: dict[str, Callable[[DecoderConfig, int], list[RecurrentState]]] = {
+    "convolution": _convolution,
+    "delta": _delta,
+    "mamba": partial(_delta, matrix_kind=SpaceMatrix),
+}
 
 
 def decoder_states(
@@ -205,12 +301,8 @@ def decoder_states(
 
 def _layer_states(config: DecoderConfig, index: int, kv_cache: str, limits: EngineLimits | None) -> list[LayerState]:
     kind = config.layer_kind(index)
-    if kind == "convolution":
-        return [ConvColumns(index, config.hidden_size, config.conv_width)]
-    if kind == "delta":
-        key_heads, value_heads, key_size, value_size = config.delta_heads
-        matrix = DeltaMatrix(index, (key_heads, value_heads), (key_size, value_size))
-        return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
+    if kind in _RECURRENT:
+        return [*_RECURRENT[kind](config, index)]
     rows = KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)
     if limits is None or kind != "window" or not limits.window_rows or config.sliding_window is None:
         return [rows]
@@ -226,10 +318,10 @@ def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:
 
 
 def without_layer(name: str) -> str:
-    """The name of the rows that a convolution gives the delta rule without the number of their layer; others as they
-    are. Where they are not kept, one place serves all layers."""
+    """The name of a value that is `RecurrentState.shared` without the number of its layer; others as they are."""
     prefix, _, number = name.rpartition("_")
-    return prefix if prefix == "delta_rows" and number.isdigit() else name
+    is_shared = number.isdigit() and any(prefix in kind.shared for kind in RecurrentState.kinds.values())
+    return prefix if is_shared else name
 
 
 def saved_dtype(name: str, kv_cache: str) -> str | None:
@@ -237,13 +329,15 @@ def saved_dtype(name: str, kv_cache: str) -> str | None:
     match = _NAME.fullmatch(name)
     if match is None or (match[1] == "scale" and kv_cache == "compute"):
         return None
+    if match[2] is not None and match[2] not in RecurrentState.kinds:
+        return None
     return kv_cache if match[1] == "cache" else "float32"
 
 
 def is_recurrent(name: str) -> bool:
     """Whether a tensor of this name is a recurrent state."""
     match = _NAME.fullmatch(name)
-    return match is not None and match[2] is not None
+    return match is not None and match[2] in RecurrentState.kinds
 
 
 def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
@@ -256,9 +350,9 @@ def state_bytes(edge: Edge, compute_dtype: str) -> int:
     return sum(math.prod(shape) * _item_size(dtype, compute_dtype) for shape, dtype in edge.values())
 
 
-def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
-    """Those of them that a step only reads, and a commit changes: they are of one place in a text, and of no other."""
-    return [state for state in states if state.kept(1, 1)]
+def recurrent_states(states: Iterable[LayerState]) -> list[RecurrentState]:
+    """Those of them that a step only reads, and a commit changes."""
+    return [state for state in states if isinstance(state, RecurrentState)]
 
 
 def exchange_sizes(edge: Edge) -> dict[str, int]:

@@ -221,12 +221,12 @@ class NormParts(Step):
         return {self.output: kinds[self.value]}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NormLinear(Step):
     """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
 
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
-    rows only those that `last_token_ids` names.
+    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap).
     """
 
     inputs: tuple[Input, ...] = field(metadata=READS)
@@ -236,6 +236,7 @@ class NormLinear(Step):
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
+    cap: float = field(default=0.0, metadata=ADDED_LATER)
 
     @property
     def title(self) -> str:
@@ -318,7 +319,7 @@ class Attention(Stateful):
     that are `query_columns` further on than those of keys. Element j of the rotated part is paired with that half of
     the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
     were halves. With `norms_behind` the norms stand behind the rotation. Without query heads (n is 0) rows are written,
-    and nothing is put out.
+    and nothing is put out. With a `cap` above 0 scores become cap tanh(score / cap) before the mask.
     """
 
     value: str = field(metadata=READS)
@@ -337,6 +338,7 @@ class Attention(Stateful):
     query_columns: int = field(default=0, metadata=ADDED_LATER)
     neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind: bool = field(default=False, metadata=ADDED_LATER)
+    cap: float = field(default=0.0, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)

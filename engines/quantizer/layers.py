@@ -76,7 +76,7 @@ def layer_weights(checkpoint: Checkpoint, program: Program) -> dict[str, Any]:
     for spec in [each for each in program.weights.values() if each.experts]:
         matrices = weights[spec.name]
         for expert, own in enumerate(experts_apart(spec)):
-            weights[own.name] = np.require(matrices.of(expert), requirements="W")
+            weights[own.name] = np.require(matrices.of(expert), requirements=["C", "W"])
         weights[spec.name] = _ExpertArrays(weights, spec)
     return weights
 

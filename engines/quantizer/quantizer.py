@@ -189,11 +189,6 @@ class _Run:
         checkpoint, options = self.checkpoint, self.options
         check_options(options, texts)
         config = checkpoint_decoder_config(checkpoint)
-        if config.mixture is not None and config.mixture.limit:
-            raise CheckpointError(
-                f"{checkpoint.path}: gate and up of its experts are one tensor in turn, for which no packed layout of "
-                "integers is known that others read. Take the published release, whose experts are in MXFP4"
-            )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)

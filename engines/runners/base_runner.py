@@ -27,9 +27,9 @@ from edgellm.engines.model.states import decoder_states
 from edgellm.engines.model.steps import LAST_SEEN
 from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages, in_order
-from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.media import PromptMedia
+from edgellm.engines.runners.media_inputs import MediaInputs, MediaRows
 from edgellm.engines.runners.prefill import PrefillingRunner, Stops
-from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
@@ -46,9 +46,9 @@ class FeatureUser:
     """What goes along with the base model and takes its features, as a draft model does; this one leaves them."""
 
     def take_chunk(
-        self, slot: int, following: np.ndarray, position: int, features: Array, images: PromptImages | None
+        self, slot: int, following: np.ndarray, position: int, features: Array, media: PromptMedia | None
     ) -> None:
-        """`features` [1, >= n, F] compute are those of a prompt with `images` from `position` on; `following` [n] int32
+        """`features` [1, >= n, F] compute are those of a prompt with `media` from `position` on; `following` [n] int32
         are its tokens behind each of them, of which there are one less at its end."""
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
@@ -62,7 +62,7 @@ class BaseEngineRunner(PrefillingRunner):
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
     `vision_memory`, what a vision encoder takes (bytes by name). Who goes along is put into `feature_user` before the
     first prompt; what it needs besides is public: `weights`, `states`, `tables`, `offsets` [S] (position less row),
-    `image_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
+    `media_rows`, `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for
     an idle one, which `left` says of the sequence that it had last).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
@@ -130,7 +130,7 @@ class BaseEngineRunner(PrefillingRunner):
         prompt_ids: Sequence[int],
         reused: int,
         sampling: SamplingValues,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
         stops: Stops | None = None,
@@ -140,7 +140,7 @@ class BaseEngineRunner(PrefillingRunner):
         is done what `stops` has for places behind `reused`.
 
         Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
-        context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
+        context allows, not in the vocabulary, or has tokens of media elsewhere than its `media`; the slot is then
         unchanged.
         """
         ids = np.asarray(prompt_ids, np.int64)
@@ -149,13 +149,13 @@ class BaseEngineRunner(PrefillingRunner):
             raise EngineError(f"a prompt of {count} tokens does not fit: 1 to {capacity - 1} tokens are possible")
         if not 0 <= reused < count:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
-        ids = self.checked_ids(ids, images)
-        self._check_images(count, reused, images)
+        ids = self.checked_ids(ids, media)
+        self._check_media(count, reused, media)
         one = slice(slot, slot + 1)
-        self._set_offset(slot, images)
-        for position, tokens, chunk in self._prompt(slot, ids, reused, images, stops or {}):
+        self._set_offset(slot, media)
+        for position, tokens, chunk in self._prompt(slot, ids, reused, media, stops or {}):
             following = ids[position + 1 : position + tokens + 1]
-            self.feature_user.take_chunk(slot, following, position, self._buffers.features(1, chunk), images)
+            self.feature_user.take_chunk(slot, following, position, self._buffers.features(1, chunk), media)
         self.await_rows()
         self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]
@@ -166,7 +166,7 @@ class BaseEngineRunner(PrefillingRunner):
         in_order(self.feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1)))()
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
-        return first if images is None else self.image_rows.checked(slot, first)
+        return first if media is None else self.media_rows.checked(slot, first)
 
     def resume(
         self,
@@ -174,11 +174,11 @@ class BaseEngineRunner(PrefillingRunner):
         text_ids: Sequence[int],
         generated: int,
         sampling: SamplingValues,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
         """Go on in the idle `slot` with a text [N] whose first N - 1 rows it holds, and whose last `generated` tokens
         were drawn: nothing is computed."""
-        self._set_offset(slot, images)
+        self._set_offset(slot, media)
         self._set_sequence(slot, text_ids, generated, sampling)
         self.force_token(slot, text_ids[-1])
         self.lengths[slot] = len(text_ids) - 1
@@ -331,8 +331,8 @@ class BaseEngineRunner(PrefillingRunner):
         self._tokens = backend.zeros((slots,), "int32")
         self._emitted = EmittedRings(backend, slots)
         self._logits = backend.zeros((slots, vocab), "float32")
-        self.image_rows = ImageRows(backend, slots)
-        self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
+        self.media_rows = MediaRows(backend, slots)
+        self._media_inputs = MediaInputs(backend, config, limits, self._tables.rotary, self.media_rows)
         self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, most_logit_rows(limits))
         active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
@@ -356,7 +356,7 @@ class BaseEngineRunner(PrefillingRunner):
 
         def constant() -> dict[str, Array]:
             inputs = bound_inputs(self._step_inputs(shape))
-            bound = self.engine_weights() | inputs | self._image_inputs.engine_inputs(shape)
+            bound = self.engine_weights() | inputs | self._media_inputs.engine_inputs(shape)
             if shape.phase == "prefill" and self.states.is_recurrent:
                 bound["state_tokens"] = self._buffers.state_tokens
             if looks_ahead(self.config, shape):

@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 #: Largest difference of logits from float32 NumPy that a compute dtype explains, relative to the largest logit.
@@ -38,10 +38,10 @@ def open_runner(
 
 
 def greedy_tokens(
-    runner: BaseEngineRunner, prompt_ids: Sequence[int], count: int, images: PromptImages | None = None
+    runner: BaseEngineRunner, prompt_ids: Sequence[int], count: int, media: PromptMedia | None = None
 ) -> list[int]:
     """The first `count` tokens of the greedy answer, end-of-sequence tokens not heeded."""
-    tokens = [int(runner.start(0, prompt_ids, 0, SamplingValues(), images).wait()[0])]
+    tokens = [int(runner.start(0, prompt_ids, 0, SamplingValues(), media).wait()[0])]
     while len(tokens) < count:
         tokens.append(int(runner.decode(1).wait()[0]))
     runner.stop(0)
@@ -49,13 +49,13 @@ def greedy_tokens(
 
 
 def teacher_forced_logits(
-    runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int], images: PromptImages | None = None
+    runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int], media: PromptMedia | None = None
 ) -> np.ndarray:
     """Logits [len(answer_ids), V] float32 from which each of `answer_ids` was, or would have been, drawn.
 
     The prompt goes through the prefill engines, the answer through the decode engine.
     """
-    runner.start(0, prompt_ids, 0, SamplingValues(), images).wait()
+    runner.start(0, prompt_ids, 0, SamplingValues(), media).wait()
     logits = [runner.logits(0)]
     for token in answer_ids[:-1]:
         runner.force_token(0, token)

@@ -16,8 +16,8 @@ from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.adapter_slots import AdaptedRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.image_inputs import ImageInputs
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
+from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import ArrivingRows, StepBuffers
 from edgellm.engines.runners.states import ModelStates
 from edgellm.kernels.arrays import Array, leading
@@ -38,14 +38,14 @@ def prompt_chunks(
     """Cut the tokens of a prompt from `first` to `count` into (tokens, engine's T); chunks end at the `stops`. The last
     chunk before each of them, and the very last, may be padded. `step` is the backend's `prompt_step`.
 
-    Of each of the `whole` spans (first token, tokens), images whose tokens see all of them, no chunk has a part: one
+    Of each of the `whole` spans (first token, tokens), whose tokens see all of them, no chunk has a part: one
     that would end in the middle ends before it, and may be padded, too. None is longer than `prefill_chunk`, and no
     stop is inside one.
     """
     largest = limits.prefill_chunk
     for start, end in pairwise([first, *sorted(place for place in stops if first < place < count), count]):
         if whole:
-            yield from _around_images(limits, step, start, end, whole)
+            yield from _around_spans(limits, step, start, end, whole)
             continue
         sizes, rest = [largest] * ((end - start) // largest), (end - start) % largest
         if rest:
@@ -63,11 +63,11 @@ def _rounded(limits: EngineLimits, step: int | None, tokens: int) -> int:
     return min(-(-tokens // (step or 1)) * (step or 1), limits.prefill_chunk)
 
 
-def _around_images(
+def _around_spans(
     limits: EngineLimits, step: int | None, place: int, end: int, whole: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """See `prompt_chunks`: the largest of the chunks that are cheapest for the rest, or what is in front of the image
-    that it would cut, or that image."""
+    """See `prompt_chunks`: the largest of the chunks that are cheapest for the rest, or what is in front of the span
+    that it would cut, or that span."""
     while place < end:
         tokens = min(end - place, limits.prefill_chunk)
         size = _rounded(limits, step, tokens) if _is_free(step, tokens) else limits.cheapest_chunks(tokens)[0]
@@ -92,7 +92,7 @@ class PrefillingRunner(AdaptedRunner):
     _tables: ModelTables
     _state: SequenceState
     _buffers: StepBuffers
-    _image_inputs: ImageInputs
+    _media_inputs: MediaInputs
     _arriving: ArrivingRows | None = None
 
     def fill(self, slot: int, token_ids: np.ndarray) -> int:
@@ -117,8 +117,8 @@ class PrefillingRunner(AdaptedRunner):
         float32_into(found, "bfloat16" if found.dtype == np.uint16 else found.dtype.name, state)
         return state
 
-    def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
-        """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""
+    def checked_ids(self, ids: np.ndarray, media: PromptMedia | None = None) -> np.ndarray:
+        """Token ids as int32; EngineError where they are not this model's, or stand for media without `media`."""
         last = self.config.vocab_size - 1
         wrong = ids[(ids < 0) | (ids > last)]
         if wrong.size:
@@ -126,7 +126,7 @@ class PrefillingRunner(AdaptedRunner):
                 f"the prompt has the token id {wrong[0]}, this model's are 0..{last}: use its own tokenizer"
             )
         ids = ids.astype(np.int32)
-        self._image_inputs.check(ids, images)
+        self._media_inputs.check(ids, media)
         return ids
 
     def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
@@ -146,22 +146,22 @@ class PrefillingRunner(AdaptedRunner):
         return self._tables._replace(position_offsets=self.offsets[slots])
 
     def _prompt(
-        self, slot: int, ids: np.ndarray, reused: int, images: PromptImages | None, stops: Stops
+        self, slot: int, ids: np.ndarray, reused: int, media: PromptMedia | None, stops: Stops
     ) -> Iterator[tuple[int, int, int]]:
         """Enqueue the chunks of a prompt whose first `reused` tokens the states have taken; gives of each where it
         began, its tokens and the engine's, before what `stops` has for its end."""
         position = reused
         if reused == 0:  # a recurrent state would go on from whatever the slot had before
             self.states.clear_slot(slot)
-        whole = () if images is None or not self.config.image_tokens else images.spans
+        whole = () if media is None else media.whole
         for tokens, chunk in prompt_chunks(self.limits, self.backend.prompt_step, reused, len(ids), stops, whole):
-            self._prefill(slot, ids[position : position + tokens], position, chunk, images)
+            self._prefill(slot, ids[position : position + tokens], position, chunk, media)
             yield position, tokens, chunk
             position += tokens
             if position in stops:
                 stops[position]()
 
-    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
+    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, media: PromptMedia | None) -> None:
         """Take `ids` [n], n <= chunk, into the states, as rows from `start` on; logits are those after the last."""
         token_ids = self._buffers.upload_prompt(ids, start, chunk)
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
@@ -171,15 +171,15 @@ class PrefillingRunner(AdaptedRunner):
         plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
         if looks_ahead(self.config, plain):
             seen = np.arange(start, start + chunk, dtype=np.int32)
-            if images is not None:
-                seen[: len(ids)] = images.last_seen(start, start + len(ids))
+            if media is not None:
+                seen[: len(ids)] = media.last_seen(start, start + len(ids))
             self.backend.upload(leading(self._buffers.last_seen, (1, chunk)), seen[np.newaxis])
         widest = self.engine_shape(plain, one)
         shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
         engine, inputs = self._engine(shape, one), self._step_inputs(shape)
         self.backend.kernels.prepare_step(self.tables(one), token_ids, inputs)
         bound = inputs._asdict()
-        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, bound)
+        self._media_inputs.write(slot, media, start, (start, start + len(ids)), token_ids, bound)
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
@@ -188,23 +188,22 @@ class PrefillingRunner(AdaptedRunner):
             self.await_rows()
             engine.enqueue()
 
-    def _check_images(self, count: int, reused: int, images: PromptImages | None) -> None:
-        """Raise EngineError where images whose tokens see each other are larger than a chunk, or the first `reused` of
+    def _check_media(self, count: int, reused: int, media: PromptMedia | None) -> None:
+        """Raise EngineError where spans whose tokens see each other are larger than a chunk, or the first `reused` of
         a prompt's `count` tokens end in one."""
-        if images is None or not self.config.image_tokens:
+        if media is None or not media.whole:
             return
         if (problem := self.limits.image_problem(self.config)) is not None:
             raise EngineError(problem)
-        inside = images.inside(reused)
+        inside = media.inside(reused)
         if inside is not None:
-            start, tokens = images.spans[inside]
             raise EngineError(
-                f"{reused} of {count} prompt tokens to reuse end in image {inside + 1}, tokens {start} to "
-                f"{start + tokens - 1}, each of which sees all of it: reuse the {start} before it"
+                f"{reused} of {count} prompt tokens to reuse end in {inside.kind.name} {inside.number}, tokens "
+                f"{inside.start} to {inside.stop - 1}, each of which sees all of it: reuse the {inside.start} before it"
             )
 
-    def _set_offset(self, slot: int, images: PromptImages | None) -> None:
-        delta = images.position_delta if images else 0
+    def _set_offset(self, slot: int, media: PromptMedia | None) -> None:
+        delta = media.position_delta if media else 0
         self.backend.upload(self.offsets[slot : slot + 1], np.asarray([delta], np.int32))
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.states import (
     PRESENT,
-    ConvColumns,
     Edge,
     LayerState,
     WindowRows,
@@ -22,7 +21,7 @@ from edgellm.engines.model.states import (
 from edgellm.engines.runners.captured_steps import in_order
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import AcceptedPath
 
 #: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
 Kept = Mapping[str, Array]
@@ -142,19 +141,12 @@ class ModelStates:
     def replay(self, slots: slice, kept: Kept, indices: Array, counts: Array) -> Callable[[], None]:
         """What takes the first `counts` [B] of the tokens `indices` [B, N] of a step, in this order, into the recurrent
         states of the slots, from what was `kept` of the step."""
-        columns, matrices = [], []
+        commits: dict[str, list[tuple[Array, ...]]] = {}
         for state in recurrent_states(self._layers):
-            arrays = *(self.tensors[name][slots] for name in state.names), *(kept[name] for name in state.kept(1, 1))
-            if isinstance(state, ConvColumns):
-                columns.append(LayerColumns(*arrays))
-            else:
-                matrices.append(LayerMatrices(*arrays))
-        kernels, replayed, launches = self._backend.recurrent, AcceptedPath(indices, counts), []
-        if columns:
-            launches.append(kernels.commit_columns(columns, replayed))
-        if matrices:
-            launches.append(kernels.commit_matrices(matrices, replayed))
-        return in_order(launches)
+            arrays = *(self.tensors[name][slots] for name in state.names), *(kept[name] for name in state.kept_names)
+            commits.setdefault(state.commit, []).append(state.committed(*arrays))
+        kernels, replayed = self._backend.recurrent, AcceptedPath(indices, counts)
+        return in_order([getattr(kernels, commit)(layers, replayed) for commit, layers in commits.items()])
 
     def saved(self, tokens: int) -> Edge:
         """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""

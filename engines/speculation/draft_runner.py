@@ -25,8 +25,8 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
-from edgellm.engines.runners.image_inputs import ImageInputs
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
+from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -78,9 +78,9 @@ class EagleDraftEngineRunner(ModelDrafter):
         sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
         self._given = backend.zeros((3 * limits.max_batch * sizes[-1],), "int32")
-        self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
+        self._media_inputs = MediaInputs(backend, draft.decoder, limits, self._tables.rotary)
         if draft.image_embeddings:
-            self._image_inputs.rows = base.image_rows
+            self._media_inputs.rows = base.media_rows
         self._allocate_buffers()
 
     def prefill(
@@ -90,7 +90,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         features: Array,
         position: int,
         chunk: int,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
         count = len(token_ids)
         if not 0 < count <= chunk:
@@ -116,7 +116,7 @@ class EagleDraftEngineRunner(ModelDrafter):
         engine = self._engines.bound(shape, one, bindings, keep=False)
         self.backend.kernels.prepare_step(self.tables(one), ids, inputs)
         tokens = position + 1, position + 1 + count
-        self._image_inputs.write(slot, images, position, tokens, ids, inputs._asdict())
+        self._media_inputs.write(slot, media, position, tokens, ids, inputs._asdict())
         engine.enqueue()
 
     def accept_step(self, batch: int, tokens: int, key_range: int) -> Callable[[], None]:

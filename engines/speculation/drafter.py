@@ -19,7 +19,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import StepRules
 from edgellm.engines.runners.states import ModelStates, SlotRows
 from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
@@ -178,12 +178,12 @@ class ModelDrafter(Drafter):
         features: Array,
         position: int,
         chunk: int,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
         """Commit `token_ids` [n] int32, each with the feature before it, as rows `position`.. of the slot.
 
         `features` [1, >= chunk, F] compute holds the base's features of rows position..position + n - 1 first; `chunk`
-        is the engine's number of tokens, at least n. `images` are those of the prompt, of which the tokens are from
+        is the engine's number of tokens, at least n. `media` are those of the prompt, of which the tokens are from
         position + 1 on.
         """
         raise NotImplementedError
@@ -259,13 +259,13 @@ class ModelDrafter(Drafter):
             self._latest = None
 
     def take_chunk(
-        self, slot: int, following: np.ndarray, position: int, features: Array, images: PromptImages | None
+        self, slot: int, following: np.ndarray, position: int, features: Array, media: PromptMedia | None
     ) -> None:
         """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
         self._base.await_rows()  # the draft's, too
         if len(following):
             chunk = features.shape[1] if self.backend.fixed_shapes else len(following)
-            self.prefill(slot, following, features, position, chunk, images)
+            self.prefill(slot, following, features, position, chunk, media)
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> list[Callable[[], None]]:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""

@@ -26,8 +26,8 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import GIVEN_NODES
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.prefill import Stops
-from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
@@ -126,7 +126,7 @@ class DecodingRunner:
         prompt_ids: Sequence[int],
         reused: int,
         sampling: SamplingValues,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
         stops: Stops | None = None,
@@ -134,7 +134,7 @@ class DecodingRunner:
         """Starts as `BaseEngineRunner.start` does; the first `reused` rows must be there in the base and in the
         draft."""
         self.draft.start(slot, len(prompt_ids))
-        return self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
+        return self.base.start(slot, prompt_ids, reused, sampling, media, rules, generated, stops)
 
     def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
         """What a slot holds on the device of a sequence that goes on from there, and `resume` cannot make anew: `rows`
@@ -150,11 +150,11 @@ class DecodingRunner:
         generated: int,
         draft_rows: int | None,
         sampling: SamplingValues,
-        images: PromptImages | None = None,
+        media: PromptMedia | None = None,
     ) -> None:
         """Resumes as `BaseEngineRunner.resume` does, in a slot that has what was `held`: decoding goes on as it would
         have."""
-        self.base.resume(slot, text_ids, generated, sampling, images)
+        self.base.resume(slot, text_ids, generated, sampling, media)
         self.draft.resume(slot, text_ids, draft_rows)
 
     def round(

@@ -20,9 +20,9 @@ namespace decode {
 namespace keys_by_position {
 
 // STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (2^split_bits blocks that
-// share the spans, times the parts of a head, key-value heads, sequences times token_blocks of row_tiles * tile_tokens tokens). Block: TILE_WARPS warps
-// for each of row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles have `stages` (1 to 3) places in
-// memory.
+// share the spans, times the parts of a head; key-value heads; sequences times token_blocks of row_tiles * tile_tokens
+// tokens). Block: TILE_WARPS warps for each of row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles
+// have `stages` (1 to 3) places in memory.
 // tile_tokens: those whose `group` heads are 16 rows or fewer; group_inverse, tile_inverse: 65536 / group and / tile_tokens,
 // rounded up; inverse_size: 1 / size. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
 // elements are rotated by, a multiple of 4; 0: none. offset is added to the norms' weights. mask [tokens of all sequences,

@@ -59,7 +59,7 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
         *((name, ctypes.c_void_p) for name in ("context", "partial", "counters")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size", "cap", "inverse_cap")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
         *(
             (name, ctypes.c_int)
@@ -211,7 +211,7 @@ class AttentionGeometry:
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
     are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
-    each head has one; `neighbours`, `norms_behind`: see `AttentionWeights`."""
+    each head has one; `neighbours`, `norms_behind`, `cap`: see `AttentionWeights`."""
 
     shares: bool = True
     int8: bool = False
@@ -221,6 +221,7 @@ class AttentionKind(NamedTuple):
     sinks: bool = False
     neighbours: bool = False
     norms_behind: bool = False
+    cap: bool = False
 
 
 _PLAIN = AttentionKind()
@@ -252,6 +253,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_SINKS", int(kind.sinks)),
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
+        ("HOST_CAP", int(kind.cap)),
     )
     expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)
@@ -296,14 +298,15 @@ def attention_launch(
     shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows, int8, window)
     if geometry is None:
         geometry = attention_geometry(shape, module)
-    group, splits = shape.group, geometry.splits
+    group, splits, cap = shape.group, geometry.splits, weights.cap
     token_blocks = -(-tokens // (geometry.row_tiles * shape.tile_tokens))
     arguments = _Attention(
         *addresses(qkv, weights.q_norm, weights.k_norm),
         cos_sin.pointer + first * ITEM_SIZES[cos_sin.dtype],
         *addresses(step.kvcache_start_index, mask),
         *addresses(step.k_cache, step.v_cache, step.k_scale, step.v_scale, weights.sinks, context, *scratch),
-        *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
+        *(weights.epsilon, weights.offset, (1 if cap else weights.scale) * 1.4426950408889634, 1 / size),
+        *(cap, weights.scale / cap if cap else 0.0),
         *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
         *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
@@ -311,7 +314,9 @@ def attention_launch(
         *(columns, further, window, shape.window_bits if window else 0),
     )
     how = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
-    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind))
+    kernel = attention_kernel(
+        context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind, cap > 0)
+    )
     grid, cluster = (splits * shape.parts, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

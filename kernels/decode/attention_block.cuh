@@ -36,8 +36,8 @@ __device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
 // it sees nothing changes none of its sums: so a token's bits depend on its own position alone.
 constexpr bool WINDOW = HOST_WINDOW;
 
-// Whether each query head has a sink.
-constexpr bool SINKS = HOST_SINKS;
+// Whether each query head has a sink, and whether scores are capped.
+constexpr bool SINKS = HOST_SINKS, CAP = HOST_CAP;
 
 // Whether neighbours of a head are rotated together, and whether the norms of queries and keys stand behind their rotation,
 // which changes no sum of squares: then their weights alone do.
@@ -63,7 +63,7 @@ template <typename T> struct Arguments {
     T* context;
     float* partial;
     unsigned* counters;
-    float epsilon, offset, scale, inverse_size;
+    float epsilon, offset, scale, inverse_size, cap, inverse_cap;
     int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all;
     int span_bits, states, slot_bits, row_tiles, stages, in_cluster, split_bits;
     int rotary_columns, query_columns, window, window_bits;  // of a row of cos_sin; queries take those so many further on

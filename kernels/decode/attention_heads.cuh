@@ -46,9 +46,9 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
     }
 }
 
-// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or of its values the block's. Rows before `start` were written in earlier
-// steps, so they may be read before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0
-// must meet the same value wherever a token stands, and no value of another sequence.
+// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or of its values the block's. Rows before
+// `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them, and before the
+// window, stand zeros: a weight of 0 must meet the same value wherever a token stands, and no value of another sequence.
 template <bool KEYS = true, bool VALUES = !IN_TURN, int PART = 0, typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;

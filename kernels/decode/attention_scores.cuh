@@ -57,12 +57,15 @@ __device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const Block
     }
 }
 
-// Scores of eight keys, from a row of shared memory on, times the scales of these.
+// Products of eight keys, from a row of shared memory on, times the scales of these; as scores below a cap.
 template <typename T, int STEPS>
-__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
-    const float2 scales = *reinterpret_cast<const float2*>(block.scales + row + 2 * (threadIdx.x % 4));
+__device__ __forceinline__ void make_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
+    if constexpr (INT8) {
+        const float2 scales = *reinterpret_cast<const float2*>(block.scales + row + 2 * (threadIdx.x % 4));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) score[i] *= i % 2 ? scales.y : scales.x;
+        for (int i = 0; i < 4; ++i) score[i] *= i % 2 ? scales.y : scales.x;
+    }
+    if constexpr (CAP) cap_scores(score, block.cap, block.inverse_cap);
 }
 
 // Products of the warp's 16 queries and COUNT times 16 keys, added to those of the parts before PART. A lane gets, of its two
@@ -129,7 +132,7 @@ __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block)
         multiply_queries<1, PART>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            if (INT8 && PART + 1 == block.PARTS) scale_scores(score[n], block, 2 * block.ring + first + 8 * n);
+            if (PART + 1 == block.PARTS) make_scores(score[n], block, 2 * block.ring + first + 8 * n);
             float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
@@ -176,10 +179,8 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
         block.wait_for_tile();
         multiply_queries<COUNT, 1>(score, block, block.keys + ring_row * block.STRIDE);
     }
-    if constexpr (INT8) {
 #pragma unroll
-        for (int n = 0; n < 2 * COUNT; ++n) scale_scores(score[n], block, ring_row + 8 * n);
-    }
+    for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n);
     if (has_new) {
 #pragma unroll
         for (int n = 0; n < 2 * COUNT; ++n) {
@@ -201,13 +202,8 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     }
     if (WINDOW && begin < rows.longest - block.window) {
 #pragma unroll
-        for (int n = 0; n < 2 * COUNT; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int position = begin + 8 * n + 2 * (lane % 4) + i % 2;
-                if (position < rows.length[i / 2] - block.window) score[n][i] = no_score();
-            }
-        }
+        for (int half = 0; half < 2; ++half)
+            hide_scores(score, half, begin, rows.length[half] - block.window - 1, 0x7fffffff);
     }
     if (block.masks_all) {
         unsigned long long sees[2] = {};

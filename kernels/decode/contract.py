@@ -159,7 +159,8 @@ class AttentionWeights(NamedTuple):
     `rotary` False: no rotary embedding. `rotary_part`: the first of the columns of the rotary rows that it takes, and
     how many; None: all. `sinks` [n_q] compute are scores of each query head beside those of keys, which have no value.
     Queries take columns `query_columns` further on. `neighbours`: elements 2j and 2j + 1 are rotated together; queries
-    and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation.
+    and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation. With a `cap` above 0
+    scaled scores become cap tanh(score / cap).
     """
 
     q_norm: OwnArray | None
@@ -173,6 +174,7 @@ class AttentionWeights(NamedTuple):
     query_columns: int = 0
     neighbours: bool = False
     norms_behind: bool = False
+    cap: float = 0.0
 
 
 class AttentionStep(NamedTuple):

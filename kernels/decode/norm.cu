@@ -118,6 +118,15 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
+// x [count] float = cap tanh(x inverse_cap), in place, whatever T is. The grid covers it.
+template <typename T>
+__global__ void __launch_bounds__(THREADS) cap_rows(float* x, float cap, float inverse_cap, int count) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const int place = blockIdx.x * THREADS + threadIdx.x;
+    if (place < count) x[place] = cap * tanhf(__ldcg(x + place) * inverse_cap);
+}
+
 // output [rows, width] of T = activation(gate) up of input [rows, 2 width], gates, then ups; width: a multiple of 8. Grid
 // (ceil(width / (8 THREADS)), rows).
 template <typename T>

@@ -136,6 +136,10 @@ class NumpyDecodeKernels:
         """
         return NumpyLaunch(lambda: _attention(qkv, weights, step, context))
 
+    def cap_rows(self, x: np.ndarray, cap: float) -> NumpyLaunch:
+        """`x` float32 = cap tanh(x / cap), in place."""
+        return NumpyLaunch(lambda: np.copyto(x, capped(x, cap)))
+
     def scale_rows(self, x: np.ndarray, factor: float, output: np.ndarray) -> NumpyLaunch:
         """`output` [R, K] float32 = factor x [R, K] compute."""
         return NumpyLaunch(lambda: write(output, x.reshape(output.shape) * np.float32(factor)))
@@ -233,9 +237,9 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
             if step.window is not None:
                 rows = rows[-step.window :] % step.k_cache.shape[2]
             keys, values = (cache[b][:, rows] for cache in (step.k_cache, step.v_cache))
-            own_scales = [None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale)]
+            k_scale, v_scale = (None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale))
             sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1, 1)
-            attended = attend(query[b, t], keys, values, own_scales[0], own_scales[1], sinks=sinks)
+            attended = attend(query[b, t], keys, values, k_scale, v_scale, None, sinks, weights.cap)
             context[b * tokens + t] = attended.reshape(-1)
 
 
@@ -247,14 +251,18 @@ def attend(
     value_scales: np.ndarray | None = None,
     hidden: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    cap: float = 0.0,
 ) -> np.ndarray:
     """softmax(query keys^T) values of query [..., R, D], scaled, and rows [..., n, D], of int8 with scales [..., n, 1].
 
-    Keys are not seen where `hidden` [R, n] is True. `sinks` [..., R or 1, 1] are scores without a value.
+    With a `cap` scores become cap tanh(score / cap). Keys are not seen where `hidden` [R, n] is True. `sinks` [..., R
+    or 1, 1] are scores without a value.
     """
     scores = query @ keys.astype(np.float32, copy=False).swapaxes(-1, -2)
     if key_scales is not None:
         scores = scores * key_scales.swapaxes(-1, -2)
+    if cap:
+        scores = capped(scores, cap)
     if hidden is not None:
         scores[..., hidden] = -np.inf
     largest = scores.max(axis=-1, keepdims=True)
@@ -266,6 +274,11 @@ def attend(
     if value_scales is not None:
         shares = shares * value_scales.swapaxes(-1, -2)
     return shares @ values.astype(np.float32, copy=False)
+
+
+def capped(x: np.ndarray, cap: float) -> np.ndarray:
+    """cap tanh(x / cap), float32 (Gemma 2)."""
+    return np.tanh(x / np.float32(cap)) * np.float32(cap)
 
 
 def normalized(normed: NormedInput) -> np.ndarray:

@@ -16,7 +16,7 @@ template <bool SPANS, int TILES, int COLUMNS, typename T, typename Its>
 __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int first, int column, bool begins) {
     const int row = block.warp_row + 16 * first, bits = SPANS ? block.least_bits + turn : 0;
     const bool works = block.exists && bits <= block.most_bits;
-    const float factor = static_cast<float>(block.arguments.scale * 1.4426950408889634);  // as decode's launcher rounds it
+    const float factor = static_cast<float>((CAP ? 1 : block.arguments.scale) * 1.4426950408889634);  // as decode's host does
     Sums<TILES, COLUMNS, SPANS> sums;
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
             load_queries<Its>(query, queries, own, k);
             add_step<T, Its>(score, query, block.place_of(tile), own, k);
         }
-        if (INT8 && part + 1 == Its::PARTS) scale_scores(score, block, tile);
+        if (part + 1 == Its::PARTS) make_scores(score, block, tile);
     };
     Weighed<TILES> weighed;
     auto weigh = [&](const Scores<TILES>& score, int tile, int n) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
 #pragma unroll
                 for (int n = 2 * BLOCKS * k / Its::STEPS; n < 2 * BLOCKS * (k + 1) / Its::STEPS; ++n) weigh(score, tile, n);
             }
-            if constexpr (INT8) scale_scores(next, block, tile + 1);
+            make_scores(next, block, tile + 1);
             add(tile, is_first);
 #pragma unroll
             for (int m = 0; m < TILES; ++m)

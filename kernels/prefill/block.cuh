@@ -17,7 +17,7 @@ constexpr bool WINDOW = HOST_WINDOW;
 // row.
 constexpr bool AHEAD = HOST_AHEAD;
 // Whether each query head has a sink.
-constexpr bool SINKS = HOST_SINKS;
+constexpr bool SINKS = HOST_SINKS, CAP = HOST_CAP;
 static_assert(!(SINKS && AHEAD), "no model has both");
 #if HOST_AHEAD
 using Arguments = AttentionAheadArguments;
@@ -63,6 +63,7 @@ template <typename T, typename Its> struct Block {
     size_t first_row;            // of the caches' rows, that of the sequence's head
     unsigned queries, ring, number_bits;
     const float* scales;
+    float cap, inverse_cap;  // see `cap_scores`
 
     // Of the warp, the first query in the block, its position, where rows end that its queries see, the end of those that the
     // first of them sees, and the first tile.
@@ -93,6 +94,7 @@ template <typename T, typename Its> struct Block {
         queries = shared_address(memory), ring = queries + Its::BYTES * Its::ROWS;
         scales = reinterpret_cast<const float*>(memory + Its::BYTES * Its::ROWS + Its::RING);
         number_bits = quantized::number_bits(T());
+        cap = static_cast<float>(arguments.cap), inverse_cap = static_cast<float>(arguments.scale / arguments.cap);
 
         warp_row = threadIdx.x / 32 * 16 * Its::TILES, position = start + first_token + warp_row;
         exists = first_token + warp_row < tokens;

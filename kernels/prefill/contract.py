@@ -131,6 +131,7 @@ class PrefillKernels(Protocol):
         context: Annotated[OwnArray, "BTE compute"],
         row_scales: RowScales | None,
         sinks: Annotated[OwnArray, "N compute"] | None,
+        cap: float,
     ) -> Launchable:
         """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
 
@@ -138,7 +139,8 @@ class PrefillKernels(Protocol):
         of its decode step (`edgellm.kernels.decode`), whatever t is, so however a prompt is cut: keys are divided by
         how many a token sees, and a tile without a key that it sees changes nothing. With a window a token sees the
         latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values. `sinks`
-        are scores of each query head beside those of keys, which have no value. `context` may be `queries` itself.
+        are scores of each query head beside those of keys, which have no value. With a `cap` above 0 scaled scores
+        become cap tanh(score / cap). `context` may be `queries` itself.
         """
 
     @limited(_check_heads)
@@ -150,6 +152,7 @@ class PrefillKernels(Protocol):
         context: Annotated[OwnArray, "BTE compute"],
         row_scales: RowScales | None,
         last_seen: Annotated[OwnArray, "BT int32"],
+        cap: float,
     ) -> Launchable:
         """The same where token t sees the rows up to `last_seen` [b, t], as the tokens of an image see all of it.
 

@@ -28,12 +28,13 @@ _STAGES = {64: 2, 128: 2, 256: 1, 512: 0.25}
 
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `int8`: KV rows are; `window`: tokens see a part of a ring; `ahead`: some see rows
-    behind their own (`attention_ahead`); `sinks`: each head has one."""
+    behind their own (`attention_ahead`); `sinks`: each head has one; `cap`: scores are capped."""
 
     int8: bool = False
     window: bool = False
     ahead: bool = False
     sinks: bool = False
+    cap: bool = False
 
 
 _PLAIN = AttentionKind()
@@ -130,10 +131,11 @@ class CudaPrefill(Launcher):
         context: DeviceArray,
         row_scales: RowScales | None = None,
         sinks: DeviceArray | None = None,
+        cap: float = 0.0,
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        return self._attention("causal_attention", (queries, rows, scale, context, row_scales, sinks), tiles)
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales, sinks, cap), tiles)
 
     def attention_ahead(
         self,
@@ -143,13 +145,14 @@ class CudaPrefill(Launcher):
         context: DeviceArray,
         row_scales: RowScales | None,
         last_seen: DeviceArray,
+        cap: float = 0.0,
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
-        return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
+        return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen, cap), tiles)
 
     def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
-        (queries, rows, _, _, row_scales, last), is_ahead = arguments, name == "attention_ahead"
+        (queries, rows, _, _, row_scales, last, cap), is_ahead = arguments, name == "attention_ahead"
         sizes, packed = self._packed(name, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
         heads = sizes["E"] // size
@@ -159,7 +162,7 @@ class CudaPrefill(Launcher):
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kind = AttentionKind(int8, rows.window > 0, is_ahead, not is_ahead and last is not None)
+        kind = AttentionKind(int8, rows.window > 0, is_ahead, not is_ahead and last is not None, cap > 0)
         kernel = attention_kernel(queries.dtype, size, tiles, kind)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 

@@ -52,16 +52,20 @@ __device__ __forceinline__ void add_step(Scores<TILES>& score, const unsigned (&
     }
 }
 
-// Scores times the scales of a tile's keys.
+// Products times the scales of a tile's keys; as scores below a cap.
 template <typename T, typename Its, int TILES>
-__device__ __forceinline__ void scale_scores(Scores<TILES>& score, const Block<T, Its>& block, int tile) {
+__device__ __forceinline__ void make_scores(Scores<TILES>& score, const Block<T, Its>& block, int tile) {
 #pragma unroll
     for (int n = 0; n < 2 * BLOCKS; ++n) {
-        const float2 two = block.template two_scales<0>(tile, n);
+        const float2 two = INT8 ? block.template two_scales<0>(tile, n) : make_float2(1.f, 1.f);
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
+        for (int m = 0; m < TILES; ++m) {
+            if constexpr (INT8) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
+                for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
+            }
+            if constexpr (CAP) cap_scores(score[m][n], block.cap, block.inverse_cap);
+        }
     }
 }
 
@@ -77,14 +81,7 @@ __device__ __forceinline__ void hide_scores(Scores<TILES>& score, const Block<T,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int place = 16 * m + 8 * half + lane / 4, last = AHEAD ? block.last_of(row + place) : own + place;
-            const int before = WINDOW ? own + place - block.window : -1;
-#pragma unroll
-            for (int n = 0; n < 2 * BLOCKS; ++n)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int key = begin + 8 * n + 2 * (lane % 4) + i;
-                    if (key > last || key <= before) score[m][n][2 * half + i] = no_score();
-                }
+            attending::hide_scores(score[m], half, begin, WINDOW ? own + place - block.window : -1, last);
         }
 }
 

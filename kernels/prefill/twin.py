@@ -68,10 +68,12 @@ class NumpyPrefill:
         context: np.ndarray,
         row_scales: RowScales | None = None,
         sinks: np.ndarray | None = None,
+        cap: float = 0.0,
     ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
-        _check("causal_attention", queries, rows, scale, context, row_scales, sinks)
-        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, sinks=sinks))
+        given = queries, rows, scale, context, row_scales
+        _check("causal_attention", *given, sinks, cap)
+        return NumpyLaunch(lambda: _causal_attention(*given, sinks=sinks, cap=cap))
 
     def attention_ahead(
         self,
@@ -81,10 +83,12 @@ class NumpyPrefill:
         context: np.ndarray,
         row_scales: RowScales | None,
         last_seen: np.ndarray,
+        cap: float = 0.0,
     ) -> Launchable:
         """Attention over the rows up to one that is given for each token; see the contract."""
-        _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
-        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen))
+        given = queries, rows, scale, context, row_scales, last_seen
+        _check("attention_ahead", *given, cap)
+        return NumpyLaunch(lambda: _causal_attention(*given, cap=cap))
 
     def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
         """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
@@ -104,6 +108,7 @@ def _causal_attention(
     row_scales: RowScales | None,
     last_seen: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
+    cap: float = 0.0,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens = context.shape[1]
@@ -124,5 +129,5 @@ def _causal_attention(
                 hidden |= positions <= own - rows.window
             scaled = query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale)
             own_sinks = None if sinks is None else sinks.reshape(kv_heads, -1, 1, 1)
-            attended = attend(scaled, keys, values, scales[0], scales[1], hidden, own_sinks)
+            attended = attend(scaled, keys, values, scales[0], scales[1], hidden, own_sinks, cap)
             results[b, chosen] = attended.transpose(2, 0, 1, 3)

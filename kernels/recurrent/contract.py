@@ -2,8 +2,9 @@
 
 B sequences (slots), T tokens of a step. A short convolution has C channels and a width of W tokens, of which a state
 keeps K = W - 1. The gated delta rule has G value heads, whose keys have D and whose values E elements, R = 2 (key
-heads) D + G E columns of queries, keys and values, J = 2 G gates and O = G E outputs. V are the columns of a value that
-a linear layer put out, which holds more than one kernel reads; N accepted tokens at most.
+heads) D + G E columns of queries, keys and values, J = 2 G gates and O = G E outputs. The selective scan of Mamba-2 has
+the same sizes: its keys are B, its queries C, its key heads the groups of both, its values x. V are the columns of a
+value that a linear layer put out, which holds more than one kernel reads; N accepted tokens at most.
 
 **Three kinds of step.** A step that keeps (`kept` is given) reads the state and changes nothing: its tokens are a
 chain, or the nodes of a tree (`parents`), each of which sees the state as its ancestors' tokens leave it. A commit
@@ -16,8 +17,8 @@ token's row has the bits that it has where its path is decoded token by token, i
 
 **Bits.** All is float32, each operation rounded by itself, exponentials and logarithms those of
 `edgellm.kernels.portable_math`, sums in the order of `edgellm.kernels.recurrent.twin.ordered_sum`: the twin's bits are
-the device's, but in `gated_delta`, where the device rounds a product and its sum at once. There, too, a step, a chunk
-of any length and a commit give the same bits.
+the device's, but in `gated_delta` and `selective_scan`, where the device rounds a product and its sum at once. There,
+too, a step, a chunk of any length and a commit give the same bits.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
 
 #: The widest and the narrowest short convolution.
 MIN_CONV_WIDTH, MAX_CONV_WIDTH = 2, 8
-#: The most nodes of a tree, and elements of a key or a value.
-MAX_NODES, MAX_DELTA_SIZE = 64, 256
+#: The most nodes of a tree, elements of a key or a value, and elements that are normed together behind their gates.
+MAX_NODES, MAX_DELTA_SIZE, MAX_GROUP_SIZE = 64, 256, 8192
 #: Added to the squares of a query or key under the root of its norm.
 NORM_EPSILON = 1e-6
 
@@ -42,12 +43,13 @@ class Convolution(NamedTuple):
     """A causal convolution of each channel by itself: weights, the latest token's last, and what is done around it.
 
     `gated` (LFM2): the value's columns are B, C and x, C columns each; B x is convolved and C times the result put out.
-    Else its first C columns are convolved, and `silu`: SiLU is applied to the result.
+    Else its C columns from `first` on are convolved, and `silu`: SiLU is applied to the result.
     """
 
     weight: Annotated[OwnArray, "CW float32"]
     silu: bool
     gated: bool
+    first: int = 0
 
 
 class DeltaGates(NamedTuple):
@@ -59,6 +61,28 @@ class DeltaGates(NamedTuple):
     a_log: Annotated[OwnArray, "G float32"]
     dt_bias: Annotated[OwnArray, "G float32"]
     first: int
+
+
+class ScanGates(NamedTuple):
+    """Where the step sizes of a selective scan stand in what was projected, [G] from column `first` on; what makes
+    them, and by what the values that are put out beside are multiplied.
+
+    A step size is softplus(dt + dt_bias), the logarithm of the decay -exp(a_log) times that.
+    """
+
+    a_log: Annotated[OwnArray, "G float32"]
+    dt_bias: Annotated[OwnArray, "G float32"]
+    skip: Annotated[OwnArray, "G float32"]
+    first: int
+
+
+class GroupNorm(NamedTuple):
+    """An RMS norm of each of `groups` parts of a row, behind SiLU of the gates from column `first` on."""
+
+    weight: Annotated[OwnArray, "O compute"]
+    epsilon: float
+    first: int
+    groups: int
 
 
 class GatedHeadNorm(NamedTuple):
@@ -92,7 +116,7 @@ class LayerColumns(NamedTuple):
 
 
 class LayerMatrices(NamedTuple):
-    """The state of a layer's delta rule, S turned, and what a step read of its rows and kept of its gates."""
+    """The state of a layer's delta rule or scan, S turned, and what a step read of its rows and kept of its gates."""
 
     matrix: Annotated[OwnArray, "BGED float32"]
     rows: Annotated[OwnArray, "BTR float32"]
@@ -112,12 +136,12 @@ def delta_refusal(heads: tuple[int, int], sizes: tuple[int, int], nodes: int = 1
     The twin takes all.
     """
     if nodes > MAX_NODES:
-        return f"the gated delta rule takes trees of up to {MAX_NODES} nodes, not {nodes}"
+        return f"recurrent matrices take trees of up to {MAX_NODES} nodes, not {nodes}"
     fits = all(0 < size <= MAX_DELTA_SIZE and size % 8 == 0 for size in sizes)
     if fits and heads[0] > 0 and heads[1] % heads[0] == 0:
         return None
     return (
-        f"the gated delta rule takes keys and values of up to {MAX_DELTA_SIZE} elements (multiples of 8) and value "
+        f"recurrent matrices take keys and values of up to {MAX_DELTA_SIZE} elements (multiples of 8) and value "
         f"heads that are a multiple of the key heads, not {heads[0]} key heads of {sizes[0]} and {heads[1]} value "
         f"heads of {sizes[1]}"
     )
@@ -128,6 +152,13 @@ def norm_refusal(size: int) -> str | None:
     if 0 < size <= MAX_DELTA_SIZE and size % 8 == 0:
         return None
     return f"gated norms are of heads of up to {MAX_DELTA_SIZE} elements (multiples of 8), not of {size}"
+
+
+def group_refusal(size: int) -> str | None:
+    """Why the GPU's kernels do not norm so many elements behind their gates; None if they do."""
+    if 0 < size <= MAX_GROUP_SIZE and size % 4 == 0:
+        return None
+    return f"norms behind gates are of up to {MAX_GROUP_SIZE} elements (multiples of 4), not of {size}"
 
 
 def key_heads(sizes: dict[str, Any]) -> int:
@@ -154,8 +185,11 @@ def _check_convolution(sizes: dict[str, Any]) -> str | None:
     gated = sizes["convolution.gated"]
     if gated and sizes["convolution.silu"]:
         return "a gated convolution has no activation"
-    needed = channels * (3 if gated else 1)
-    if sizes["V"] < needed:
+    first = sizes["convolution.first"]
+    if gated and first:
+        return f"the first column is {first}; expected 0 of a gated convolution"
+    needed = first + channels * (3 if gated else 1)
+    if first < 0 or sizes["V"] < needed:
         return f"value has {sizes['V']} columns; expected at least {needed} of {channels} channels"
     return _check_step(sizes) or _check_rows(sizes)
 
@@ -181,13 +215,26 @@ def _check_delta_rows(sizes: dict[str, Any]) -> str | None:
     return _check_rows(sizes)
 
 
-def _check_delta(sizes: dict[str, Any]) -> str | None:
+def _check_delta(sizes: dict[str, Any], gates: int = 2) -> str | None:
     heads, first = sizes["G"], sizes["gates.first"]
-    if not 0 <= first <= sizes["V"] - 2 * heads:
+    if not 0 <= first <= sizes["V"] - gates * heads:
         return f"gates of {heads} heads from column {first} on of {sizes['V']}"
     if sizes["O"] != heads * sizes["E"]:
         return f"output has {sizes['O']} columns; expected {heads * sizes['E']}"
     return _check_step(sizes) or _check_delta_rows(sizes)
+
+
+def _check_scan(sizes: dict[str, Any]) -> str | None:
+    return _check_delta(sizes, 1)
+
+
+def _check_group_norm(sizes: dict[str, Any]) -> str | None:
+    columns, first, groups = sizes["O"], sizes["norm.first"], sizes["norm.groups"]
+    if groups < 1 or columns % groups:
+        return f"value has {columns} columns; expected a multiple of {groups} groups"
+    if not 0 <= first <= sizes["V"] - columns:
+        return f"gates of {columns} columns from {first} on of {sizes['V']}"
+    return _check_rows(sizes)
 
 
 def _check_gated_norm(sizes: dict[str, Any]) -> str | None:
@@ -256,6 +303,37 @@ class RecurrentArrays(Protocol):
         not below the first, tokens of a chunk that do not count.
         """
 
+    @limited(_check_scan)
+    def selective_scan(
+        self,
+        rows: Annotated[OwnArray, "BTR float32"],
+        projected: Annotated[OwnArray, "BTV mixed"],
+        gates: ScanGates,
+        matrix: Annotated[OwnArray, "BGED float32"],
+        output: Annotated[OwnArray, "BTO float32"],
+        parents: Annotated[OwnArray, "BT int32"] | None,
+        kept: Annotated[OwnArray, "BTJ float32"] | None,
+        state_tokens: Annotated[OwnArray, "B int32"] | None,
+    ) -> Launchable:
+        """The state space of Mamba-2 (Dao and Gu 2024) of each head, token by token.
+
+        `rows` are the values x of all heads, then keys B, then queries C of all groups; head h has those of group h //
+        (G / groups). With a head's decay exp(g) and step size, a token's delta is x times the step size, its output
+        exp(g) S C + (B C) delta + skip x, and the next S exp(g) S + delta B^T. `kept` gets g, then step sizes, of all
+        heads; all else is as in `gated_delta`.
+        """
+
+    @limited(_check_group_norm)
+    def gated_group_norm(
+        self,
+        value: Annotated[OwnArray, "BTO float32"],
+        gate: Annotated[OwnArray, "BTV mixed"],
+        norm: GroupNorm,
+        output: Annotated[OwnArray, "BTO compute"],
+    ) -> Launchable:
+        """`output`: `value` times SiLU of its gate, each group divided by the root of the mean of its squares +
+        epsilon, times weight."""
+
     @limited(_check_gated_norm)
     def gated_norm(
         self,
@@ -287,6 +365,10 @@ class RecurrentArrays(Protocol):
     def commit_matrices(self, layer: LayerMatrices, accepted: AcceptedPath) -> Launchable:
         """The matrix behind the accepted tokens: the bits that a chunk of these tokens leaves."""
 
+    @limited(_check_delta_rows)
+    def commit_scans(self, layer: LayerMatrices, accepted: AcceptedPath) -> Launchable:
+        """The same of selective scans."""
+
 
 class RecurrentKernels(RecurrentArrays, Protocol):
     """One implementation of all. A call gives what enqueues it, so that a step is prepared once."""
@@ -297,6 +379,11 @@ class RecurrentKernels(RecurrentArrays, Protocol):
         """Commits as `RecurrentArrays` says, of all layers at once."""
 
     def commit_matrices(  # type: ignore[override]
+        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
+    ) -> Launchable:
+        """Commits as `RecurrentArrays` says, of all layers at once."""
+
+    def commit_scans(  # type: ignore[override]
         self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
     ) -> Launchable:
         """Commits as `RecurrentArrays` says, of all layers at once."""

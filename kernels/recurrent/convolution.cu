@@ -27,7 +27,7 @@ template <class Value, class Output, int TAPS> struct Channel {
     // What is convolved at a token, or at a place before the first one: -1 is the latest column.
     __device__ float input(int token) const {
         if (token < 0) return __ldcg(columns() + KEPT + token);
-        const size_t first = row(token) * a.V + channel;
+        const size_t first = row(token) * a.V + a.convolution.first + channel;
         const float value = loaded<Value>(a.value, first);
         return a.convolution.gated ? value * loaded<Value>(a.value, first + 2 * a.C) : value;
     }

@@ -1,4 +1,5 @@
-// The gated delta rule. A block walks through tokens with some columns of one head's matrix, an element of the value each:
+// The gated delta rule, and with HOST_SCAN the selective scan of Mamba-2, whose keys are B, whose queries are C, and in which
+// nothing is read of the matrix for its change. A block walks through tokens with some columns of one head's matrix, an element of the value each:
 // the walkers' registers hold them, a group of 16 lanes each column, while the helpers make the next tokens' vectors ready
 // in shared memory. Nothing but the next token waits for a sum over lanes: a token's output is computed beside the matrix
 // behind it.
@@ -7,6 +8,12 @@
 
 namespace recurrent {
 
+constexpr bool SCAN = HOST_SCAN;
+#if HOST_SCAN
+using Arguments = SelectiveScanArguments;
+#else
+using Arguments = GatedDeltaArguments;
+#endif
 constexpr unsigned WALKERS = 4, HELPERS = 2, THREADS = 32 * (WALKERS + HELPERS);  // warps
 constexpr unsigned WALKING_GROUPS = 32 * WALKERS / LANES, HELPING_GROUPS = 32 * HELPERS / LANES;
 // Blocks of a multiprocessor, for whose registers the kernels are compiled: a single token asks for few, and waits for
@@ -18,7 +25,8 @@ static_assert(THREADS == HOST_DELTA_THREADS, "the host launches them");
 template <int SIZE> struct Sizes {
     static constexpr int PARTS = SIZE / int(WIDTH), COLUMNS = SIZE > 128 ? 1 : 2, TOKENS = 2048 / SIZE;
     static constexpr unsigned BLOCK_COLUMNS = WALKING_GROUPS * COLUMNS;
-    // Of a token: key, query, the block's values, then decay, beta and key times query.
+    // Of a token: key, query, the block's values, then decay, beta, key times query, and what values are multiplied by that
+    // a scan puts out beside.
     static constexpr unsigned QUERY = SIZE, VALUES = 2 * SIZE, SCALARS = VALUES + BLOCK_COLUMNS, RECORD = SCALARS + 4;
     static constexpr unsigned READY = 2 * TOKENS * RECORD;  // floats of shared memory, then matrices of a tree's nodes
     static constexpr unsigned SAVED = 32 * WALKERS * COLUMNS * PARTS * 4;
@@ -40,7 +48,7 @@ struct Head {
 // What a lane holds of a token.
 template <int SIZE> struct Token {
     float4 key[Sizes<SIZE>::PARTS], query[Sizes<SIZE>::PARTS];
-    float value[Sizes<SIZE>::COLUMNS], decay, beta, both;
+    float value[Sizes<SIZE>::COLUMNS], decay, beta, both, skip;
 
     __device__ __forceinline__ Token(const float* record, unsigned group, unsigned lane) {
         using Own = Sizes<SIZE>;
@@ -53,7 +61,7 @@ template <int SIZE> struct Token {
         for (int column = 0; column < Own::COLUMNS; ++column)
             value[column] = record[Own::VALUES + group * Own::COLUMNS + column];
         const float4 scalars = *reinterpret_cast<const float4*>(record + Own::SCALARS);
-        decay = scalars.x, beta = scalars.y, both = scalars.z;
+        decay = scalars.x, beta = scalars.y, both = scalars.z, skip = scalars.w;
     }
 };
 
@@ -98,14 +106,16 @@ template <int SIZE> struct Matrix {
         float read[COLUMNS], asked[COLUMNS];
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
-            read[i] = fused_share(own[i], token.key);
+            if (!SCAN) read[i] = fused_share(own[i], token.key);
             if (OUTPUTS) asked[i] = fused_share(own[i], token.query);
         }
 #pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) read[i] = sum_of_lanes(read[i]);
+        for (int i = 0; i < COLUMNS; ++i)
+            if (!SCAN) read[i] = sum_of_lanes(read[i]);
 #pragma unroll
         for (int i = 0; i < COLUMNS; ++i) {
-            const float delta = fmaf(-token.decay, read[i], token.value[i]) * token.beta;
+            const float change = SCAN ? token.value[i] : fmaf(-token.decay, read[i], token.value[i]);
+            const float delta = change * token.beta;
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 float4& four = own[i][part];
@@ -114,6 +124,7 @@ template <int SIZE> struct Matrix {
                 four.z = fmaf(key.z, delta, token.decay * four.z), four.w = fmaf(key.w, delta, token.decay * four.w);
             }
             if (OUTPUTS) outputs[i] = fmaf(delta, token.both, token.decay * sum_of_lanes(asked[i]));
+            if (OUTPUTS && SCAN) outputs[i] = fmaf(token.skip, token.value[i], outputs[i]);
         }
     }
 };
@@ -147,11 +158,13 @@ __device__ __forceinline__ void prepare(
         for (int i = 0; i < BATCH; ++i) {
             if (base + i * groups + leader >= end) break;
             const unsigned token = base + i * groups + group;
-            scale(key[i], reciprocal_root(sum_of_lanes(share(key[i], key[i])) + float(HOST_NORM_EPSILON)));
+            if (!SCAN) scale(key[i], reciprocal_root(sum_of_lanes(share(key[i], key[i])) + float(HOST_NORM_EPSILON)));
             float both = 0.0f;
             if (OUTPUTS) {
-                const float root = reciprocal_root(sum_of_lanes(share(query[i], query[i])) + float(HOST_NORM_EPSILON));
-                scale(query[i], root * reciprocal_root(float(head.keys)));
+                if (!SCAN) {
+                    const float root = reciprocal_root(sum_of_lanes(share(query[i], query[i])) + float(HOST_NORM_EPSILON));
+                    scale(query[i], root * reciprocal_root(float(head.keys)));
+                }
                 both = sum_of_lanes(share(key[i], query[i]));
             }
             source.gates(row[i], decay[i], beta[i], token < end && lane == 0);
@@ -164,7 +177,7 @@ __device__ __forceinline__ void prepare(
             }
             if (lane < Own::BLOCK_COLUMNS) record[Own::VALUES + lane] = value[i];
             if (lane == 0)
-                *reinterpret_cast<float4*>(record + Own::SCALARS) = make_float4(decay[i], beta[i], both, 0.0f);
+                *reinterpret_cast<float4*>(record + Own::SCALARS) = make_float4(decay[i], beta[i], both, source.skip);
         }
     }
 }
@@ -243,17 +256,17 @@ template <class Value> struct Projected {
     float* kept;            // of the sequence, or null: by one block of a head alone
     size_t first_row;
     unsigned columns, first, heads, head;
-    float rate, bias;
+    float rate, bias, skip;
 
     __device__ __forceinline__ unsigned row(unsigned token) const { return plan == nullptr ? token : node_of(plan[token]); }
     __device__ __forceinline__ void load(unsigned row, float& decay, float& beta) const {
         const size_t place = (first_row + row) * columns + first + head;
         beta = loaded<Value>(values, place);
-        decay = loaded<Value>(values, place + heads);
+        decay = SCAN ? beta : loaded<Value>(values, place + heads);
     }
     __device__ __forceinline__ void gates(unsigned row, float& decay, float& beta, bool keeps) const {
-        const float logarithm = rate * portable_softplus(decay + bias);
-        beta = portable_sigmoid(beta);
+        const float size = portable_softplus(decay + bias), logarithm = rate * size;
+        beta = SCAN ? size : portable_sigmoid(beta);
         decay = portable_exp(logarithm);
         if (keeps && kept != nullptr) {
             kept[row * 2 * heads + head] = logarithm;
@@ -262,17 +275,28 @@ template <class Value> struct Projected {
     }
 };
 
+// Where a head's query, key and value begin in a row: queries, keys and values, or of a scan x, B and C.
+struct Parts {
+    unsigned query, key, value;
+};
+
+__device__ __forceinline__ Parts parts_of(
+    unsigned head, unsigned key_head, unsigned groups, unsigned keys, unsigned heads, unsigned values) {
+    if (SCAN) return {heads * values + (groups + key_head) * keys, heads * values + key_head * keys, head * values};
+    return {key_head * keys, (groups + key_head) * keys, 2 * groups * keys + head * values};
+}
+
 // What a block of a step or a chunk works on: grid (blocks of columns, value heads, sequences).
-__device__ __forceinline__ Head head_of(const GatedDeltaArguments& a) {
+__device__ __forceinline__ Head head_of(const Arguments& a) {
     const unsigned slot = blockIdx.z, own = blockIdx.y, groups = (a.R - a.G * a.E) / (2 * a.D);
-    const unsigned key_head = own / (a.G / groups);
+    const Parts parts = parts_of(own, own / (a.G / groups), groups, a.D, a.G, a.E);
     const size_t first_row = size_t(slot) * a.T;
     return Head{
         a.rows + first_row * a.R,
         a.matrix + (size_t(slot) * a.G + own) * a.E * a.D,
         nullptr,
         a.output + first_row * a.O + own * a.E,
-        a.R, key_head * a.D, (groups + key_head) * a.D, 2 * groups * a.D + own * a.E, a.D, a.E, a.O, a.T};
+        a.R, parts.query, parts.key, parts.value, a.D, a.E, a.O, a.T};
 }
 
 // Zeros of a row of the output.
@@ -282,15 +306,20 @@ template <int SIZE> __device__ __forceinline__ void clear_row(const Head& head, 
         head.outputs[size_t(row) * head.output_size + first + lane] = 0.0f;
 }
 
-template <class Value> __device__ __forceinline__ Projected<Value> projected_of(const GatedDeltaArguments& a) {
+template <class Gates> __device__ __forceinline__ float skip_of(const Gates& gates, unsigned head) {
+    if constexpr (SCAN) return __ldg(gates.skip + head);
+    else return 0.0f;
+}
+
+template <class Value> __device__ __forceinline__ Projected<Value> projected_of(const Arguments& a) {
     const unsigned own = blockIdx.y;
     return {a.projected, nullptr, nullptr, size_t(blockIdx.z) * a.T, a.V, unsigned(a.gates.first), a.G, own,
-            -portable_exp(__ldg(a.gates.a_log + own)), __ldg(a.gates.dt_bias + own)};
+            -portable_exp(__ldg(a.gates.a_log + own)), __ldg(a.gates.dt_bias + own), skip_of(a.gates, own)};
 }
 
 // Of a step that keeps: its gates, of one token of each sequence.
 template <int SIZE, class Value>
-__global__ void __launch_bounds__(THREADS, BLOCKS_OF_ONE) delta_token(const __grid_constant__ GatedDeltaArguments a) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_OF_ONE) delta_token(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) float shared[];
     launch_next_kernel();
     const Head head = head_of(a);
@@ -302,7 +331,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_OF_ONE) delta_token(const __gr
 
 // The same of several tokens: with `parents` a tree of up to MOST_NODES, else a chain.
 template <int SIZE, class Value, bool TREE>
-__global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_constant__ GatedDeltaArguments a) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) float shared[];
     __shared__ TreePlan plan;
     launch_next_kernel();
@@ -329,7 +358,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_cons
 
 // Of a chunk, of which the tokens that count change the state.
 template <int SIZE, class Value>
-__global__ void __launch_bounds__(THREADS, BLOCKS) delta_chunk(const __grid_constant__ GatedDeltaArguments a) {
+__global__ void __launch_bounds__(THREADS, BLOCKS) delta_chunk(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) float shared[];
     launch_next_kernel();
     Head head = head_of(a);
@@ -355,6 +384,7 @@ struct Kept {
     const float* kept;  // of the sequence
     const int* path;
     unsigned heads, head, tokens;
+    static constexpr float skip = 0.0f;  // nothing is put out
 
     __device__ __forceinline__ unsigned row(unsigned token) const {
         return min(max(__ldcg(path + token), 0), int(tokens) - 1);
@@ -375,12 +405,13 @@ __global__ void __launch_bounds__(THREADS, ONE ? BLOCKS_OF_COMMIT : BLOCKS) comm
     wait_for_previous_kernel();
     const int count = min(max(__ldcg(a.counts + slot), 0), int(a.most));
     if (count == 0) return;
-    const unsigned groups = (a.row_size - a.heads * a.values) / (2 * a.keys), key_head = own / (a.heads / groups);
+    const unsigned groups = (a.row_size - a.heads * a.values) / (2 * a.keys);
+    const Parts parts = parts_of(own, own / (a.heads / groups), groups, a.keys, a.heads, a.values);
     const size_t first_row = size_t(slot) * a.tokens;
     float* state = a.matrices[layer] + (size_t(slot) * a.heads + own) * a.values * a.keys;
     const Head head{
-        a.rows[layer] + first_row * a.row_size, state, state, nullptr, a.row_size, key_head * a.keys,
-        (groups + key_head) * a.keys, 2 * groups * a.keys + own * a.values, a.keys, a.values, 0, unsigned(count)};
+        a.rows[layer] + first_row * a.row_size, state, state, nullptr, a.row_size, parts.query,
+        parts.key, parts.value, a.keys, a.values, 0, unsigned(count)};
     const Kept source{a.gates[layer] + first_row * 2 * a.heads, a.indices + size_t(slot) * a.most, a.heads, own, a.tokens};
     if constexpr (ONE) walk_one<SIZE, false>(head, source, shared);
     else walk<SIZE, false>(head, source, nullptr, shared);

@@ -4,7 +4,8 @@
 namespace recurrent {
 
 constexpr int THREADS = 128, PARTS = HOST_MOST_SIZE / WIDTH, OWN = HOST_MOST_SIZE / THREADS;
-static_assert(THREADS == HOST_GATES_THREADS, "the host makes the grids");
+constexpr int WIDE = 256, WIDE_PARTS = HOST_MOST_GROUP_SIZE / (4 * WIDE);
+static_assert(THREADS == HOST_GATES_THREADS && WIDE == HOST_WIDE_THREADS, "the host makes the grids");
 
 // Grid: heads, tokens, sequences. Each group of lanes adds up the whole head; a thread puts out one element of it, or two. All
 // that is read is under way before the sum is awaited, and there is little code: a decode step comes to it with a cold cache.
@@ -37,6 +38,49 @@ __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ Ga
     for (int i = 0; i < OWN; ++i) {
         const unsigned element = threadIdx.x + i * THREADS;
         if (element < a.E) output[element] = rounded<Compute>(own[i] * factor * weights[i] * portable_silu(gates[i]));
+    }
+}
+
+// Grid: groups, tokens, sequences. A thread has four neighbours of every 4 * WIDE elements; their sum is that of `ordered_sum`
+// with so many lanes.
+template <class Gate, class Compute>
+__global__ void __launch_bounds__(WIDE) gated_group_norm(const __grid_constant__ GatedGroupNormArguments a) {
+    __shared__ float sums[WIDE];
+    const unsigned size = a.O / a.norm.groups, begin = blockIdx.x * size;
+    const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
+    const float* values = a.value + row * a.O + begin;
+    const size_t gates = row * a.V + a.norm.first + begin;
+    float4 own[WIDE_PARTS];
+    launch_next_kernel();
+    wait_for_previous_kernel();
+#pragma unroll
+    for (int part = 0; part < WIDE_PARTS; ++part) {
+        const unsigned element = 4 * (part * WIDE + threadIdx.x);
+        own[part] = make_float4(0, 0, 0, 0);
+        if (element >= size) continue;
+        own[part] = __ldcg(reinterpret_cast<const float4*>(values + element));
+        own[part].x *= portable_silu(loaded<Gate>(a.gate, gates + element));
+        own[part].y *= portable_silu(loaded<Gate>(a.gate, gates + element + 1));
+        own[part].z *= portable_silu(loaded<Gate>(a.gate, gates + element + 2));
+        own[part].w *= portable_silu(loaded<Gate>(a.gate, gates + element + 3));
+    }
+    sums[threadIdx.x] = share(own, own);
+    for (unsigned half = WIDE / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    __syncthreads();
+    const float factor = reciprocal_root(__fdiv_rn(sums[0], float(size)) + float(a.norm.epsilon));
+    const Compute* weights = reinterpret_cast<const Compute*>(a.norm.weight) + begin;
+    Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O + begin;
+#pragma unroll
+    for (int part = 0; part < WIDE_PARTS; ++part) {
+        const unsigned element = 4 * (part * WIDE + threadIdx.x);
+        if (element >= size) continue;
+        output[element] = rounded<Compute>(own[part].x * factor * to_float(__ldg(weights + element)));
+        output[element + 1] = rounded<Compute>(own[part].y * factor * to_float(__ldg(weights + element + 1)));
+        output[element + 2] = rounded<Compute>(own[part].z * factor * to_float(__ldg(weights + element + 2)));
+        output[element + 3] = rounded<Compute>(own[part].w * factor * to_float(__ldg(weights + element + 3)));
     }
 }
 

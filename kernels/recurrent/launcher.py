@@ -15,6 +15,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 from edgellm.kernels.recurrent.contract import (
     MAX_DELTA_SIZE,
+    MAX_GROUP_SIZE,
     MAX_NODES,
     NORM_EPSILON,
     AcceptedPath,
@@ -22,16 +23,19 @@ from edgellm.kernels.recurrent.contract import (
     DeltaGates,
     GatedHeadNorm,
     GatedHeads,
+    GroupNorm,
     Launchable,
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
+    ScanGates,
     delta_refusal,
+    group_refusal,
     key_heads,
     norm_refusal,
 )
 
-_CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS = 128, 32, 128
+_CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _WIDE_THREADS = 128, 32, 128, 256
 #: Warps that walk, and those that help.
 _WALKERS, _HELPERS = 4, 2
 _DELTA_THREADS = 32 * (_WALKERS + _HELPERS)
@@ -107,16 +111,23 @@ def convolution_kernel(name: str, width: int, *dtypes: str) -> Kernel:
 def gates_kernel(name: str, *dtypes: str) -> Kernel:
     """A kernel of gates.cu for arrays of `dtypes`."""
     expression = f"recurrent::{name}<{', '.join(CUDA_TYPES[dtype] for dtype in dtypes)}>"
-    macros = (("HOST_GATES_THREADS", _GATES_THREADS), ("HOST_MOST_SIZE", MAX_DELTA_SIZE))
+    macros = (
+        ("HOST_GATES_THREADS", _GATES_THREADS),
+        ("HOST_WIDE_THREADS", _WIDE_THREADS),
+        ("HOST_MOST_SIZE", MAX_DELTA_SIZE),
+        ("HOST_MOST_GROUP_SIZE", MAX_GROUP_SIZE),
+    )
     return Kernel(_source("_".join((name, *dtypes)), "gates.cu", expression, *macros), expression)
 
 
 @lru_cache
-def delta_kernel(name: str, keys: int, *arguments: str) -> Kernel:
-    """A kernel of delta.cu for keys of so many elements: `commit_matrices`, or one with the template's `arguments`."""
+def delta_kernel(name: str, keys: int, *arguments: str, scans: bool = False) -> Kernel:
+    """A kernel of delta.cu for keys of so many elements: `commit_matrices`, or one with the template's `arguments`; of
+    the delta rule, or of selective scans."""
     size = _padded(keys)
     expression = f"recurrent::{name}<{', '.join((str(size), *arguments))}>"
     macros = (
+        ("HOST_SCAN", int(scans)),
         ("HOST_SIZE", size),
         ("HOST_DELTA_THREADS", _DELTA_THREADS),
         ("HOST_COLUMNS", _block_columns(keys)),
@@ -127,7 +138,7 @@ def delta_kernel(name: str, keys: int, *arguments: str) -> Kernel:
         ("HOST_COMMIT_MATRICES_BYTES", ctypes.sizeof(_CommitMatrices)),
         ("HOST_NORM_EPSILON", repr(NORM_EPSILON)),
     )
-    names = "_".join((name, str(size), *(argument.strip("_") for argument in arguments)))
+    names = "_".join((*["scan"] * scans, name, str(size), *(argument.strip("_") for argument in arguments)))
     return Kernel(_source(names, "delta.cu", expression, *macros), expression)
 
 
@@ -172,17 +183,38 @@ class CudaRecurrent(Launcher):
         state_tokens: DeviceArray | None,
     ) -> Launch:
         """The gated delta rule over the tokens of a step; see the contract."""
-        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        sizes, packed = self._packed("gated_delta", *arguments)
+        return self._walk(
+            "gated_delta", (rows, projected, gates, matrix, output, parents, kept, state_tokens), scans=False
+        )
+
+    def selective_scan(
+        self,
+        rows: DeviceArray,
+        projected: DeviceArray,
+        gates: ScanGates,
+        matrix: DeviceArray,
+        output: DeviceArray,
+        parents: DeviceArray | None,
+        kept: DeviceArray | None,
+        state_tokens: DeviceArray | None,
+    ) -> Launch:
+        """Mamba-2's state space over the tokens of a step; see the contract."""
+        return self._walk(
+            "selective_scan", (rows, projected, gates, matrix, output, parents, kept, state_tokens), scans=True
+        )
+
+    def _walk(self, name: str, arguments: tuple[Any, ...], scans: bool) -> Launch:
+        _, projected, *_, parents, _, state_tokens = arguments
+        sizes, packed = self._packed(name, *arguments)
         tree, tokens = parents is not None, sizes["T"]
-        _check_sizes("gated_delta", sizes, tokens if tree else 1)
+        _check_sizes(name, sizes, tokens if tree else 1)
         own = CUDA_TYPES[projected.dtype]
         if state_tokens is not None:
-            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+            kernel = delta_kernel("delta_chunk", sizes["D"], own, scans=scans)
         elif tokens > 1:
-            kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
+            kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower(), scans=scans)
         else:
-            kernel = delta_kernel("delta_token", sizes["D"], own)
+            kernel = delta_kernel("delta_token", sizes["D"], own, scans=scans)
         grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
 
@@ -195,6 +227,15 @@ class CudaRecurrent(Launcher):
         grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
+
+    def gated_group_norm(self, value: DeviceArray, gate: DeviceArray, norm: GroupNorm, output: DeviceArray) -> Launch:
+        """RMS norms of parts of a row behind their gates; see the contract."""
+        sizes, packed = self._packed("gated_group_norm", value, gate, norm, output)
+        refusal = group_refusal(sizes["O"] // norm.groups)
+        if refusal is not None:
+            raise KernelError(f"gated_group_norm: {refusal}")
+        kernel = gates_kernel("gated_group_norm", gate.dtype, output.dtype)
+        return Launch(self._module, kernel, (norm.groups, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
 
     def separate_gates(self, value: DeviceArray, heads: GatedHeads, qkv: DeviceArray) -> Launch:
         """Query, key and value heads without the gates; see the contract."""
@@ -222,20 +263,27 @@ class CudaRecurrent(Launcher):
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
         """Accepted tokens into the matrices of all layers; see the contract."""
-        sizes = [self._check("commit_matrices", layer, accepted) for layer in layers]
+        return self._commit("commit_matrices", layers, accepted, scans=False)
+
+    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
+        """The same of selective scans; see the contract."""
+        return self._commit("commit_scans", layers, accepted, scans=True)
+
+    def _commit(self, name: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath, scans: bool) -> Launchable:
+        sizes = [self._check(name, layer, accepted) for layer in layers]
 
         def launch(of: dict[str, Any], own: Sequence[LayerMatrices]) -> Launch:
-            names = ("B", "T", "N", "R", "G", "E", "D")
-            arguments = _CommitMatrices(*_path(accepted), *(of[name] for name in names))
+            letters = ("B", "T", "N", "R", "G", "E", "D")
+            arguments = _CommitMatrices(*_path(accepted), *(of[letter] for letter in letters))
             for place, (matrix, rows, gates) in enumerate(own):
                 arguments.matrices[place] = matrix.pointer
                 arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower())
+            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower(), scans=scans)
             grid = _delta_grid(of, of["B"] * len(own))
             return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
 
         for each in sizes:
-            _check_sizes("commit_matrices", each)
+            _check_sizes(name, each)
         most = min(_MOST_LAYERS, MAXIMUM_ROWS // sizes[0]["B"]) if sizes else 1
         return _together(sizes, layers, most, launch)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +22,17 @@ from edgellm.kernels.recurrent.contract import (
     DeltaGates,
     GatedHeadNorm,
     GatedHeads,
+    GroupNorm,
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
+    ScanGates,
     key_heads,
 )
 
 _check = Contracts(RecurrentArrays, np.ndarray)
-#: Elements that are summed side by side: those of 16 lanes of the device, four each.
-_LANES, _EACH = 16, 4
-_WIDTH = _LANES * _EACH
+#: Elements that are summed side by side: those of 16 lanes of the device, four each; of a whole row, of 256 threads.
+_LANES, _EACH, _THREADS = 16, 4, 256
 
 
 class NumpyRecurrent:
@@ -72,25 +74,43 @@ class NumpyRecurrent:
         state_tokens: np.ndarray | None,
     ) -> NumpyLaunch:
         """The gated delta rule over the tokens of a step; see the contract."""
-        _check("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        _check("gated_delta", *arguments)
+        return NumpyLaunch(lambda: _take(arguments, delta_gates(projected, gates), None))
 
-        def compute() -> None:
-            made = delta_gates(projected, gates)
-            if kept is not None:
-                kept[...] = made
-                output[...] = delta_nodes(rows, made, matrix, parents)
-                return
-            output[...] = 0
-            for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
-                results = delta_walk(rows[slot], made[slot], matrix[slot], tokens)
-                output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
-
-        return NumpyLaunch(compute)
+    def selective_scan(
+        self,
+        rows: np.ndarray,
+        projected: np.ndarray,
+        gates: ScanGates,
+        matrix: np.ndarray,
+        output: np.ndarray,
+        parents: np.ndarray | None,
+        kept: np.ndarray | None,
+        state_tokens: np.ndarray | None,
+    ) -> NumpyLaunch:
+        """Mamba-2's state space over the tokens of a step; see the contract."""
+        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        _check("selective_scan", *arguments)
+        return NumpyLaunch(lambda: _take(arguments, scan_gates(projected, gates), gates.skip))
 
     def gated_norm(self, value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm, output: np.ndarray) -> NumpyLaunch:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
         _check("gated_norm", value, gate, norm, output)
         return NumpyLaunch(lambda: store_rounded(gated_head_norm(value, gate, norm), output))
+
+    def gated_group_norm(self, value: np.ndarray, gate: np.ndarray, norm: GroupNorm, output: np.ndarray) -> NumpyLaunch:
+        """RMS norms of parts of a row behind their gates; see the contract."""
+        _check("gated_group_norm", value, gate, norm, output)
+
+        def compute() -> None:
+            gates = float32_of(gate[..., norm.first : norm.first + value.shape[-1]])
+            parts = (value * silu(gates)).reshape(*value.shape[:-1], norm.groups, -1)
+            mean = ordered_sum(parts, parts, _THREADS) / np.float32(parts.shape[-1])
+            normed = parts * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None]
+            store_rounded(normed.reshape(value.shape) * float32_of(norm.weight), output)
+
+        return NumpyLaunch(compute)
 
     def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
         """Query, key and value heads without the gates; see the contract."""
@@ -125,16 +145,38 @@ class NumpyRecurrent:
         return NumpyLaunch(compute)
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
-        """AcceptedPath tokens into the matrices of all layers; see the contract."""
-        for layer in layers:
-            _check("commit_matrices", layer, accepted)
+        """Accepted tokens into the matrices of all layers; see the contract."""
+        return _commit("commit_matrices", layers, accepted, scans=False)
 
-        def compute() -> None:
-            for matrix, rows, gates in layers:
-                for slot, tokens in enumerate(_paths(accepted, rows.shape[1])):
-                    delta_walk(rows[slot], gates[slot], matrix[slot], tokens, outputs=False)
+    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
+        """The same of selective scans; see the contract."""
+        return _commit("commit_scans", layers, accepted, scans=True)
 
-        return NumpyLaunch(compute)
+
+def _commit(kernel: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath, scans: bool) -> NumpyLaunch:
+    for layer in layers:
+        _check(kernel, layer, accepted)
+
+    def compute() -> None:
+        for matrix, rows, gates in layers:
+            skip = np.zeros(matrix.shape[1], np.float32) if scans else None  # nothing is put out
+            for slot, tokens in enumerate(_paths(accepted, rows.shape[1])):
+                delta_walk(rows[slot], gates[slot], matrix[slot], tokens, False, skip)
+
+    return NumpyLaunch(compute)
+
+
+def _take(arguments: tuple[Any, ...], gates: np.ndarray, skip: np.ndarray | None) -> None:
+    """A step of a delta rule or, with `skip`, of a scan, from the kernel's arguments and the gates that it makes."""
+    rows, _, _, matrix, output, parents, kept, state_tokens = arguments
+    if kept is not None:
+        kept[...] = gates
+        output[...] = delta_nodes(rows, gates, matrix, parents, skip)
+        return
+    output[...] = 0
+    for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
+        results = delta_walk(rows[slot], gates[slot], matrix[slot], tokens, skip=skip)
+        output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
 
 
 def convolved(
@@ -145,9 +187,10 @@ def convolved(
     parents: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What `short_convolution` puts out, and what it convolves, both [B, T, C] float32."""
-    weight, silu_after, gated = convolution
+    weight, silu_after, gated, first = convolution
     (batch, tokens, _), (channels, width) = value.shape, weight.shape
-    parts = [float32_of(value[..., n * channels : (n + 1) * channels]) for n in range(3 if gated else 1)]
+    begins = range(first, first + (3 if gated else 1) * channels, channels)
+    parts = [float32_of(value[..., begin : begin + channels]) for begin in begins]
     inputs = parts[0] * parts[2] if gated else parts[0]
     # Of the state and the inputs behind it, which stands where: token t at `width` - 1 + t.
     known = np.concatenate((columns.swapaxes(1, 2), inputs), axis=1)
@@ -186,27 +229,43 @@ def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
     return np.concatenate((decay, sigmoid(found[..., :heads])), axis=-1)
 
 
-def delta_nodes(rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: np.ndarray | None) -> np.ndarray:
-    """The outputs [B, T, G E] of a chain or, with `parents`, of a tree's nodes; `matrix` stays."""
+def scan_gates(projected: np.ndarray, gates: ScanGates) -> np.ndarray:
+    """The logarithm of the decay of each head, then of each the step size: [B, T, 2 G] float32."""
+    size = softplus(float32_of(projected[..., gates.first : gates.first + len(gates.a_log)]) + gates.dt_bias)
+    return np.concatenate((-exp(gates.a_log) * size, size), axis=-1)
+
+
+def delta_nodes(
+    rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: np.ndarray | None, skip: np.ndarray | None = None
+) -> np.ndarray:
+    """The outputs [B, T, G E] of a chain or, with `parents`, of a tree's nodes; `matrix` stays. `skip` as in
+    `delta_walk`."""
     batch, tokens, _ = rows.shape
     outputs = np.zeros((batch, tokens, *matrix.shape[1:3]), np.float32)
     if parents is None:
-        outputs = delta_walk(rows, gates, matrix.copy(), range(tokens))
+        outputs = delta_walk(rows, gates, matrix.copy(), range(tokens), skip=skip)
     else:
         for slot, before in enumerate(_earlier(parents)):
-            _walk_tree(rows[slot], gates[slot], matrix[slot], before.tolist(), outputs[slot])
+            step = _token_steps(rows[slot], gates[slot], matrix.shape, skip)
+            _walk_tree(step, matrix[slot], before.tolist(), outputs[slot])
     return outputs.reshape(batch, tokens, -1)
 
 
 def delta_walk(
-    rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, tokens: Sequence[int] | np.ndarray, outputs: bool = True
+    rows: np.ndarray,
+    gates: np.ndarray,
+    matrix: np.ndarray,
+    tokens: Sequence[int] | np.ndarray,
+    outputs: bool = True,
+    skip: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Change `matrix` [.., G, E, D] by `tokens` of `rows` [.., T, R] and `gates` [.., T, 2 G], in their order.
+    """Change `matrix` [.., G, E, D] by `tokens` of `rows` [.., T, R] and `gates` [.., T, 2 G], in their order: by the
+    delta rule or, with the `skip` [G] of its heads, by the selective scan.
 
     Gives what they put out, [.., tokens, G, E]; nothing with `outputs` False.
     """
     results = np.zeros((*matrix.shape[:-3], len(tokens) if outputs else 0, *matrix.shape[-3:-1]), np.float32)
-    step = _token_steps(rows, gates, matrix.shape)
+    step = _token_steps(rows, gates, matrix.shape, skip)
     for number, token in enumerate(tokens):
         matrix[...], output = step(matrix, token, outputs)
         if outputs:
@@ -224,25 +283,25 @@ def gated_head_norm(value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm) ->
     return (normed * silu(gates)).reshape(value.shape)
 
 
-def ordered_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def ordered_sum(x: np.ndarray, y: np.ndarray, lanes: int = _LANES) -> np.ndarray:
     """The sum of x y over the last axis, which is padded with zeros to a multiple of 64: the order of all sums.
 
     First those of every 64th element, in their order; then of four neighbours, (0 + 1) + (2 + 3); then of halves: of
-    the 16 that are left n and n + 8, then of 8 n and n + 4, and so on.
+    the 16 `lanes` that are left n and n + 8, then of 8 n and n + 4, and so on. Of other lanes it is four times those.
     """
-    size, shape = x.shape[-1], np.broadcast_shapes(x.shape, y.shape)
-    padded = -(-size // _WIDTH) * _WIDTH
+    size, shape, width = x.shape[-1], np.broadcast_shapes(x.shape, y.shape), lanes * _EACH
+    padded = -(-size // width) * width
     if padded == size:
         products = x * y
     else:
         products = np.zeros((*shape[:-1], padded), np.float32)
         np.multiply(x, y, out=products[..., :size])
-    sums = products[..., :_WIDTH]
-    for begin in range(_WIDTH, padded, _WIDTH):
-        sums = sums + products[..., begin : begin + _WIDTH]
+    sums = products[..., :width]
+    for begin in range(width, padded, width):
+        sums = sums + products[..., begin : begin + width]
     sums = sums[..., 0::2] + sums[..., 1::2]
     sums = sums[..., 0::2] + sums[..., 1::2]
-    half = _LANES
+    half = lanes
     while half > 1:
         half //= 2
         sums = sums[..., :half] + sums[..., half:]
@@ -252,30 +311,40 @@ def ordered_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 _Step = Callable[[np.ndarray, int, bool], tuple[np.ndarray, np.ndarray | None]]
 
 
-def _token_steps(rows: np.ndarray, gates: np.ndarray, shape: tuple[int, ...]) -> _Step:
-    """What computes a token's matrix [.., G, E, D] and output [.., G, E] from the matrix before it."""
+def _token_steps(rows: np.ndarray, gates: np.ndarray, shape: tuple[int, ...], skip: np.ndarray | None) -> _Step:
+    """What computes a token's matrix [.., G, E, D] and output [.., G, E] from the matrix before it; `skip` as in
+    `delta_walk`."""
     heads, values, keys = shape[-3:]
     groups = key_heads({"R": rows.shape[-1], "G": heads, "E": values, "D": keys})
     # Whatever does not depend on the state is computed of all tokens at once.
+    first, of_values = (0, 2 * groups * keys) if skip is None else (heads * values, 0)
     query, key = (
-        rows[..., n * groups * keys : (n + 1) * groups * keys].reshape(*rows.shape[:-1], groups, keys) for n in (0, 1)
+        rows[..., begin : begin + groups * keys].reshape(*rows.shape[:-1], groups, keys)
+        for begin in (first, first + groups * keys)
     )
-    query = query * (_reciprocal_root(query) * (np.float32(1) / np.sqrt(np.float32(keys))))[..., None]
-    key = key * _reciprocal_root(key)[..., None]
+    if skip is None:
+        query = query * (_reciprocal_root(query) * (np.float32(1) / np.sqrt(np.float32(keys))))[..., None]
+        key = key * _reciprocal_root(key)[..., None]
+    else:
+        query, key = key, query  # B stands before C
     both = ordered_sum(key, query)
     query, key = (np.repeat(each, heads // groups, axis=-2)[..., None, :] for each in (query, key))
     both = np.repeat(both, heads // groups, axis=-1)
-    value = rows[..., 2 * groups * keys :].reshape(*rows.shape[:-1], heads, values)
+    value = rows[..., of_values : of_values + heads * values].reshape(*rows.shape[:-1], heads, values)
     decay, beta = exp(gates[..., :heads]), gates[..., heads:]
 
     def step(matrix: np.ndarray, token: int, outputs: bool) -> tuple[np.ndarray, np.ndarray | None]:
         own_key, own_decay = key[..., token, :, :, :], decay[..., token, :, None]
-        read = ordered_sum(matrix, own_key)
-        delta = (value[..., token, :, :] - own_decay * read) * beta[..., token, :, None]
+        delta = own_value = value[..., token, :, :]
+        if skip is None:
+            delta = delta - own_decay * ordered_sum(matrix, own_key)
+        delta = delta * beta[..., token, :, None]
         after = matrix * own_decay[..., None]
         output = None
         if outputs:
             output = own_decay * ordered_sum(matrix, query[..., token, :, :, :]) + delta * both[..., token, :, None]
+            if skip is not None:
+                output = output + skip[:, None] * own_value
         after += delta[..., None] * own_key
         return after, output
 
@@ -286,11 +355,9 @@ def _reciprocal_root(x: np.ndarray) -> np.ndarray:
     return np.float32(1) / np.sqrt(ordered_sum(x, x) + np.float32(NORM_EPSILON))
 
 
-def _walk_tree(
-    rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: Sequence[int], outputs: np.ndarray
-) -> None:
+def _walk_tree(step: _Step, matrix: np.ndarray, parents: Sequence[int], outputs: np.ndarray) -> None:
     """One slot's nodes; the matrix behind a node is kept as long as it has children to come."""
-    step, states, waiting = _token_steps(rows, gates, matrix.shape), {-1: matrix}, Counter(parents)
+    states, waiting = {-1: matrix}, Counter(parents)
     waiting[-1] = 1  # the root alone, not padding
     for node, parent in enumerate(parents):
         if node and parent not in states:

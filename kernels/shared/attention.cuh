@@ -139,6 +139,26 @@ template <typename T, bool INT8> struct KeptFour {
     }
 };
 
+// Products of a query and four keys, as scores below a cap: cap tanh(product inverse_cap), where inverse_cap is the scale of
+// scores over the cap.
+__device__ __forceinline__ void cap_scores(float (&score)[4], float cap, float inverse_cap) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] = cap * tanhf(score[i] * inverse_cap);
+}
+
+// Hides a lane's scores of a row, number `half` of its two: of eights of keys, the first key at `begin`, those up to `before`,
+// where a window is, and those behind `last`.
+template <int EIGHTS>
+__device__ __forceinline__ void hide_scores(float (&score)[EIGHTS][4], int half, int begin, int before, int last) {
+#pragma unroll
+    for (int n = 0; n < EIGHTS; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = begin + 8 * n + 2 * (threadIdx.x % 4) + i;
+            if (key > last || key <= before) score[n][2 * half + i] = no_score();
+        }
+}
+
 // The largest score that a lane's row number HALF has in a tile.
 template <int HALF> __device__ __forceinline__ float largest_score(const float (&score)[2 * BLOCKS][4]) {
     float largest = fmaxf(score[0][2 * HALF], score[0][2 * HALF + 1]);

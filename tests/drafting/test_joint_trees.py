@@ -298,11 +298,13 @@ def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
     config = DraftingConfig(4, 4, 16, adaptive=True, suffix_decoding=True)
     heard: list[DraftPlan | None] = []
     with LLM(batched, backend="numpy", drafting=config) as llm:
-        chances = llm._runtime._drafters.drafter._chances[False]
+        drafter = llm._runtime._drafters.drafter
+        chances = drafter._choice.chances[False]
         record = chances.record
-        chances.record = lambda plan, emitted: (heard.append(plan), record(plan, emitted))[1]
+        chances.record = lambda plan, emitted, steps: (heard.extend([plan] * steps), record(plan, emitted, steps))[1]
         responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
         counted = llm.drafting_report.rounds
+        drafter._weigh_plain()  # the latest plain steps
     assert len({tuple(each.token_ids) for each in responses}) == 1
     steps = sum(each.drafting.plain_steps + each.drafting.rounds for each in responses)
     given_rounds = sum(count for name, count in counted.items() if "given" in name)

@@ -53,6 +53,7 @@ SCALED = {
         LLAMA, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=0.125, qk_norm=True
     ),
     "smollm3": replace(LLAMA, nope_layers=(1,)),
+    "gemma2": replace(LLAMA, norm_offset=1.0, post_norms=True, scores_cap=0.5, logits_cap=2.0),
     "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
     "starcoder2": replace(
         FAMILIES["llama_untied_biases"], naming="starcoder2", layer_norms=True, gated_mlp=False, hidden_act="gelu_tanh"
@@ -86,6 +87,16 @@ RECURRENT = {
         rotary_dim=4,
     ),
 }
+RECURRENT["state_spaces"] = replace(
+    LLAMA,
+    naming="granitemoehybrid",
+    num_layers=4,
+    layer_kinds=("mamba", "attention", "mamba", "mamba"),
+    conv_width=4,
+    conv_bias=True,
+    delta_heads=(2, 4, 24, 16),
+    nope_layers=(1,),
+)
 #: As checkpoints are that pack what a delta rule projects, but its gates.
 RECURRENT["delta_nets_of_two_products"] = replace(
     RECURRENT["gated_delta_nets"],

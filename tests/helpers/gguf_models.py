@@ -26,7 +26,14 @@ from edgellm.engines.gguf.model_config import model_config
 #: By `model_type`, llama.cpp's name.
 ARCHITECTURES = {
     **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
-    **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
+    **{
+        "qwen3_5_text": "qwen35",
+        "gemma": "gemma",
+        "gemma2": "gemma2",
+        "gemma3_text": "gemma3",
+        "phi3": "phi3",
+        "granite": "granite",
+    },
     **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
     **{"starcoder2": "starcoder2", "olmo3": "olmo2", "exaone4": "exaone4", "minicpm": "minicpm"},
     **{"ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense"},
@@ -43,9 +50,9 @@ CONVERTED = {
     **dict.fromkeys(("granitemoe", "gpt_oss"), "bf16"),
 }
 _PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm")
-_SHIFTED = ("gemma", "gemma3", "qwen35", "qwen35moe")
+_SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 _SPARSE = ("qwen3moe", "lfm2moe", "gpt-oss", "qwen35moe")
-_WITH_POST_NORM = ("gemma3", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
+_WITH_POST_NORM = ("gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -330,7 +337,9 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config.get("norm_eps") or config["rms_norm_eps"],
         "attention.key_length": config.get("head_dim"),
         "attention.value_length": config.get("head_dim"),
-        "rope.freq_base": None if kind == "gemma" else own.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "rope.freq_base": None
+        if kind in ("gemma", "gemma2")
+        else own.get("rope_theta", config.get("rope_theta", 10000.0)),
         "vocab_size": config["vocab_size"] if kind in (*_PAIRED, "lfm2", "lfm2moe") else None,
         "rope.dimension_count": (config.get("head_dim") or config["hidden_size"] // heads) if kind in _PAIRED else None,
         "attention.scale": config.get("attention_multiplier"),
@@ -367,6 +376,11 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
         found["rope.scaling.original_context_length"] = own.get("original_max_position_embeddings")
         found |= {f"rope.scaling.yarn_{key}": own.get(key) for key in ("beta_fast", "beta_slow")}
+    if kind in ("gemma", "gemma2"):
+        del found["rope.freq_base"]
+    if kind == "gemma2":
+        found |= {key: config[key] for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+        found["attention.sliding_window"] = config["sliding_window"]
     if kind == "gemma3":
         local = rope.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
         found |= {"rope.freq_base_swa": local, "attention.sliding_window": config["sliding_window"]}

@@ -15,7 +15,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
+from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia, place_media
 
 FOLDER = golden_folder("image_prompts")
 #: Those whose images see themselves, and the others.
@@ -45,31 +45,26 @@ class GoldenModel:
         grids = self.expected["grids"].tolist()
         self.images = [self._image(index, tuple(grid)) for index, grid in enumerate(grids)]
 
-    def _image(self, index: int, grid: tuple[int, int, int]) -> ImageEmbeddings:
+    def _image(self, index: int, grid: tuple[int, int, int]) -> MediaEmbeddings:
         features = [self.expected[f"image{index}.deepstack{layer}"] for layer in range(self.config.deepstack_layers)]
         rows = self.expected[f"image{index}.rows"]
         if self.config.image_tokens:  # what the language model multiplies is divided before
             rows = rows / np.float32(self.config.embedding_scale)
-        return ImageEmbeddings(rows, tuple(features), f"image {index}", grid)
+        return MediaEmbeddings(rows, tuple(features), f"image {index}", grid)
 
-    def placed(self) -> PromptImages:
+    def placed(self) -> PromptMedia:
         """The images in the prompt."""
-        return place_images(self.token_ids, self.images, self.config.image_token_id, self.config)
+        return place_media(self.token_ids, {self.config.media["image"]: self.images}, self.config)
 
-    def placed_before(self, stop: int) -> PromptImages:
+    def placed_before(self, stop: int) -> PromptMedia:
         """What of the images stands before the token `stop`, which may be in the middle of one."""
         whole = self.placed()
-        counts = [count for _, _, count in whole.within(0, stop)]
-        images = tuple(
-            replace(image, rows=image.rows[:count], deepstack=tuple(layer[:count] for layer in image.deepstack))
-            for image, count in zip(whole.images, counts, strict=False)
-        )
-        return replace(
-            whole,
-            spans=tuple((start, count) for (start, _), count in zip(whole.spans, counts, strict=False)),
-            images=images,
-            positions=None if whole.positions is None else whole.positions[:, :stop],
-        )
+        spans = []
+        for span, _, count in whole.within(0, stop):
+            layers = tuple(layer[:count] for layer in span.embeddings.deepstack)
+            seen = replace(span.embeddings, rows=span.embeddings.rows[:count], deepstack=layers)
+            spans.append(replace(span, tokens=count, embeddings=seen))
+        return PromptMedia(tuple(spans), None if whole.positions is None else whole.positions[:, :stop])
 
     def runner(self, limits: EngineLimits) -> BaseEngineRunner:
         """The language model on NumPy."""

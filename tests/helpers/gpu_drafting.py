@@ -10,7 +10,7 @@ from runner_steps import take_step
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
@@ -21,7 +21,7 @@ COUNT = 40
 #: Logits of one tree and of single steps may differ by so many spacings of the dtype.
 SPACINGS = 4
 #: The images of the prompt of that number, in a runner's memory.
-ImagesOf = Callable[[BaseEngineRunner, int], PromptImages | None]
+ImagesOf = Callable[[BaseEngineRunner, int], PromptMedia | None]
 
 
 def no_images(runner: BaseEngineRunner, index: int) -> None:
@@ -80,7 +80,7 @@ def assert_explained(
 
 
 def assert_given_trees_change_no_token(
-    runner: DecodingRunner, ids: Sequence[int], images: PromptImages | None, count: int
+    runner: DecodingRunner, ids: Sequence[int], images: PromptMedia | None, count: int
 ) -> None:
     """Rounds of given trees give the first `count` greedy tokens of plain decoding: each tree is a path that goes on as
     that does, often with one wrong token, and three tokens beside it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.folder import SnapshotFolder
@@ -43,7 +43,7 @@ def taken(
     token_ids: Sequence[int],
     label: str,
     adapter: str | None = None,
-    images: PromptImages | None = None,
+    images: PromptMedia | None = None,
 ) -> Snapshot:
     """A snapshot of a slot whose first rows hold these tokens, computed with an adapter's digest and with images."""
     snapshot = snapshots._unfilled(token_ids, label, adapter, images, None)

@@ -47,5 +47,5 @@ class Driver:
         while self.server.running or self.server.preempted or len(self.queue):
             self.server.round()
         assert self.runtime.kept_bytes == 0
-        assert all(state.sequence.kept is None and state.sequence.images is None for state in self.states)
+        assert all(state.sequence.kept is None and state.sequence.media is None for state in self.states)
         return [state.outcome() for state in self.states]

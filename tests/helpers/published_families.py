@@ -240,6 +240,28 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
+GEMMA_2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
 #: As published first, with one rotary base a field.
 GEMMA_3_1B = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -654,6 +676,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "granite-3.1-2b": (GRANITE_3_3_2B, 2_533_539_840),
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "gemma-2b": (GEMMA_2B, 2_506_172_416),
+    "gemma-2-2b": (GEMMA_2_2B, 2_614_341_888),
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),

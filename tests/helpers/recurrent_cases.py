@@ -11,7 +11,14 @@ import numpy as np
 from gpu_device import copied, on_device
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.recurrent.contract import AcceptedPath, Convolution, DeltaGates, LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import (
+    AcceptedPath,
+    Convolution,
+    DeltaGates,
+    LayerColumns,
+    LayerMatrices,
+    ScanGates,
+)
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 #: Computes a kernel, by its name, of copies of arguments, which it gives back.
@@ -76,7 +83,8 @@ def path_to(parents: np.ndarray, node: int) -> list[int]:
 
 @dataclass
 class DeltaCase:
-    """A gated delta rule of key and value heads and their sizes over so many tokens of so many sequences."""
+    """A gated delta rule, or a selective scan, of key and value heads and their sizes over so many tokens of so many
+    sequences."""
 
     heads: tuple[int, int]
     sizes: tuple[int, int]
@@ -84,13 +92,18 @@ class DeltaCase:
     slots: int = 2
     dtype: str = "float32"  # of what was projected
     seed: int = 0
+    scans: bool = False
 
     def __post_init__(self) -> None:
+        self.kernel, self.commit = (
+            ("selective_scan", "commit_scans") if self.scans else ("gated_delta", "commit_matrices")
+        )
         rng, (keys, values), (key_heads, heads) = np.random.default_rng(self.seed), self.sizes, self.heads
         first = 2 * key_heads * keys + heads * values
         self.rows = noise(rng, self.slots, self.tokens, first)
         self.projected = noise(rng, self.slots, self.tokens, 2 * heads + 13, dtype=self.dtype)
-        self.gates = DeltaGates(noise(rng, heads), noise(rng, heads), 7)
+        own = noise(rng, heads), noise(rng, heads)
+        self.gates = ScanGates(*own, noise(rng, heads), 7) if self.scans else DeltaGates(*own, 7)
         self.matrix = noise(rng, self.slots, heads, values, keys)
         self.output = noise(rng, self.slots, self.tokens, heads * values)
         self.kept = noise(rng, self.slots, self.tokens, 2 * heads)
@@ -102,7 +115,7 @@ class DeltaCase:
         matrix: np.ndarray | None = None,
         tokens: Any = slice(None),
     ) -> list[Any]:
-        """Of `gated_delta`: a step that keeps, or with `counts` a chunk, of some of the tokens."""
+        """Of the kernel: a step that keeps, or with `counts` a chunk, of some of the tokens."""
         rows, projected, output, kept = (
             np.ascontiguousarray(array[:, tokens]) for array in (self.rows, self.projected, self.output, self.kept)
         )
@@ -114,22 +127,22 @@ class DeltaCase:
         """All that must hold of the bits."""
         tokens, slots = self.tokens, self.slots
         every = [tokens] * slots
-        *_, outputs, _, kept, _ = run("gated_delta", *self.arguments())
-        whole = run("gated_delta", *self.arguments(counts=every))
+        *_, outputs, _, kept, _ = run(self.kernel, *self.arguments())
+        whole = run(self.kernel, *self.arguments(counts=every))
         np.testing.assert_array_equal(whole[4], outputs)
         state = whole[3]
         for border in {1, tokens // 2, tokens - 1} - {0, tokens}:
-            first = run("gated_delta", *self.arguments(counts=[border] * slots))  # the rest is padding
+            first = run(self.kernel, *self.arguments(counts=[border] * slots))  # the rest is padding
             np.testing.assert_array_equal(first[4][:, :border], outputs[:, :border])
             assert not first[4][:, border:].any()
             rest = self.arguments(counts=[tokens - border] * slots, matrix=first[3], tokens=slice(border, None))
-            second = run("gated_delta", *rest)
+            second = run(self.kernel, *rest)
             np.testing.assert_array_equal(second[4], outputs[:, border:])
             np.testing.assert_array_equal(second[3], state)
         self._check_commits(run, kept, state)
         for kind in ("chain", "star", "binary", "random", "long"):
             parents = trees(rng, slots, tokens, kind)
-            tree = run("gated_delta", *self.arguments(parents))
+            tree = run(self.kernel, *self.arguments(parents))
             np.testing.assert_array_equal(tree[6], kept)
             np.testing.assert_array_equal(tree[3], self.matrix)
             for node in {0, tokens - 1, *rng.integers(0, tokens, 2).tolist()}:
@@ -137,7 +150,7 @@ class DeltaCase:
                 if path[0] != 0:
                     assert not tree[4][0, node].any()
                     continue
-                alone = run("gated_delta", *self.arguments(tokens=path))
+                alone = run(self.kernel, *self.arguments(tokens=path))
                 np.testing.assert_array_equal(alone[4][0, -1], tree[4][0, node], err_msg=kind)
 
     def _check_commits(self, run: Run, kept: np.ndarray, state: np.ndarray) -> None:
@@ -147,19 +160,17 @@ class DeltaCase:
         nodes = np.concatenate((nodes, np.full_like(nodes[:, :2], -1)), axis=1)
         layers = [LayerMatrices(self.matrix, self.rows, kept), LayerMatrices(self.matrix[::-1].copy(), self.rows, kept)]
         counts = np.array([tokens, *[0] * (slots - 1)], np.int32)
-        committed, _ = run("commit_matrices", layers, AcceptedPath(nodes, counts))
+        committed, _ = run(self.commit, layers, AcceptedPath(nodes, counts))
         np.testing.assert_array_equal(committed[0].matrix[0], state[0])
         for layer, before in zip(committed, layers, strict=True):
             np.testing.assert_array_equal(layer.matrix[1:], before.matrix[1:])
         found = self.matrix
         for token in range(min(tokens, 5)):  # as plain steps do
-            step = run("gated_delta", *self.arguments(matrix=found, tokens=[token]))
+            step = run(self.kernel, *self.arguments(matrix=found, tokens=[token]))
             layer = LayerMatrices(found, step[0], step[6])
-            ((committed_layer,), _) = run(
-                "commit_matrices", [layer], AcceptedPath(nodes[:, :1], np.ones(slots, np.int32))
-            )
+            ((committed_layer,), _) = run(self.commit, [layer], AcceptedPath(nodes[:, :1], np.ones(slots, np.int32)))
             found = committed_layer.matrix
-        chunk = run("gated_delta", *self.arguments(counts=[min(tokens, 5)] * slots))
+        chunk = run(self.kernel, *self.arguments(counts=[min(tokens, 5)] * slots))
         np.testing.assert_array_equal(found, chunk[3])
 
 

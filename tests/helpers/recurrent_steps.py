@@ -12,7 +12,7 @@ from golden_sequences import Sequences
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import decoder_states
-from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import AcceptedPath
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 #: Tokens of the context.
@@ -85,7 +85,7 @@ class RecurrentSteps(Sequences):
         for b, path in enumerate(paths):
             indices[b, : len(path)] = path
         accepted = AcceptedPath(indices, np.asarray([len(path) for path in paths], np.int32))
-        columns, matrices = [], []
+        commits: dict[str, list] = {}
         for step in program.stateful:
             state = step.state(program.shape)
             if not state.kept(1, 1):  # KV rows move to consecutive places
@@ -95,15 +95,9 @@ class RecurrentSteps(Sequences):
                         rows[:, start : start + len(path)] = rows[:, [start + node for node in path]]
                 continue
             arrays = (self.caches[state.names[0]], *(bindings[name] for name in state.kept_names))
-            if len(arrays) == 2:
-                columns.append(LayerColumns(*arrays))
-            else:
-                matrices.append(LayerMatrices(*arrays))
-        kernels = NumpyRecurrent()
-        if columns:
-            kernels.commit_columns(columns, accepted)()
-        if matrices:
-            kernels.commit_matrices(matrices, accepted)()
+            commits.setdefault(state.commit, []).append(state.committed(*arrays))
+        for commit, layers in commits.items():
+            getattr(NumpyRecurrent(), commit)(layers, accepted)()
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
 
     def _step(

@@ -13,5 +13,5 @@ def rendered_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> s
     """The text of a conversation by the tokenizer's chat template, up to where the model's answer begins."""
     template = tokenizer.chat_template
     assert template is not None
-    fitted = template.fitted(checked_messages(messages, tokenizer.takes_images), False)
+    fitted = template.fitted(checked_messages(messages, tokenizer.media), False)
     return template.render({"messages": fitted, "tools": None}, tokenizer.special_tokens, add_generation_prompt=True)

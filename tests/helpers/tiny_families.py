@@ -126,6 +126,15 @@ MIXTURES = {
 }
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": None,
+        "sliding_window": 37,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "max_position_embeddings": 1024,
+    },
     "gemma3": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -196,6 +205,14 @@ MIXTURES["qwen3_5_moe"] = {
 }
 #: Of families with recurrent layers.
 RECURRENT = {
+    "granite4_hybrid": FAMILIES["granite4"]
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "nope",
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+    },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",

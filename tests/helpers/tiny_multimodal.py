@@ -11,7 +11,7 @@ from tiny_families import DELTA_LAYERS
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
+from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import Array
 
@@ -142,7 +142,7 @@ TEMPLATES = {"gemma3": TEMPLATE.replace("".join(MARKERS), MARKERS[0])}
 PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen3_5"] = PREPROCESSORS["qwen2_5_vl"]
 
 
-def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], seed: int) -> ImageEmbeddings:
+def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], seed: int) -> MediaEmbeddings:
     """An image of (height, width) patches with random features, in the backend's memory."""
     random = np.random.default_rng(seed)
     height, width = grid
@@ -155,7 +155,7 @@ def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], s
         return array
 
     deepstack = tuple(features() for _ in range(config.deepstack_layers))
-    return ImageEmbeddings(features(), deepstack, f"image {seed}", (1, height, width))
+    return MediaEmbeddings(features(), deepstack, f"image {seed}", (1, height, width))
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -168,19 +168,19 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def prompt_with_images(
-    config: DecoderConfig, images: Sequence[ImageEmbeddings], seed: int = 0, text: int = 5
-) -> tuple[list[int], PromptImages]:
+    config: DecoderConfig, images: Sequence[MediaEmbeddings], seed: int = 0, text: int = 5
+) -> tuple[list[int], PromptMedia]:
     """Token ids with `text` tokens before, between and after the images, and where these are."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, 256, text).tolist()
     for image in images:
         ids += [VISION_START, *[IMAGE_TOKEN] * image.rows.shape[0], VISION_END]
         ids += random.integers(0, 256, text).tolist()
-    return ids, place_images(ids, images, IMAGE_TOKEN, config)
+    return ids, place_media(ids, {config.media["image"]: images}, config)
 
 
 def logits_beside_a_text(
-    runner: BaseEngineRunner, prompt: tuple[list[int], PromptImages], answer: Sequence[int]
+    runner: BaseEngineRunner, prompt: tuple[list[int], PromptMedia], answer: Sequence[int]
 ) -> np.ndarray:
     """Logits [len(answer), V] along an answer to a prompt with images, in slot 1, beside `TEXT` in slot 0."""
     ids, images = prompt

@@ -127,12 +127,12 @@ def test_images_of_a_request_are_limited_together() -> None:
 class Sized:
     """An image that was prepared."""
 
-    size = (10, 10)
+    held_pixels = 100
 
 
 def test_images_of_all_requests_are_limited_until_they_are_encoded() -> None:
     memory = ImageMemory(250)
-    waiting = DecodingSequence((), None, None, prepared_images=(Sized(), Sized()))  # type: ignore[arg-type]
+    waiting = DecodingSequence((), None, None, prepared_media=(Sized(), Sized()))  # type: ignore[arg-type]
     with memory.reading(200) as hand_over:
         with pytest.raises(HTTPError, match="all the room") as raised, memory.reading(100):
             pass
@@ -140,7 +140,7 @@ def test_images_of_all_requests_are_limited_until_they_are_encoded() -> None:
         hand_over(waiting)
     with memory.reading(0), memory.reading(50), pytest.raises(HTTPError), memory.reading(1):
         pass
-    waiting.prepared_images = ()
+    waiting.prepared_media = ()
     with memory.reading(250):
         pass
 

@@ -20,12 +20,14 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.media.encoders import MediaEncoders
+from edgellm.media.vision import VisionEncoder
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.opened_model import SHIPPED_MODEL
-from edgellm.vision.encoder import VisionEncoder
+from edgellm.text.messages import MediaReference
 
 pytestmark = pytest.mark.gpu
 
@@ -118,11 +120,12 @@ def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: 
         with text.checkpoint() as files:
             base = BaseEngineRunner(backend, text.config, text.limits, files, vision_memory=encoder.memory)
         encoder.load()
-        image = encoder.processor.prepare(attached_image)
-        ids = [7, *[encoder.image_token_id] * image.tokens, 8]
-        rows = encoder.encode(ids, [image]).images[0].rows
+        image = encoder.prepare(MediaReference(attached_image, False, "RGB", "image 1"))
+        ids = [7, *[encoder.kind.token_id] * image.tokens, 8]
+        media = MediaEncoders([encoder], text.config, text.path).encode(ids, [image])
+        rows = media.spans[0].embeddings.rows
         found[backend_name] = rows if isinstance(rows, np.ndarray) else values_of(backend, rows)
-        base.start(0, ids, 0, SamplingValues(), encoder.encode(ids, [image])).wait()
+        base.start(0, ids, 0, SamplingValues(), media).wait()
         encoder.close()
         base.close()
     assert relative_difference(found["tensorrt"], found["numpy"]) <= 0.02

@@ -14,8 +14,9 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.runners.prompt_images import ImageEmbeddings
-from edgellm.multimodal.vision_runner import EmbeddingCache, VisionEngineRunner, vision_memory
+from edgellm.engines.runners.media import MediaEmbeddings
+from edgellm.multimodal.embedding_cache import EmbeddingCache
+from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +163,8 @@ def test_as_many_embeddings_are_kept_as_large_images_take(runner: VisionEngineRu
     assert vision_memory(large, (4096,), "float16")["image embeddings"] == 64 << 20
 
 
-def embeddings(digest: str, rows: int) -> ImageEmbeddings:
-    return ImageEmbeddings(np.zeros((rows, 4), np.float32), (), digest, (1, 2, 2))
+def embeddings(digest: str, rows: int) -> MediaEmbeddings:
+    return MediaEmbeddings(np.zeros((rows, 4), np.float32), (), digest, (1, 2, 2))
 
 
 def test_the_cache_drops_what_was_used_longest_ago() -> None:

@@ -68,7 +68,7 @@ def test_what_cannot_be_continued(served: LLM) -> None:
         served.submit(Request("x", continue_final_message=True))
     with pytest.raises(RequestError, match="continue_final_message is 1: expected true or false"):
         served.chat(BEGUN, continue_final_message=1)
-    served.tokenizer.takes_images = True
+    served.tokenizer.media = ("image",)
     shown = {"role": "assistant", "content": [{"type": "image", "image": "x.png"}]}
     with pytest.raises(RequestError, match="no text to go on with"):
         served.tokenizer.encode_chat([*MESSAGES, shown], continue_final_message=True)

@@ -11,7 +11,7 @@ from every_kind import DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 
 from edgellm import LLM, SpecDecodeRuntime
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.image_inputs import ImageRows
+from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
 
 
@@ -28,7 +28,7 @@ def on_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ServingO
 
         for_sequences(batch, monkeypatch)
         monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
-        monkeypatch.setattr(ImageRows, "check", lambda *arguments: None)  # no image reaches its tokens
+        monkeypatch.setattr(MediaRows, "check", lambda *arguments: None)  # no image reaches its tokens
         return made
 
     return with_batch

@@ -14,7 +14,7 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.drafter import FixedDrafter
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.prompt_images import place_images
+from edgellm.engines.runners.media import place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -57,9 +57,9 @@ def question(runner: DecodingRunner, seed: int) -> DecodingSequence:
     images = [tiny_image(runner.backend, config, grid, seed + place) for place, grid in enumerate(grids)]
     ids, _ = prompt_with_images(config, images)
     ids = [*ids, 40 + seed]
-    placed = place_images(ids, images, IMAGE_TOKEN, config)
+    placed = place_media(ids, {config.media["image"]: images}, config)
     answer = OutputText(runner.tokenizer.detokenizer(), max_tokens=TOKENS)
-    return DecodingSequence(ids, SAMPLED, answer, max_tokens=TOKENS, images=placed)
+    return DecodingSequence(ids, SAMPLED, answer, max_tokens=TOKENS, media=placed)
 
 
 def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
@@ -90,7 +90,7 @@ def test_a_sequence_with_images_goes_on(runner: DecodingRunner, budget: int, rou
     while loop.running:
         list(loop.advance())
     assert found.failure is None and found.answer.token_ids == alone.answer.token_ids
-    assert found.response().timings.preemptions == 1 and found.images is None
+    assert found.response().timings.preemptions == 1 and found.media is None
 
 
 def test_an_image_token_in_an_answer_cannot_be_computed_again(runner: DecodingRunner) -> None:

@@ -21,7 +21,7 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
+from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import RequestError, SnapshotError
@@ -71,14 +71,14 @@ def slots(
         yield opened
 
 
-def images_of(runner: DecodingRunner, count: int = 3) -> list[ImageEmbeddings]:
+def images_of(runner: DecodingRunner, count: int = 3) -> list[MediaEmbeddings]:
     """Different images of one size, whose prompts have the same token ids."""
     config = runner.base.config
     grid = (4, 4) if config.spatial_merge_size == 2 else (2, 2)
     return [tiny_image(runner.backend, config, grid, seed) for seed in range(count)]
 
 
-def logits_of(runner: DecodingRunner, ids: Sequence[int], reused: int, images: PromptImages | None) -> np.ndarray:
+def logits_of(runner: DecodingRunner, ids: Sequence[int], reused: int, images: PromptMedia | None) -> np.ndarray:
     """The logits after a prompt."""
     runner.start(0, ids, reused, GREEDY, images).wait()
     logits = runner.base.logits(0)
@@ -120,12 +120,12 @@ def test_contents_tell_images_apart(slots: Slots) -> None:
     assert contents.reusable([*ids, 7]) == ids.index(IMAGE_TOKEN)  # nor are they a text's
 
 
-def question_of(slots: Slots, ids: Sequence[int], images: Sequence[ImageEmbeddings]) -> DecodingSequence:
+def question_of(slots: Slots, ids: Sequence[int], images: Sequence[MediaEmbeddings]) -> DecodingSequence:
     """A request with images that wants six tokens."""
     runner, directory = slots
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    placed = place_images(ids, images, IMAGE_TOKEN, runner.base.config)
-    return DecodingSequence(ids, GREEDY, OutputText(tokenizer.detokenizer(), max_tokens=6), max_tokens=6, images=placed)
+    placed = place_media(ids, {runner.base.config.media["image"]: images}, runner.base.config)
+    return DecodingSequence(ids, GREEDY, OutputText(tokenizer.detokenizer(), max_tokens=6), max_tokens=6, media=placed)
 
 
 def test_a_follow_up_question_reuses_the_image_and_another_image_does_not(slots: Slots) -> None:
@@ -159,7 +159,7 @@ def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path,
     snapshots = SlotSnapshots(SnapshotStore(), *slots)
     expected = logits_of(runner, ids, 0, images)
     system, shown = prompt_with_images(config, [first])
-    made = snapshots.compute(0, system, KVContents(), "with an image", images=shown)
+    made = snapshots.compute(0, system, KVContents(), "with an image", media=shown)
     bound = snapshot_binding(directory, "numpy", "float32", runner.draft.has_model)
     assert made.facts.binding == replace(bound, images=images_digest(shown.digests, encoder_digest(directory)))
     keep(snapshots, made, place, tmp_path)
@@ -183,9 +183,9 @@ def test_the_snapshot_with_more_in_common_is_taken(slots: Slots, tmp_path: Path)
     ids, images = prompt_with_images(config, [first, second, third])
     snapshots = SlotSnapshots(SnapshotStore(), *slots)
     lost = missing_rows(runner)
-    (_, _), (start, count), _ = images.spans
-    for stop in (4, images.spans[0][0] + 2, start - 1, start + count // 2, start + count + 2):
-        shown = None if stop == 4 else place_images(ids, [first, second, third], IMAGE_TOKEN, config)
+    start, count = images.spans[1].start, images.spans[1].tokens
+    for stop in (4, images.spans[0].start + 2, start - 1, start + count // 2, start + count + 2):
+        shown = None if stop == 4 else place_media(ids, {config.media["image"]: [first, second, third]}, config)
         snapshot = snapshots._unfilled(ids[:stop], "part", None, shown, None)
         runner.start(0, ids, 0, GREEDY, images, stops={stop - 1: partial(snapshots._fill, 0, snapshot, True)}).wait()
         runner.stop(0)
@@ -201,7 +201,7 @@ def test_images_are_named_where_a_file_is_refused(slots: Slots, tmp_path: Path) 
     runner, _ = slots
     ids, images = prompt_with_images(runner.base.config, images_of(runner, 1))
     snapshots = SlotSnapshots(SnapshotStore(), *slots)
-    write_snapshot(tmp_path / "x", snapshots.compute(0, ids, KVContents(), "an image", images=images))
+    write_snapshot(tmp_path / "x", snapshots.compute(0, ids, KVContents(), "an image", media=images))
     with pytest.raises(SnapshotError, match=r"the images are [0-9a-f]{16}\.\.\., expected none"):
         check_binding(tmp_path / "x", read_snapshot(tmp_path / "x"), snapshots.binding())
     found = read_snapshot(tmp_path / "x").facts.binding

@@ -16,7 +16,7 @@ from byte_level_tokenizer import END, START, byte_level, specials
 from rendered_chats import rendered_chat
 
 from edgellm.errors import RequestError, TemplateError
-from edgellm.text.messages import IMAGE_PARTS, checked_messages
+from edgellm.text.messages import MEDIA_PARTS, checked_messages
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
@@ -194,9 +194,9 @@ def test_empty_parts_of_a_user_are_refused() -> None:
     for content in ([], text_parts(""), text_parts(" ", "\n")):
         with pytest.raises(RequestError, match="is empty"):
             checked_messages([{"role": "user", "content": content}])
-    for kind in IMAGE_PARTS:
+    for kind in MEDIA_PARTS:
         shown = [{"type": kind, "path": "a.png"}]
-        assert checked_messages([{"role": "user", "content": shown}], True)[0]["content"] == [{"type": "image"}]
+        assert checked_messages([{"role": "user", "content": shown}], ("image",))[0]["content"] == [{"type": "image"}]
 
 
 def test_further_templates_are_read_from_their_folder(tmp_path: Path) -> None:

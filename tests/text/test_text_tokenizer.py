@@ -173,7 +173,7 @@ def test_a_model_without_a_template_says_what_to_do():
         ([{"role": "user", "content": []}], "is empty"),
         ([{"role": "user", "content": ["hi"]}], r"part 1 of message 1 \(user\) is not a text part"),
         ([{"role": "user", "content": [{"type": "text"}]}], "is not a text part"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "type 'image', but this model has no vision engine"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "type 'image', but this model has no vision model"),
         ([{"role": "assistant", "content": None}], "has no content"),
     ],
 )

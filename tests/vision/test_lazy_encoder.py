@@ -13,12 +13,12 @@ import pytest
 from synthetic_images import synthetic_image
 
 from edgellm.errors import DeviceMemoryError, EdgeLLMError, EngineDirectoryError, RequestError
+from edgellm.media.encoders import LazyEncoder
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.messages import ImageReference
-from edgellm.vision.opening import LazyVisionEncoder
+from edgellm.text.messages import MediaReference
 
 PARAMS = SamplingParams(max_tokens=8)
 CONTENT = [{"type": "image", "image": synthetic_image(24, 20)}, {"type": "text", "text": "What do you see?"}]
@@ -29,7 +29,7 @@ from edgellm import LLM, SamplingParams
 with LLM(backend="numpy") as llm:
     print(llm.has_vision_model, llm.chat([{"role": "user", "content": "Wave."}], SamplingParams(max_tokens=4)).text)
 print(sorted({name.split(".")[0] for name in sys.modules} & {"PIL", "tensorrt", "tensorrt_rtx"}))
-print([name for name in ("edgellm.vision.encoder", "edgellm.multimodal.vision_runner") if name in sys.modules])
+print([name for name in ("edgellm.media.vision", "edgellm.multimodal.vision_runner") if name in sys.modules])
 """
 
 
@@ -76,7 +76,7 @@ def test_a_vision_encoder_that_finds_no_memory_is_an_error_of_the_request(
 ) -> None:
     monkeypatch.setattr("edgellm.engines.backends.numpy_backend.available_memory", lambda: 1000)
     closed = Mock()
-    monkeypatch.setattr("edgellm.vision.encoder.VisionEncoder.close", closed)
+    monkeypatch.setattr("edgellm.media.vision.VisionEncoder.close", closed)
     with pytest.raises(DeviceMemoryError, match="vision weights"):
         runtime.handle_request(SHOWN)
     monkeypatch.undo()
@@ -92,12 +92,12 @@ def test_a_marker_without_an_image_is_refused(runtime: SpecDecodeRuntime) -> Non
 
 def test_closing_twice_and_before_the_first_image(multimodal_engines: Callable[[str], Path]) -> None:
     runtime = SpecDecodeRuntime(multimodal_engines("llava"), backend="numpy")
-    vision = runtime._vision
-    assert isinstance(vision, LazyVisionEncoder)
+    vision = runtime._media.by_name["image"]
+    assert isinstance(vision, LazyEncoder)
     runtime.close()
     runtime.close()
     with pytest.raises(RequestError, match="the model is closed"):  # they do not open again
-        vision.prepare([ImageReference(synthetic_image(24, 20), False, "RGB", "image 1")])
+        vision.prepare(MediaReference(synthetic_image(24, 20), False, "RGB", "image 1"))
 
 
 def test_a_vision_model_of_another_size_is_refused_at_once(multimodal_engines: Callable[[str], Path]) -> None:

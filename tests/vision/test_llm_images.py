@@ -19,7 +19,7 @@ from edgellm.llm import LLM
 from edgellm.multimodal.image_input import read_image
 from edgellm.requests import Request
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.messages import images_of_messages
+from edgellm.text.messages import media_of_messages
 from edgellm.text.template import ChatTemplate
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -69,12 +69,12 @@ def test_a_session_remembers_images(llm: LLM) -> None:
 def test_images_leave_a_session_with_their_turns(llm: LLM, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     monkeypatch.setattr(
-        "edgellm.vision.encoder.read_image", lambda *image, **more: read.append(image) or read_image(*image, **more)
+        "edgellm.media.vision.read_image", lambda *image, **more: read.append(image) or read_image(*image, **more)
     )
     session, dropped = llm.create_session(parts(OTHER, "Look."), PARAMS), 0
     with LLM(engines, backend="numpy", drafting=None) as cold:
         for number in range(12):
-            shown = len(images_of_messages(session.messages)) + number % 2
+            shown = len(media_of_messages(session.messages)) + number % 2
             read.clear()
             response = session.send(parts(PIXELS[: 12 + number], str(number)) if number % 2 else str(number))
             assert len(read) == shown  # once each, also those that leave

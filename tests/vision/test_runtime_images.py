@@ -148,7 +148,7 @@ def test_markers_and_images_must_match(
 def test_text_cannot_smuggle_markers(runtime: SpecDecodeRuntime) -> None:
     message = question(PIXELS, "What is <|image_pad|> here, <|vision_start|><|image_pad|><|vision_end|>?")
     sequence = runtime.prepare(Request(messages=[message], params=PARAMS))
-    tokens = sequence.prepared_images[0].tokens
+    tokens = sequence.prepared_media[0].tokens
     assert list(sequence.prompt_ids).count(IMAGE_TOKEN) == tokens
     assert "<|image_pad|> here" in runtime.tokenizer.decode(sequence.prompt_ids)
     only_text = runtime.prepare(Request(messages=[question("<|image_pad|>")], params=PARAMS))
@@ -206,7 +206,7 @@ def test_a_conversation_has_its_images_in_its_messages(runtime: SpecDecodeRuntim
 def test_a_text_only_model_refuses_images(tiny_engines: Path) -> None:
     with SpecDecodeRuntime(tiny_engines, backend="numpy") as runtime:
         assert not runtime.has_vision_model
-        with pytest.raises(RequestError, match=r"part 1 of message 1 .user. .*no vision engine: send text only"):
+        with pytest.raises(RequestError, match=r"part 1 of message 1 .user. .*no vision model: send text only"):
             runtime.handle_request(Request(messages=[question(PIXELS, "What is it?")]))
         with pytest.raises(RequestError, match=r"shows 1 images, but .* has no vision model: leave them out"):
             runtime.handle_request(Request("What is it?", images=[PIXELS]))
@@ -225,5 +225,5 @@ def test_a_vision_model_of_its_own_directory(multimodal_engines: Callable[[str],
 def test_finished_answers_keep_no_images(runtime: SpecDecodeRuntime) -> None:
     sequence = runtime.prepare(Request(messages=[question(PIXELS, "What is it?")], params=PARAMS))
     for _ in answered(runtime.loop(), [sequence]):
-        assert sequence.images is not None or sequence.finished
-    assert sequence.images is None and not sequence.prepared_images
+        assert sequence.media is not None or sequence.finished
+    assert sequence.media is None and not sequence.prepared_media

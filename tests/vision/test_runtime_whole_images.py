@@ -14,12 +14,12 @@ import pytest
 from kept_snapshots import taken
 from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
-from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prompt_with_images, tiny_image
+from tiny_multimodal import MARKERS, VISION_END, VISION_START, prompt_with_images, tiny_image
 
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.prompt_images import place_images
+from edgellm.engines.runners.media import place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
@@ -133,9 +133,9 @@ def test_answers_are_the_same_drafted_or_not_reused_or_not(engines: Path, drafti
 
 def sequence_of(runner: DecodingRunner, ids: list[int], seeds: tuple[int, ...], count: int = 14) -> DecodingSequence:
     images = [tiny_image(runner.backend, runner.base.config, (4, 4), seed) for seed in seeds]
-    placed = place_images(ids, images, IMAGE_TOKEN, runner.base.config)
+    placed = place_media(ids, {runner.base.config.media["image"]: images}, runner.base.config)
     answer = OutputText(runner.tokenizer.detokenizer(), max_tokens=count)
-    return DecodingSequence(ids, SAMPLED, answer, max_tokens=count, images=placed)
+    return DecodingSequence(ids, SAMPLED, answer, max_tokens=count, media=placed)
 
 
 def prompt_ids(runner: DecodingRunner, count: int) -> list[int]:
@@ -154,7 +154,7 @@ def runner(request: pytest.FixtureRequest, engines: Path) -> Iterator[DecodingRu
 
 def logits_of(runner: DecodingRunner, ids: list[int], reused: int, seeds: tuple[int, ...]) -> np.ndarray:
     """The logits after a prompt."""
-    runner.start(0, ids, reused, GREEDY, sequence_of(runner, ids, seeds).images).wait()
+    runner.start(0, ids, reused, GREEDY, sequence_of(runner, ids, seeds).media).wait()
     logits = runner.base.logits(0)
     runner.stop(0)
     return logits
@@ -164,7 +164,7 @@ def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: Decodi
     """Of snapshots that end anywhere, and of slots that were cut there: what is reused ends in no image, and changes no
     logit."""
     ids, seeds, lost = prompt_ids(runner, 2), (0, 1), int(runner.draft.has_model)
-    images = sequence_of(runner, ids, seeds).images
+    images = sequence_of(runner, ids, seeds).media
     identities = images.identities(ids)
     expected = logits_of(runner, ids, 0, seeds)
     seen = set()
@@ -175,10 +175,10 @@ def test_reuse_of_snapshots_and_of_cut_slots_ends_before_an_image(runner: Decodi
         logits_of(runner, ids, 0, seeds)
         slots = SlotSnapshots(SnapshotStore(), runner, EngineDirectory.open(engines))
         slots.store.put(taken(slots, 0, ids[:stop], "part", None, images))
-        contents = KVContents(None, runner.base.states.cut_windows, whole_images=True)
+        contents = KVContents(None, runner.base.states.cut_windows, whole_media=True)
         contents.replace(identities[:stop], None if not runner.draft.has_model else stop - 1, held=len(ids))
         assert contents.reusable(identities) == outside
-        empty = KVContents(None, runner.base.states.cut_windows, whole_images=True)
+        empty = KVContents(None, runner.base.states.cut_windows, whole_media=True)
         if lost:
             empty.replace((), 0)
         restored = slots.restore(0, ids, empty, None, images)

@@ -163,7 +163,8 @@ class ImitatedRunner:
         return count
 
     def _emitted(self, done: float, count: int, plan: DraftPlan | None) -> Any:
-        tokens = [*self.answer[self._said : self._said + count], *[0] * count][:count]  # 0 behind the end
+        # Behind the end are ones: 0 is taken for a sign of rows without a number.
+        tokens = [*self.answer[self._said : self._said + count], *[1] * count][:count]
         self._said += count
 
         def wait() -> Any:

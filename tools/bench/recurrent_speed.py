@@ -1,4 +1,4 @@
-"""Times each kernel of recurrent layers alone, with the shapes of Qwen3.5-2B and LFM2-1.2B.
+"""Times each kernel of recurrent layers alone, with the shapes of Qwen3.5-2B, LFM2-1.2B and a Mamba-2 of 1B.
 
     python tools/bench/recurrent_speed.py [decode] [trees] [prefill] [commits] [--slots 1 8]
 
@@ -31,13 +31,18 @@ from edgellm.kernels.recurrent.contract import (
     DeltaGates,
     GatedHeadNorm,
     GatedHeads,
+    GroupNorm,
     LayerColumns,
     LayerMatrices,
+    ScanGates,
 )
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 #: Of Qwen3.5-2B its layers of the delta rule, key and value heads, their size, and the width of the convolution.
 QWEN_LAYERS, HEADS, SIZE, WIDTH = 18, 16, 128, 4
+#: Layers of Mamba-2 about as in a Granite 4 of 1B: heads, their size, that of the state, and what is convolved.
+GRANITE_LAYERS, SPACES, SPACE_SIZE, STATE_SIZE = 36, 48, 64, 128
+SPACE_CHANNELS = SPACES * SPACE_SIZE + 2 * STATE_SIZE
 #: Of LFM2-1.2B its layers of convolutions, their channels and width.
 LFM_LAYERS, LFM_HIDDEN, LFM_WIDTH = 10, 2048, 3
 CHANNELS, VALUES = 3 * HEADS * SIZE, HEADS * SIZE
@@ -85,6 +90,33 @@ class Layers:
                 self.kernels.gated_delta(rows, value, gates, matrix, output, parents, kept_gates, chunk)
             )
             found["norm"].append(self.kernels.gated_norm(output, value, norm, normed))
+        return found
+
+    def granite(self, parents: DeviceArray | None, chunk: DeviceArray | None) -> dict[str, list[Callable[[], None]]]:
+        """The launches of each layer, by kernel."""
+        found: dict[str, list[Callable[[], None]]] = {"convolution of a scan": [], "scan": [], "norm of a scan": []}
+        inner, kernels = SPACES * SPACE_SIZE, self.kernels
+        value = self.array(self.tokens, inner + SPACE_CHANNELS + SPACES, dtype=self.projected)
+        rows, output = self.array(self.tokens, SPACE_CHANNELS), self.array(self.tokens, inner)
+        normed, norm = (
+            self.array(self.tokens, inner, dtype="float16"),
+            GroupNorm(self.weight(inner, dtype="float16"), 1e-5, 0, 1),
+        )
+        for _ in range(GRANITE_LAYERS):
+            kept, sizes = (
+                None if chunk is not None else self.array(self.tokens, width) for width in (SPACE_CHANNELS, 2 * SPACES)
+            )
+            columns, matrix = self.array(SPACE_CHANNELS, WIDTH - 1), self.array(SPACES, SPACE_SIZE, STATE_SIZE)
+            gates = ScanGates(*(self.weight(SPACES) for _ in range(3)), inner + SPACE_CHANNELS)
+            convolution, bias = (
+                Convolution(self.weight(SPACE_CHANNELS, WIDTH), True, False, inner),
+                self.weight(SPACE_CHANNELS),
+            )
+            found["convolution of a scan"].append(
+                kernels.short_convolution(value, convolution, bias, columns, rows, parents, kept, chunk)
+            )
+            found["scan"].append(kernels.selective_scan(rows, value, gates, matrix, output, parents, sizes, chunk))
+            found["norm of a scan"].append(kernels.gated_group_norm(output, value, norm, normed))
         return found
 
     def lfm(self, parents: DeviceArray | None, chunk: DeviceArray | None) -> list[Callable[[], None]]:
@@ -143,10 +175,12 @@ class Layers:
 def report_all(layers: Layers, name: str, parents: DeviceArray | None, chunk: DeviceArray | None) -> None:
     """Each kernel of a step."""
     bench = layers.bench
-    for kernel, launches in layers.qwen(parents, chunk).items():
+    scanned = 4 * layers.slots * SPACES * SPACE_SIZE * STATE_SIZE
+    traffic = {"delta": layers.state_bytes(), "scan": scanned}
+    for kernel, launches in (layers.qwen(parents, chunk) | layers.granite(parents, chunk)).items():
         span = bench.microseconds(launches, kernel)
-        bench.report(f"{name}, {kernel}", layers.slots, span, layers.state_bytes() if kernel == "delta" else 0)
-        if kernel == "delta" and layers.tokens > 1:
+        bench.report(f"{name}, {kernel}", layers.slots, span, traffic.get(kernel, 0))
+        if kernel in traffic and layers.tokens > 1:
             print(f"{'':32s} {1000 * span / layers.tokens:9.1f} ns a token")
     bench.report(f"{name}, gated convolution", layers.slots, bench.microseconds(layers.lfm(parents, chunk), "lfm"))
     bench.report(f"{name}, gates of attention", layers.slots, bench.microseconds(layers.gated_attention(), "gates"))

@@ -35,7 +35,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import place_images
+from edgellm.engines.runners.media import place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import leading
 from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
@@ -85,7 +85,7 @@ def measure(directory: EngineDirectory, backend_name: str) -> dict[str, Any]:
         parts["digest"].append(milliseconds)
         (embeddings,), encoding = timed(backend, lambda image=image: vision.encode([image]))
         ids = prompt_ids(directory, image.tokens)
-        images = place_images(ids, [embeddings], directory.vision.config.image_token_id, directory.config)
+        images = place_media(ids, {directory.config.media["image"]: [embeddings]}, directory.config)
         before = time.perf_counter()
         base.start(0, ids, 0, SamplingValues(), images).wait()
         parts["prefill"].append((time.perf_counter() - before) * 1000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource
@@ -40,7 +42,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual", "norm_parts")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
     attentions = [(size, AttentionKind(shares)) for size in (64, 128, 256) for shares in both]
     attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
@@ -49,6 +51,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
+    attentions += [(size, AttentionKind(True, size == 128, window=size == 256, cap=True)) for size in (64, 128, 256)]
     kernels += [attention_kernel(dtype, size, kind) for size, kind in attentions]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
@@ -72,11 +75,13 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
         kernels += [convolution_kernel("convolve_chunk", width, value, dtype) for width in (2, 3)]
         kernels += [gates_kernel(name, value, dtype) for name in ("gated_norm", "sigmoid_gate")]
         kernels.append(gates_kernel("separate_gates", value))
-    for keys in (64, 128, 256):
-        kernels += [delta_kernel("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
-        kernels += [delta_kernel("delta_chunk", keys, value) for value in ("float", kind)]
-        kernels.append(delta_kernel("delta_token", keys, "float"))
-        kernels += [delta_kernel("commit_matrices", keys, is_one) for is_one in ("true", "false")]
+        kernels.append(gates_kernel("gated_group_norm", value, dtype))
+    for keys, scans in ((64, False), (128, False), (256, False), (128, True)):
+        delta = partial(delta_kernel, scans=scans)
+        kernels += [delta("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
+        kernels += [delta("delta_chunk", keys, value) for value in ("float", kind)]
+        kernels.append(delta("delta_token", keys, "float"))
+        kernels += [delta("commit_matrices", keys, is_one) for is_one in ("true", "false")]
     return [kernel.source for kernel in kernels]
 
 
@@ -108,6 +113,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     kinds = [(size, tiles, PromptAttentionKind(size == 128, True)) for size, tiles in ((64, 2), (128, 1), (256, 1))]
     kinds += [(size, 1, PromptAttentionKind(size == 128, size == 256, ahead=True)) for size in (64, 128, 256)]
     kinds.append((256, 1, PromptAttentionKind(True, True, ahead=True)))
+    kinds += [(size, 1, PromptAttentionKind(size == 128, size == 256, cap=True)) for size in (64, 128, 256)]
     prefill += [prefill_attention(dtype, *kind).source for kind in kinds]
     names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]

@@ -103,6 +103,12 @@ def _qwen3() -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **_QWEN_TOKENS}
 
 
+def _with_experts(config: dict[str, Any], **text: Any) -> dict[str, Any]:
+    """A small mixture of experts instead of each MLP."""
+    mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **text}
+    return config | {"text_config": {**config["text_config"], **mixture}}
+
+
 def _qwen3_5() -> dict[str, Any]:
     """Of the rotary embedding in a part of each head; the delta rule's norm asks for values that are not too small."""
     rope = {**_MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
@@ -194,6 +200,20 @@ MODELS = {
         transformers.Qwen3_5ForConditionalGeneration,
         _qwen3_5(),
         [(1, 6, 4), (1, 2, 2), (1, 2, 6)],
+    ),
+    "qwen3_vl_moe": Model(
+        transformers.Qwen3VLMoeConfig,
+        transformers.Qwen3VLMoeForConditionalGeneration,
+        _with_experts(_qwen3(), mlp_only_layers=[1], moe_intermediate_size=24),
+        [(1, 4, 4)],
+        seed=21,
+    ),
+    "qwen3_5_moe": Model(
+        transformers.Qwen3_5MoeConfig,
+        transformers.Qwen3_5MoeForConditionalGeneration,
+        _with_experts(_qwen3_5(), shared_expert_intermediate_size=24),
+        [(1, 4, 4)],
+        seed=22,
     ),
     "gemma3_window_24": Model(*_GEMMA3, _gemma3(24, "full", "sliding"), _POOLED, wrapped=True, **_SEEN),
     "gemma3_window_6": Model(*_GEMMA3, _gemma3(6, "sliding", "full"), _POOLED, **_SEEN),

@@ -22,9 +22,20 @@ import transformers
 #: The families of this project; MiniCPM's class is not in transformers.
 _FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "ministral3", "seed_oss", "cwm", "phi3", "granite", "smollm3", "olmo2"),
-    *("olmo3", "exaone4", "granitemoehybrid", "gemma", "gemma3_text", "starcoder2", "lfm2", "qwen3_5_text", "ernie4_5"),
+    *(
+        "olmo3",
+        "exaone4",
+        "granitemoehybrid",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "starcoder2",
+        "lfm2",
+        "qwen3_5_text",
+        "ernie4_5",
+    ),
     "hunyuan_v1_dense",
-    *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe"),
+    *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
 )
 #: What changes nothing, or is not the language model's.

@@ -484,6 +484,23 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    "granite4_hybrid": Variation(
+        "granitemoehybrid",
+        {
+            **_SMALL,
+            **_GRANITE4,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 4,
+            "tie_word_embeddings": True,
+        },
+        dtype="bfloat16",
+        seed=3725,
+        generated=64,
+        length=19,
+    ),
     "phi3_longrope_short": Variation(
         "phi3",
         {**_SMALL, "max_position_embeddings": 1024, "num_attention_heads": 3, "original_max_position_embeddings": 512},
@@ -546,6 +563,17 @@ VARIATIONS = {
         seed=3740,
         generated=64,
         length=19,
+    ),
+    "gemma2": Variation(
+        "gemma2",
+        {
+            **_WINDOWED,
+            **{"num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 5},
+            **{"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+        },
+        dtype="bfloat16",
+        seed=1951,
+        **_LONG,
     ),
 }
 

@@ -91,7 +91,7 @@ class FewTokens(_AnyAttention):
             qkv,
             AttentionWeights(
                 *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, _sinks(step, run)),
-                *(step.query_columns, step.neighbours, step.norms_behind),
+                *(step.query_columns, step.neighbours, step.norms_behind, step.cap),
             ),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
@@ -139,14 +139,16 @@ class PromptTokens(_AnyAttention):
         context = run.sequences(step.output)
         given = context, rows, step.scale, context, row_scales
         if step.looks_ahead:
-            attention = prefill.attention_ahead(*given, array(LAST_SEEN))
+            attention = prefill.attention_ahead(*given, array(LAST_SEEN), step.cap)
         else:
-            attention = prefill.causal_attention(*given, _sinks(step, run))
+            attention = prefill.causal_attention(*given, _sinks(step, run), step.cap)
         return [prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context), attention]
 
     def loads(self, step: Attention, program: Program) -> tuple[Any, ...]:
         heads, _, size = step.heads
-        return (heads, size, step.window is not None, step.looks_ahead, step.sinks is not None) if heads else ()
+        if not heads:
+            return ()
+        return heads, size, step.window is not None, step.looks_ahead, step.sinks is not None, step.cap > 0
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         (heads, size, *kinds), shape = what, program.shape

@@ -84,6 +84,9 @@ class _AnyLinear(Implementation[Any]):
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
         if isinstance(step, NormLinear):
+            if step.cap:
+                launches = self.launches(replace(step, cap=0.0), run, next_early)
+                return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
             if step.activation is not None and (not step.gated or len(linear.runs) > 1):
                 return self._activated_apart(step, run, linear, next_early)
             return self._by_runs(step, run, linear, next_early)

@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation, too_large
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.recurrent.contract import (
@@ -15,8 +15,11 @@ from edgellm.kernels.recurrent.contract import (
     Convolution,
     DeltaGates,
     GatedHeadNorm,
+    GroupNorm,
+    ScanGates,
     convolution_refusal,
     delta_refusal,
+    group_refusal,
     norm_refusal,
 )
 from edgellm.kernels.recurrent.launcher import delta_bytes
@@ -40,7 +43,7 @@ class ConvolveColumns(_OwnDtype):
         return convolution_refusal(step.width)
 
     def launches(self, step: ShortConvolution, run: Launching, next_early: bool) -> list[Any]:
-        convolution = Convolution(run.array(step.weight.name), step.activation == "silu", step.gated)
+        convolution = Convolution(run.array(step.weight.name), step.activation == "silu", step.gated, step.first)
         bias, (before, *when) = None if step.bias is None else run.array(step.bias.name), _state(step, run)
         value, output = run.sequences(step.value), run.sequences(step.output)
         return [run.kernels.recurrent.short_convolution(value, convolution, bias, before, output, *when)]
@@ -60,17 +63,31 @@ class UpdateMatrices(_OwnDtype):
         return [run.kernels.recurrent.gated_delta(value, run.sequences(step.gates), gates, before, output, *when)]
 
 
+class UpdateSpaces(UpdateMatrices):
+    """Selective scans."""
+
+    def launches(self, step: SelectiveScan, run: Launching, next_early: bool) -> list[Any]:  # type: ignore[override]
+        a_log, dt_bias, skip = (run.array(each.name) for each in (step.a_log, step.dt_bias, step.skip))
+        gates = ScanGates(a_log, dt_bias, skip, step.first)
+        value, output, (before, *when) = run.sequences(step.value), run.sequences(step.output), _state(step, run)
+        return [run.kernels.recurrent.selective_scan(value, run.sequences(step.gates), gates, before, output, *when)]
+
+
 class NormGated(_OwnDtype):
-    """Norms of heads, times a gate."""
+    """Norms of heads, times a gate, and norms behind gates."""
 
     def refusal(self, step: GatedNorm, program: Program, limit: int) -> str | None:
         if step.norm.bias is not None or step.norm.offset:
             return "there is no kernel for layer norms, or norms with an offset, that are gated"
-        return norm_refusal(step.norm.weight.shape[0])
+        size = step.norm.weight.shape[0]
+        return group_refusal(size // step.heads) if step.gates_first else norm_refusal(size)
 
     def launches(self, step: GatedNorm, run: Launching, next_early: bool) -> list[Any]:
-        norm = GatedHeadNorm(run.array(step.norm.weight.name), step.norm.epsilon, step.first)
+        of_norm = run.array(step.norm.weight.name), step.norm.epsilon, step.first
         value, gate, output = map(run.sequences, (step.value, step.gate, step.output))
+        if step.gates_first:
+            return [run.kernels.recurrent.gated_group_norm(value, gate, GroupNorm(*of_norm, step.heads), output)]
+        norm = GatedHeadNorm(*of_norm)
         return [run.kernels.recurrent.gated_norm(value, gate, norm, output)]
 
 

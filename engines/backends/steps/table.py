@@ -23,13 +23,13 @@ from edgellm.engines.backends.steps.experts import (
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
-from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices
+from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, ShortConvolution
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.steps import Add, Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
@@ -48,6 +48,7 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     Attention: (FewTokens(), PromptTokens()),
     ShortConvolution: (ConvolveColumns(),),
     GatedDelta: (UpdateMatrices(),),
+    SelectiveScan: (UpdateSpaces(),),
     GatedNorm: (NormGated(),),
     ChooseExperts: (ChooseByRow(),),
     RouteExperts: (RouteFewRows(),),

@@ -17,9 +17,9 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.states import PRESENT, ConvColumns, DeltaMatrix, decoder_states
+from edgellm.engines.model.states import PRESENT, decoder_states, recurrent_states
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import AcceptedPath
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 pytestmark = pytest.mark.gpu
@@ -154,14 +154,12 @@ def test_a_tree_has_the_bits_of_plain_steps_and_commits(gpu, name: str, dtype: s
         accepted = AcceptedPath(
             *(device_copy(gpu, values) for values in (padded, np.array([*map(len, indices)], np.int32)))
         )
-        of = {kind: [layer for layer in layers if isinstance(layer, kind)] for kind in (ConvColumns, DeltaMatrix)}
-        for kind, bundle, kernel in (
-            (ConvColumns, LayerColumns, recurrent.commit_columns),
-            (DeltaMatrix, LayerMatrices, recurrent.commit_matrices),
-        ):
-            named = [bundle(*(step.arrays[each] for each in (*layer.names, *layer.kept_names))) for layer in of[kind]]
-            if named:
-                kernel(named, accepted)()
+        commits: dict[str, list] = {}
+        for layer in recurrent_states(layers):
+            arrays = (step.arrays[each] for each in (*layer.names, *layer.kept_names))
+            commits.setdefault(layer.commit, []).append(layer.committed(*arrays))
+        for kernel, named in commits.items():
+            getattr(recurrent, kernel)(named, accepted)()
 
     commit(verify, [paths[0], []])
     for slot in range(2):
@@ -185,8 +183,7 @@ def test_a_tree_has_the_bits_of_plain_steps_and_commits(gpu, name: str, dtype: s
             plain.enqueue()
             np.testing.assert_array_equal(plain.values("logits")[0, 0], logits[slot, node], err_msg=f"{slot} {node}")
             commit(plain, [[0]])
-        for layer in layers:
-            if isinstance(layer, ConvColumns | DeltaMatrix):
-                (state,) = layer.names
-                expected = gpu.download(own[state])[0] if slot == 0 else states[state][1]
-                np.testing.assert_array_equal(gpu.download(verify.arrays[state])[slot], expected, err_msg=state)
+        for layer in recurrent_states(layers):
+            (state,) = layer.names
+            expected = gpu.download(own[state])[0] if slot == 0 else states[state][1]
+            np.testing.assert_array_equal(gpu.download(verify.arrays[state])[slot], expected, err_msg=state)

@@ -13,6 +13,7 @@ from published_families import (
     ERNIE_4_5_0_3B,
     EXAONE_4_1_2B,
     EXAONE_4_32B,
+    GEMMA_2_2B,
     GEMMA_2B,
     GEMMA_3_1B,
     GRANITE_3_3_2B,
@@ -168,7 +169,15 @@ def test_exaone_4() -> None:
         decoder_config(without(EXAONE_4_32B, "layer_types"))
 
 
+_MAMBA = {"layer_types": None, "mamba_n_heads": 64}
+
+
 def test_granite_4() -> None:
+    hybrid = decoder_config(GRANITE_4_1B | _MAMBA | {"layer_types": ["mamba"] * 39 + ["attention"]})
+    assert (hybrid.delta_heads, hybrid.delta_channels, hybrid.conv_width) == ((1, 64, 256, 64), 4608, 4)
+    assert set(decoder_config(GRANITE_4_1B | _MAMBA).layer_kinds) == {"mamba"} and hybrid.conv_bias
+    with pytest.raises(CheckpointError, match="mamba_n_heads 60 of 68 are not mamba_expand times hidden_size, 4096"):
+        decoder_config(GRANITE_4_1B | _MAMBA | {"mamba_n_heads": 60})
     config = decoder_config(GRANITE_4_1B)
     assert (config.intermediate_size, config.nope_layers, config.attention_scale) == (4096, (), 0.0078125)
     names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
@@ -178,8 +187,9 @@ def test_granite_4() -> None:
     renamed = GRANITE_4_1B | {"layer_types": ["full_attention"] * 40}
     assert decoder_config(renamed) == config
     for change, message in (
-        ({"layer_types": ["attention"] * 39 + ["mamba"]}, "layer_types has mamba, supported are attention and"),
-        ({"layer_types": None}, "layer_types has mamba"),
+        ({"layer_types": ["attention"] * 39 + ["lstm"]}, "layer_types has lstm, supported are attention and"),
+        ({**_MAMBA, "mamba_proj_bias": True}, "mamba_proj_bias is true, supported are proj"),
+        ({**_MAMBA, "time_step_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without"),
         ({"num_local_experts": 62}, "num_local_experts is 62 .mixture of experts., which is not supported"),
         ({"num_local_experts": None}, "num_local_experts is 8 .mixture of experts., which is not supported"),
     ):
@@ -421,3 +431,15 @@ def test_rows_of_windows_are_chosen_by_the_context() -> None:
         check_limits(mistral, replace(limits, window_rows=4607))
     with pytest.raises(BuildError, match="window_rows: it is 64, expected 0: no window is shorter than the context"):
         check_limits(decoder_config(LLAMA_2_7B), EngineLimits(1, 512, 4096, window_rows=64))
+
+
+def test_gemma_2_scales_and_caps_as_its_file_says() -> None:
+    """What a file leaves out is as published; a cap of null is none."""
+    given = {key: value for key, value in GEMMA_2_2B.items() if "softcapping" not in key}
+    config = decoder_config(given | {"query_pre_attn_scalar": 144})
+    assert (config.attention_scale, config.scores_cap, config.logits_cap) == (144**-0.5, 50.0, 30.0)
+    plain = decoder_config(given | {"attn_logit_softcapping": None, "final_logit_softcapping": 12})
+    assert (plain.attention_scale, plain.scores_cap, plain.logits_cap) == (256**-0.5, 0.0, 12.0)
+    assert plain.layer_kinds == ("window", "attention") * 13
+    with pytest.raises(CheckpointError, match="final_logit_softcapping is 0, expected a number above 0"):
+        decoder_config(given | {"final_logit_softcapping": 0})

@@ -31,7 +31,15 @@ TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "
 
 
 FIRST, OTHERS = ("olmo2", "starcoder2"), ("olmo3", "exaone4", "granite4", "minicpm", "ernie4_5", "hunyuan")
-WINDOWS = ("cwm_window_5", "gemma3", "gemma3_old_layout", "mistral_window_5", "phi3_window_7", "qwen2_window_7")
+WINDOWS = (
+    "cwm_window_5",
+    "gemma2",
+    "gemma3",
+    "gemma3_old_layout",
+    "mistral_window_5",
+    "phi3_window_7",
+    "qwen2_window_7",
+)
 EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text")
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(

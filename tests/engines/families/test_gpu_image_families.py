@@ -16,7 +16,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +35,7 @@ GREEDY = SamplingValues()
 STEPS = 10
 
 
-def prompt_of(runner: BaseEngineRunner) -> tuple[list[int], PromptImages]:
+def prompt_of(runner: BaseEngineRunner) -> tuple[list[int], PromptMedia]:
     """Two images among text, which chunks of 32 tokens cut, those of Qwen3.5 of 80, too; the same numbers on every
     backend."""
     other = {"llava": [(3, 3), (3, 3)], "qwen3_5": [(8, 20), (12, 12)]}
@@ -80,7 +80,7 @@ def measured(runner: BaseEngineRunner, answer: list[int]) -> dict[str, np.ndarra
     return {
         "alone": teacher_forced_logits(runner, ids, answer, images),
         "in a batch": logits_beside_a_text(runner, (ids, images), answer),
-        "reused": reused_logits(runner, images.spans[1][0] + 3),
+        "reused": reused_logits(runner, images.spans[1].start + 3),
         "text": text_logits(runner),
     }
 

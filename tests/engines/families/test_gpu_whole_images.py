@@ -24,7 +24,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.media import PromptMedia, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.requests import Request
@@ -49,7 +49,7 @@ def directory(request, tmp_path: Path, make_checkpoint: Callable[..., Path]) -> 
     return EngineDirectory.open(tmp_path / "engines")
 
 
-def prompt_of(runner: BaseEngineRunner, seeds: tuple[int, ...] = (0, 1, 2)) -> tuple[list[int], PromptImages]:
+def prompt_of(runner: BaseEngineRunner, seeds: tuple[int, ...] = (0, 1, 2)) -> tuple[list[int], PromptMedia]:
     """Images among text; the same numbers on every backend."""
     images = [tiny_image(runner.backend, runner.config, (4, 4), seed) for seed in seeds]
     return prompt_with_images(runner.config, images, 2, 17 if len(seeds) > 1 else 5)
@@ -58,7 +58,7 @@ def prompt_of(runner: BaseEngineRunner, seeds: tuple[int, ...] = (0, 1, 2)) -> t
 def reused_logits(runner: BaseEngineRunner) -> np.ndarray:
     """The logits [2, V] after a prompt whose tokens up to an image's beginning, and its end, are there already."""
     (ids, images), found = prompt_of(runner), []
-    for reused in (images.spans[1][0], sum(images.spans[1])):
+    for reused in (images.spans[1].start, images.spans[1].stop):
         runner.start(0, ids, 0, GREEDY, images).wait()
         runner.stop(0)
         runner.start(0, ids, reused, GREEDY, images).wait()
@@ -110,7 +110,7 @@ def test_logits_are_those_of_transformers_and_not_of_a_causal_mask(name: str, tm
             rows = runner.backend.empty(image.rows.shape, "compute")
             runner.backend.upload(rows, stored(image.rows, runner.backend.compute_dtype))
             images.append(replace(image, rows=rows))
-        placed = place_images(golden.token_ids, images, golden.config.image_token_id, golden.config)
+        placed = place_media(golden.token_ids, {golden.config.media["image"]: images}, golden.config)
         return teacher_forced_logits(runner, golden.token_ids, golden.expected["continued"].tolist(), placed)
 
     expected = np.concatenate([golden.expected["logits"][-1:], golden.expected["continued_logits"][:-1]])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from golden_images import FOLDER, NAMES, GoldenModel, assert_close
+from safetensors.numpy import load_file, save_file
 
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import mrope_positions
+from edgellm.engines.runners.media import mrope_positions
 from edgellm.engines.runners.sampling_state import SamplingValues
 
 GREEDY = SamplingValues()
@@ -31,6 +35,27 @@ def test_every_prefix_has_the_logits_of_transformers(golden: GoldenModel) -> Non
         token = runner.start(0, golden.token_ids[:stop], 0, GREEDY, golden.placed_before(stop)).wait()
         assert_close(runner.logits(0), golden.expected["logits"][stop - 1])
         assert token[0] == golden.expected["logits"][stop - 1].argmax()
+
+
+def test_stacks_of_experts_may_be_turned_as_published(tmp_path: Path) -> None:
+    """[E, H, 2 I] and [E, I, H], where transformers 5 writes [E, 2 I, H] and [E, H, I]."""
+    golden = GoldenModel("qwen3_vl_moe")
+    shutil.copytree(golden.path, tmp_path / "turned")
+    tensors = load_file(golden.path / "model.safetensors")
+    stacks = [name for name in tensors if ".experts." in name]
+    assert len(stacks) == 2 * 2
+    for name in stacks:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    save_file(tensors, tmp_path / "turned" / "model.safetensors")
+    golden.path = tmp_path / "turned"
+    with Checkpoint.open(golden.path) as checkpoint:
+        for part in (0, 1):
+            name = f"model.layers.2.mlp.experts.5.{('gate_proj', 'up_proj')[part]}.weight"
+            stack = tensors["model.language_model.layers.2.mlp.experts.gate_up_proj"]
+            np.testing.assert_array_equal(checkpoint.raw(name), stack[5, :, part * 24 : (part + 1) * 24].T)
+    runner = golden.runner(limits(64))
+    runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
+    assert_close(runner.logits(0), golden.expected["logits"][-1])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16])
@@ -100,10 +125,11 @@ def test_images_and_image_tokens_must_match(golden: GoldenModel) -> None:
 def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None:
     """Rows that got lost on the way to the device are noticed with the first token."""
     runner, images = golden.runner(limits(16)), golden.placed()
-    *others, last = images.images
-    damaged = replace(images, images=(*others, replace(last, rows=last.rows[:-1])))
+    *others, last = images.spans
+    short = replace(last.embeddings, rows=last.embeddings.rows[:-1])
+    damaged = replace(images, spans=(*others, replace(last, embeddings=short)))
     first = runner.start(0, golden.token_ids, 0, GREEDY, damaged)
-    with pytest.raises(EngineError, match="1 image rows of the prompt did not reach their tokens"):
+    with pytest.raises(EngineError, match="1 rows of the prompt's media did not reach their tokens"):
         first.wait()
     runner.start(0, golden.token_ids, 0, GREEDY, images).wait()
     assert_close(runner.logits(0), golden.expected["logits"][-1])

@@ -27,6 +27,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -332,10 +333,21 @@ def test_nan_in_an_expert_is_found_where_it_is_loaded(tmp_path: Path) -> None:
     assert "'model.layers.2.mlp.experts.5.up_proj.weight'" in said and "nan at [3, 4]" in said
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "ahead"),
+    [("numpy", "float32", 0), ("numpy", "bfloat16", 1), pytest.param("tensorrt", "bfloat16", 1, marks=pytest.mark.gpu)],
+)
 def test_scores_that_are_no_numbers_fail_their_request_alone(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+    backend: str,
+    dtype: str,
+    ahead: int,
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    """One token's embedding has an element that no other has, and that the first router multiplies by 1e38."""
+    """One token's embedding has an element that no other has, and that the first router multiplies by 1e38. The other
+    request is longer: a step of both is always under way where steps are launched ahead."""
+    monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     more = {**MIXTURES["qwen3_moe"], "dtype": "float32", "torch_dtype": None, "tie_word_embeddings": False}
     source = make_checkpoint(tmp_path / "model", 4, **more)
     tensors, token = {name: each.astype(np.float32) for name, each in load_file(source / MODEL).items()}, 40
@@ -345,16 +357,19 @@ def test_scores_that_are_no_numbers_fail_their_request_alone(
     tensors["model.layers.0.post_attention_layernorm.weight"][5] = 1
     tensors["model.layers.0.mlp.gate.weight"][:, 5] = 1e38
     save_file(tensors, source / MODEL)
-    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], "float32")
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    good, bad = (Request([7, 9, 11, last], None, greedy) for last in (12, token))
-    with LLM(tmp_path / "engines", backend="numpy") as llm:
+    build_engine_directory(source, tmp_path / "engines", EngineLimits(2, 32, 128), [], dtype)
+    good, bad, later = (
+        Request([7, 9, 11, last], None, SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, **own))
+        for last, most, own in ((12, 14, {}), (token, 6, {}), (12, 6, {"logit_bias": {token: 100.0}}))
+    )
+    with LLM(tmp_path / "engines", backend=backend) as llm:
         (alone,) = llm.handle([good])
         assert not isinstance(alone, Exception), alone
         assert token not in alone.token_ids
-        failed, beside = llm.handle([bad, good])
-        assert isinstance(failed, EngineError) and "logits behind this text are infinite or NaN" in str(failed)
-        assert beside.token_ids == alone.token_ids
+        for request in (bad, later):  # whose prompt has the token, and whose first token it is
+            failed, beside = llm.handle([request, good])
+            assert isinstance(failed, EngineError) and "logits behind this text are infinite or NaN" in str(failed)
+            assert beside.token_ids == alone.token_ids
         assert llm.handle([good])[0].token_ids == alone.token_ids
 
 

@@ -14,7 +14,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import decoder_states, kept_edge, state_edge
 
 GOLDENS = golden_folder("decoder")
-NAMES = ("lfm2", "lfm2_biases_wide", "qwen3_5_text", "qwen3_5_text_narrow", "qwen3_5_tied")
+NAMES = ("lfm2", "lfm2_biases_wide", "granite4_hybrid", "qwen3_5_text", "qwen3_5_text_narrow", "qwen3_5_tied")
 PROMPT = 9
 TOLERANCE = 1e-4
 
@@ -152,7 +152,7 @@ def test_programs_say_what_they_take_and_keep(name: str) -> None:
             {own: named[own]} if own else {}
         )
         wide = [name for name, (_, dtype) in program.edge.items() if name in program.weights and dtype == "float32"]
-        small = ("conv.weight", "conv.bias", "conv1d.weight", "A_log", "dt_bias")
+        small = ("conv.weight", "conv.bias", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias", ".D")
         assert wide == [name for name in program.weights if name.endswith(small)] and wide
 
 

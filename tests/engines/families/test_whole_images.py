@@ -15,13 +15,13 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, before_image, place_images
+from edgellm.engines.runners.media import MediaEmbeddings, MediaSpan, PromptMedia, before_span, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import given
 from edgellm.engines.speculation.round import GivenTree
@@ -63,7 +63,7 @@ def all_logits(golden: GoldenModel, config: DecoderConfig) -> np.ndarray:
     with Checkpoint.open(golden.path) as checkpoint:
         weights = load_numpy_weights(checkpoint, decoder_weights(config))
     embeddings = weights[EMBEDDING][ids]
-    for (start, count), rows in zip(images.spans, (image.rows for image in images.images), strict=True):
+    for start, count, rows in ((span.start, span.tokens, span.embeddings.rows) for span in images.spans):
         embeddings[start : start + count] = rows
     bound = {
         "inputs_embeds": embeddings[None],
@@ -86,7 +86,7 @@ def test_the_goldens_show_mistakes(golden: GoldenModel) -> None:
     assert golden.expected["logits"].std() > 1 and len(set(golden.expected["greedy"].tolist())) > 7
     causal = all_logits(golden, replace(config, image_tokens=0))
     difference = np.abs(causal - golden.expected["logits"]).max(axis=1)
-    first = golden.placed().spans[0][0]
+    first = golden.placed().spans[0].start
     assert (difference[:first] <= TOLERANCE).all() and (difference[first:] > 0.01).all()
 
 
@@ -188,10 +188,10 @@ def test_images_must_be_as_the_model_takes_them(golden: GoldenModel) -> None:
     few = replace(image, rows=image.rows[:4])
     ids = [5, *[config.image_token_id] * 4, 6]
     with pytest.raises(EngineError, match="image 1 has 4 tokens, this language model takes images of 9"):
-        place_images(ids, [few], config.image_token_id, config)
+        place_media(ids, {config.media["image"]: [few]}, config)
     ids = [5, *[config.image_token_id] * 18, 6]
     with pytest.raises(EngineError, match="the images 1 and 2 follow each other without a token between them"):
-        place_images(ids, golden.images, config.image_token_id, config)
+        place_media(ids, {config.media["image"]: golden.images}, config)
 
 
 def test_a_chunk_that_is_too_short_for_an_image_is_refused_by_name(golden: GoldenModel) -> None:
@@ -201,9 +201,11 @@ def test_a_chunk_that_is_too_short_for_an_image_is_refused_by_name(golden: Golde
     runner.start(0, golden.token_ids[:3], 0, GREEDY).wait()  # a text alone is none of its business
 
 
-def images_at(*spans: tuple[int, int]) -> PromptImages:
-    images = tuple(ImageEmbeddings(np.zeros((0, 1)), (), str(index), (1, 1, 1)) for index in range(len(spans)))
-    return PromptImages(90, spans, images, None)
+def images_at(*spans: tuple[int, int]) -> PromptMedia:
+    kind = MediaKind("image", 90, 3)
+    images = [MediaEmbeddings(np.zeros((0, 1)), (), str(index)) for index in range(len(spans))]
+    placed = zip(spans, images, strict=True)
+    return PromptMedia(tuple(MediaSpan(kind, n, *span, image) for n, (span, image) in enumerate(placed, 1)), None)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +215,7 @@ def images_at(*spans: tuple[int, int]) -> PromptImages:
 def test_the_last_token_that_each_sees(first: int, stop: int, seen: Sequence[int]) -> None:
     images = images_at((3, 3), (8, 3))
     assert images.last_seen(first, stop).tolist() == seen
-    assert [images.inside(place) for place in range(12)] == [None] * 4 + [0, 0] + [None] * 3 + [1, 1, None]
+    inside = [found and found.number for found in map(images.inside, range(12))]
+    assert inside == [None] * 4 + [1, 1] + [None] * 3 + [2, 2, None]
     tokens = images.identities(range(12))
-    assert [before_image(tokens, place) for place in range(13)] == [0, 1, 2, 3, 3, 3, 6, 7, 8, 8, 8, 11, 12]
+    assert [before_span(tokens, place) for place in range(13)] == [0, 1, 2, 3, 3, 3, 6, 7, 8, 8, 8, 11, 12]

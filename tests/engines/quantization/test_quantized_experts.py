@@ -16,7 +16,6 @@ from tiny_families import MIXTURES
 
 from edgellm.commands.quantize import report_lines
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
 from edgellm.engines.quantizer import calibration
@@ -148,10 +147,57 @@ def test_stacks_become_tensors_of_each_expert(make_checkpoint: Make, tmp_path: P
         np.testing.assert_array_equal(stacked[name], values)
 
 
-def test_gpt_oss_is_refused_by_name(make_checkpoint: Make, tmp_path: Path) -> None:
+def through_expert(
+    weights: dict[str, np.ndarray], published: dict[str, np.ndarray], expert: int, rows: np.ndarray
+) -> np.ndarray:
+    """What one of gpt-oss's experts gives for `rows`, float64: `weights` [N, K], the biases as `published`."""
+    module = "model.layers.1.mlp.experts"
+    biases = {
+        part: published[f"{module}.{part}_bias"][expert].astype(np.float64) for part in ("gate_up_proj", "down_proj")
+    }
+    both = rows @ weights["gate_up_proj"].T.astype(np.float64) + biases["gate_up_proj"]
+    gate, up = np.minimum(both[:, 0::2], 7), np.clip(both[:, 1::2], -7, 7)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate)) @ weights["down_proj"].T.astype(np.float64) + biases[
+        "down_proj"
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [QuantizationOptions(4, 32, True, "gptq"), QuantizationOptions(4, 32, False, "awq")]
+)
+def test_gpt_oss_s_stacks_are_turned_and_keep_gate_and_up_in_turn(
+    options: QuantizationOptions, make_checkpoint: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, rows in (("_SAMPLED", 16), ("_SAMPLED_OF_EXPERT", 8)):
+        monkeypatch.setattr(calibration, name, rows)
     source = make_checkpoint(tmp_path / "model", 5, **MIXTURES["gpt_oss"])
-    with pytest.raises(CheckpointError, match="gate and up of its experts are one tensor in turn"):
-        quantize_checkpoint(source, tmp_path / "packed", QuantizationOptions(method="rtn"), [])
+    published = load_file(source / "model.safetensors")
+    for layer in range(3):  # as it is published: [E, H, 2 I] and [E, I, H]
+        module = f"model.layers.{layer}.mlp.experts"
+        for part in ("gate_up_proj", "down_proj"):
+            apart = [published.pop(f"{module}.{expert}.{part}.weight").T for expert in range(EXPERTS)]
+            published[f"{module}.{part}"] = np.ascontiguousarray(np.stack(apart))
+    save_file(published, source / "model.safetensors")
+    report = quantize_checkpoint(source, tmp_path / "target", options, TEXTS)
+    assert all(sum(layer) == CHOSEN * report.tokens for layer in report.chosen.values()) and len(report.chosen) == 3
+    tensors = stored(tmp_path / "target")
+    names = [name for name in tensors if ".experts." in name and name.endswith(".weight_packed")]
+    assert len(names) == 3 * EXPERTS * 2
+    generator = np.random.default_rng(1)
+    for expert in range(EXPERTS):
+        module = f"model.layers.1.mlp.experts.{expert}"
+        parts = ("gate_up_proj", "down_proj")
+        exact = {part: published[f"model.layers.1.mlp.experts.{part}"][expert].T for part in parts}
+        found = {part: dequantized(tensors, f"{module}.{part}", 4) for part in parts}
+        rows = generator.standard_normal((5, exact["gate_up_proj"].shape[1]))
+        expected, computed = (through_expert(each, published, expert, rows) for each in (exact, found))
+        assert np.abs(computed - expected).mean() < 0.2 * np.abs(expected).mean()
+    for part in ("gate_up_proj_bias", "down_proj_bias"):
+        name = f"model.layers.1.mlp.experts.{part}"
+        np.testing.assert_array_equal(tensors[name], published[name])
+    found = logits(tmp_path / "target", TEXTS[:1])
+    twin = logits(dense_again(source, tmp_path / "target", tmp_path / "twin", 4), TEXTS[:1])
+    np.testing.assert_allclose(found, twin, rtol=0, atol=0.02 * np.abs(twin).max())
 
 
 def test_a_head_that_has_experts_stays_as_published(tmp_path: Path) -> None:

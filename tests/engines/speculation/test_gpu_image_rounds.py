@@ -15,7 +15,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 
@@ -26,13 +26,13 @@ GREEDY, SAMPLED = SamplingValues(), SamplingValues(1.0, 0, 0.9, 0.0, seed=5)
 PLANS = [chain(4), tree(4, 4, 16)]
 
 
-def prompt_of(runner: BaseEngineRunner, index: int) -> tuple[list[int], PromptImages]:
+def prompt_of(runner: BaseEngineRunner, index: int) -> tuple[list[int], PromptMedia]:
     """Two prompts: one with two images, one with one."""
     images = [tiny_image(runner.backend, runner.config, grid, seed) for seed, grid in enumerate([(4, 10), (6, 6)])]
     return prompt_with_images(runner.config, images[index:], index, 9)
 
 
-def images_of(runner: BaseEngineRunner, index: int) -> PromptImages:
+def images_of(runner: BaseEngineRunner, index: int) -> PromptMedia:
     return prompt_of(runner, index)[1]
 
 

@@ -35,6 +35,7 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     """Whatever is proposed is verified; with a plain step behind each round, and without."""
     monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
     monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
     plain, drafted = llms
@@ -54,6 +55,7 @@ def test_answers_are_those_of_plain_decoding(
 
 def test_an_answer_cancelled_with_a_step_behind_a_round(llms: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "GAIN", 0.0)
+    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: False)
     monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
     plain, drafted = llms

@@ -16,7 +16,7 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_imag
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
+from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia, place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -170,7 +170,7 @@ def host_caches(runner: DecodingRunner) -> list[np.ndarray]:
     return [cache if isinstance(cache, np.ndarray) else host_view(cache) for cache in caches]
 
 
-def extended(images: PromptImages, tokens: int) -> PromptImages:
+def extended(images: PromptMedia, tokens: int) -> PromptMedia:
     """The images in a prompt that goes on with text."""
     if images.positions is None:
         return images
@@ -207,8 +207,8 @@ def test_images_of_embeddings_are_text(
             ids[place : place + count] = [IMAGE_TOKEN] * count
             zeros = [runner.backend.zeros((count, base.config.hidden_size), "compute")] * base.config.deepstack_layers
             rows = base.tables(slice(0, 1)).embedding[first : first + count]
-            images.append(ImageEmbeddings(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
-        placed = place_images(ids, images, IMAGE_TOKEN, base.config)
+            images.append(MediaEmbeddings(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
+        placed = place_media(ids, {base.config.media["image"]: images}, base.config)
         runner.start(0, text, 0, GREEDY).wait()
         expected = [cache[0, :, : len(text) - 1].copy() for cache in host_caches(runner)]
         reusable = (0,) if base.states.is_recurrent else (0, 4, 15, 16, 30, 39)  # a state is of one place
@@ -232,7 +232,7 @@ def test_a_text_only_head_sees_the_image_token(
         ids, images = prompts_of(runner)[0]
         for each in (runner, other):
             each.start(0, ids, 0, GREEDY, images).wait()
-        start, count = images.spans[0]
+        start, count = images.spans[0].start, images.spans[0].tokens
         keys, others = (each.draft.states.tensors["k_cache_0"][0] for each in (runner, other))
         np.testing.assert_array_equal(keys[:, : start - 1], others[:, : start - 1])
         assert np.abs(keys[:, start - 1 : start + count - 1] - others[:, start - 1 : start + count - 1]).max() > 0.1

@@ -14,6 +14,7 @@ from edgellm.kernels.recurrent.contract import (
     AcceptedPath,
     GatedHeadNorm,
     GatedHeads,
+    GroupNorm,
     LayerColumns,
     LayerMatrices,
     convolution_refusal,
@@ -58,13 +59,35 @@ def delta_reference(case: DeltaCase, slot: int, path: list[int]) -> tuple[np.nda
     return outputs, matrix
 
 
+def scan_reference(case: DeltaCase, slot: int, path: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a selective scan: y_t = sum over s <= t of (C_t B_s) exp(a (d_(s+1) + .. + d_t)) d_s x_s, what the
+    state before gives, and skip x_t."""
+    (groups, heads), (keys, values), every = case.heads, case.sizes, slice(None)
+    rows, matrix = case.rows[slot, path].astype(np.float64), case.matrix[slot].astype(np.float64)
+    x = rows[:, : heads * values].reshape(-1, heads, values)
+    b, c = np.split(rows[:, heads * values :].reshape(len(path), 2 * groups, keys), 2, axis=1)
+    size = np.log1p(np.exp(case.projected[slot, path, 7 : 7 + heads].astype(np.float64) + case.gates.dt_bias))
+    far = np.cumsum(-np.exp(case.gates.a_log.astype(np.float64)) * size, axis=0)
+    outputs = np.zeros((len(path), heads, values))
+    for head in range(heads):
+        own_b, own_c = (each[:, head // (heads // groups)] for each in (b, c))
+        weights = np.tril((own_c @ own_b.T) * np.exp(np.minimum(far[:, None, head] - far[None, :, head], 0)))
+        added = size[:, head, None] * x[:, head]
+        before = np.exp(far[:, head, None]) * (own_c @ matrix[head].T)
+        outputs[:, head] = weights @ added + before + case.gates.skip[head] * x[:, head]
+        left = np.exp(far[-1, head] - far[every, head])
+        matrix[head] = np.exp(far[-1, head]) * matrix[head] + (added * left[:, None]).T @ own_b
+    return outputs, matrix
+
+
+@pytest.mark.parametrize("scans", [False, True])
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize(("heads", "sizes"), DELTA_SHAPES)
-def test_the_delta_rule_is_that_of_its_formula(heads, sizes, tokens) -> None:
-    case = DeltaCase(heads, sizes, tokens)
-    chunk = twin_run("gated_delta", *case.arguments(counts=[tokens, 0]))
-    outputs, matrix = delta_reference(case, 0, list(range(tokens)))
-    np.testing.assert_allclose(chunk[4][0], outputs.reshape(tokens, -1), rtol=2e-5, atol=2e-5)
+def test_the_delta_rule_and_the_scan_are_those_of_their_formulas(heads, sizes, tokens, scans) -> None:
+    case = DeltaCase(heads, sizes, tokens, scans=scans)
+    chunk = twin_run(case.kernel, *case.arguments(counts=[tokens, 0]))
+    outputs, matrix = (scan_reference if scans else delta_reference)(case, 0, list(range(tokens)))
+    np.testing.assert_allclose(chunk[4][0], outputs.reshape(tokens, -1), rtol=2e-5, atol=2e-5 * (5 if scans else 1))
     np.testing.assert_allclose(chunk[3][0], matrix, rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(chunk[3][1], case.matrix[1])
     assert not chunk[4][1].any()
@@ -92,10 +115,21 @@ def test_what_a_delta_rule_keeps_is_what_its_gates_are() -> None:
     np.testing.assert_allclose(kept, np.concatenate((decay, sigmoid(b)), axis=-1), rtol=2e-6)
 
 
+@pytest.mark.parametrize("scans", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 23])
 @pytest.mark.parametrize(("heads", "sizes"), DELTA_SHAPES)
-def test_the_delta_rule_has_the_same_bits_in_chains_trees_chunks_and_commits(rng, heads, sizes, tokens) -> None:
-    DeltaCase(heads, sizes, tokens).check(twin_run, rng)
+def test_matrices_have_the_same_bits_in_chains_trees_chunks_and_commits(rng, heads, sizes, tokens, scans) -> None:
+    DeltaCase(heads, sizes, tokens, scans=scans).check(twin_run, rng)
+
+
+@pytest.mark.parametrize(("columns", "groups"), [(96, 1), (96, 3), (4096, 1)])
+def test_a_norm_behind_gates_is_that_of_its_formula(rng, columns, groups) -> None:
+    value, gate, weight = noise(rng, 2, 3, columns), noise(rng, 2, 3, columns + 9), noise(rng, columns)
+    *_, found = twin_run("gated_group_norm", value, gate, GroupNorm(weight, 1e-5, 5, groups), np.zeros_like(value))
+    own = gate[..., 5 : 5 + columns].astype(np.float64)
+    gated = (value * own * sigmoid(own)).reshape(2, 3, groups, -1)
+    expected = gated / np.sqrt((gated**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(found, expected.reshape(value.shape) * weight, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
@@ -245,7 +279,7 @@ def test_sizes_that_the_gpu_does_not_take_are_refused_there(heads, sizes, nodes)
 
     assert delta_refusal((2, 4), (128, 128), 64) is None
     reason = delta_refusal(heads, sizes, nodes)
-    assert reason is not None and reason.startswith("the gated delta rule takes")
+    assert reason is not None and reason.startswith("recurrent matrices take")
     if heads[1] % heads[0]:
         return  # which the contract refuses before
     key_heads, values = heads
@@ -261,5 +295,5 @@ def test_sizes_that_the_gpu_does_not_take_are_refused_there(heads, sizes, nodes)
         array(1, values, sizes[1], sizes[0]), array(1, nodes, values * sizes[1]),
         array(1, nodes, dtype="int32"), array(1, nodes, 2 * values), None,
     )  # fmt: skip
-    with pytest.raises(KernelError, match="gated_delta: the gated delta rule takes"):
+    with pytest.raises(KernelError, match="gated_delta: recurrent matrices take"):
         CudaRecurrent(None).gated_delta(*arguments)  # type: ignore[arg-type]

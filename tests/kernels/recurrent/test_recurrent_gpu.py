@@ -19,7 +19,14 @@ from recurrent_cases import (
 )
 
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.recurrent.contract import AcceptedPath, GatedHeadNorm, GatedHeads, LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import (
+    AcceptedPath,
+    GatedHeadNorm,
+    GatedHeads,
+    GroupNorm,
+    LayerColumns,
+    LayerMatrices,
+)
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
@@ -77,21 +84,33 @@ def test_columns_are_committed_as_by_the_twin(gpu, rng, width) -> None:
     assert_twins_bits(gpu, "commit_columns", layers, AcceptedPath(indices, np.array([4, 2, 0], np.int32)))
 
 
+@pytest.mark.parametrize("scans", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 @pytest.mark.parametrize(("heads", "sizes"), DELTA_SHAPES)
-def test_the_delta_rule_is_its_twins_and_has_the_same_bits_everywhere(gpu, rng, heads, sizes, tokens, dtype) -> None:
-    case, run = DeltaCase(heads, sizes, tokens, dtype=dtype), device_run(gpu, gpu.recurrent)
+def test_matrices_are_their_twins_and_have_the_same_bits_everywhere(
+    gpu, rng, heads, sizes, tokens, dtype, scans
+) -> None:
+    case, run = DeltaCase(heads, sizes, tokens, dtype=dtype, scans=scans), device_run(gpu, gpu.recurrent)
     parents = [trees(rng, 2, tokens, kind) for kind in ("random", "binary")]
     for arguments in (case.arguments(), *map(case.arguments, parents), case.arguments(counts=[tokens, tokens // 2])):
-        for found, expected in zip(run("gated_delta", *arguments), twin_run("gated_delta", *arguments), strict=True):
+        for found, expected in zip(run(case.kernel, *arguments), twin_run(case.kernel, *arguments), strict=True):
             if isinstance(found, np.ndarray) and found.dtype == np.float32:
                 assert abs(found - expected).max() <= 3e-6 * max(1, abs(expected).max())
         kept = arguments[6]
         if kept is not None:  # is computed alike
-            found = run("gated_delta", *arguments)[6]
-            np.testing.assert_array_equal(found, twin_run("gated_delta", *arguments)[6])
+            found = run(case.kernel, *arguments)[6]
+            np.testing.assert_array_equal(found, twin_run(case.kernel, *arguments)[6])
     case.check(run, rng)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *HALVES])
+@pytest.mark.parametrize(("columns", "groups"), [(96, 1), (96, 3), (7680, 8), (8192, 1)])
+def test_norms_behind_gates_have_their_twins_bits(gpu, rng, columns, groups, dtype) -> None:
+    compute = "float16" if dtype == "float32" else dtype
+    value, gate = noise(rng, 2, 3, columns), noise(rng, 2, 3, columns + 9, dtype=dtype)
+    norm = GroupNorm(noise(rng, columns, dtype=compute), 1e-5, 5, groups)
+    assert_twins_bits(gpu, "gated_group_norm", value, gate, norm, noise(rng, 2, 3, columns, dtype=compute))
 
 
 def test_long_chunks_and_many_layers_equal_their_twins(gpu, rng) -> None:

@@ -1,4 +1,4 @@
-"""`VisionEncoder`: the images of requests, prepared on any thread and encoded on the engine's."""
+"""`VisionEncoder`: the encoder of images."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import ImageError
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import image_of_url, read_image
-from edgellm.multimodal.image_processor import PreparedImage, expand_image_tokens, open_image_processor
+from edgellm.multimodal.image_processor import PreparedImage, open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
-from edgellm.text.messages import ImageReference
+from edgellm.text.messages import MediaReference
 
 
 class VisionEncoder:
-    """The vision encoder of a model: prepares images, gives them their tokens in the prompt, and encodes them.
+    """The vision encoder of a model: prepares images and encodes them.
 
     `directory` is the language model's, `vision_directory` the one with the vision engines (often the same). It is
     opened in two steps, since memory is checked once: then the base runner is made with `memory`, then `load`.
@@ -27,12 +27,12 @@ class VisionEncoder:
     def __init__(
         self, backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
     ) -> None:
-        vision, config = vision_directory.vision, directory.config
+        vision = vision_directory.vision
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
-        self.image_token_id = vision.config.image_token_id
-        self._config, self._metrics = config, metrics
+        self.kind = directory.config.image_kind(vision.config.image_token_id)
+        self._metrics = metrics
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
         try:
@@ -53,23 +53,23 @@ class VisionEncoder:
             self._own.check_memory(MemoryPlan({**self.memory, "engine scratch": self._own.scratch_bytes()}))
         self._runner.load(progress)
 
-    def prepare(self, references: Sequence[ImageReference]) -> list[PreparedImage]:
-        """Read and prepare the images of a request. Any thread may call it; ImageError names the image."""
-        return [self._prepared(reference) for reference in references]
+    def prepare(self, reference: MediaReference) -> PreparedImage:
+        """Read and prepare an image. Any thread may call it; ImageError names the image."""
+        try:
+            source = image_of_url(str(reference.source)) if reference.is_url else reference.source
+            return self.processor.prepare(read_image(source, channels=reference.channels))
+        except ImageError as error:
+            raise ImageError(f"{reference.name}: {error}") from error
 
-    def expand(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
-        """The prompt with a token for each row of its images; ImageError where the markers are not as many."""
-        return expand_image_tokens(prompt_ids, self.image_token_id, images)
-
-    def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
-        """Encode the images of an expanded prompt, those that are not known, and give them their places in it."""
+    def encode(self, images: Sequence[PreparedImage]) -> list[MediaEmbeddings]:
+        """The embeddings of images; those that are not known are encoded."""
         counts = self._runner.metrics
         hits, seconds = counts.cache_hits, counts.seconds
         embeddings = self._runner.encode(images)
         self._metrics.encoded(
             len(images), sum(image.tokens for image in images), counts.seconds - seconds, counts.cache_hits - hits
         )
-        return place_images(prompt_ids, embeddings, self.image_token_id, self._config)
+        return embeddings
 
     def close(self) -> None:
         """Free all memory; requests that are being prepared meanwhile still find the processor."""
@@ -78,10 +78,3 @@ class VisionEncoder:
         runner.close()
         if own is not None:
             own.close()
-
-    def _prepared(self, reference: ImageReference) -> PreparedImage:
-        try:
-            source = image_of_url(str(reference.source)) if reference.is_url else reference.source
-            return self.processor.prepare(read_image(source, channels=reference.channels))
-        except ImageError as error:
-            raise ImageError(f"{reference.name}: {error}") from error

@@ -1,11 +1,12 @@
-"""Brings the images of a prompt to the inputs of prefill engines, chunk by chunk.
+"""Brings the media of a prompt to the inputs of prefill engines, chunk by chunk.
 
-An image may begin in one chunk and end in another, or in rows that are reused: what of it belongs to a chunk follows
+A span may begin in one chunk and end in another, or in rows that are reused: what of it belongs to a chunk follows
 from the chunk's place in the prompt.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,12 +17,12 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import mrope_axes
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.media import MediaSpan, PromptMedia
 from edgellm.kernels.arrays import Array, leading
 
 
-class ImageRows:
-    """Puts rows of images in the place of embeddings, and compares how many the device took with how many there are."""
+class MediaRows:
+    """Puts rows of media in the place of embeddings, and compares how many the device took with how many there are."""
 
     def __init__(self, backend: Backend, slots: int) -> None:
         self._backend = backend
@@ -31,23 +32,22 @@ class ImageRows:
     def insert(
         self,
         slot: int,
-        images: PromptImages,
+        parts: Sequence[tuple[MediaSpan, int, int]],
         rows: Sequence[Array],
-        chunk: tuple[int, int],
         token_ids: Array,
         target: Array,
     ) -> None:
-        """Set the rows of `target` [1, T, H] that stand for image tokens.
+        """Set the rows of `target` [1, T, H] that stand for media.
 
-        `rows` has [M, H] of each image, `chunk` (first, stop) says which of the prompt's tokens `token_ids` [1, T] are;
-        padding follows them.
+        `parts` is what of the media the chunk `token_ids` [1, T] has (`PromptMedia.within`), and `rows` all that the
+        encoder made for each of these spans, [M, H]; padding follows the chunk's tokens.
         """
-        before = 0
-        for index, row, count in images.within(*chunk):
-            self._backend.image_kernels.insert_image_rows(
-                rows[index], token_ids, target, self._inserted[slot : slot + 1], images.image_token_id, row - before
-            )
-            before += count
+        before: Counter[int] = Counter()  # the kernel counts the tokens of one id
+        inserted = self._inserted[slot : slot + 1]
+        for (span, row, count), each in zip(parts, rows, strict=True):
+            token = span.kind.token_id
+            self._backend.image_kernels.insert_image_rows(each, token_ids, target, inserted, token, row - before[token])
+            before[token] += count
             self._expected[slot] += count
 
     def checked(self, slot: int, tokens: Readback) -> Readback:
@@ -60,15 +60,15 @@ class ImageRows:
         self._expected[slot] -= missing  # it is counted on from what the device has
         if missing:
             raise EngineError(
-                f"{missing} image rows of the prompt did not reach their tokens: the embeddings of its images are not "
-                "those that its places were counted for"
+                f"{missing} rows of the prompt's media did not reach their tokens: their embeddings are not those that "
+                "its places were counted for"
             )
 
 
 class _CheckedTokens(NamedTuple):
-    """See `ImageRows.checked`."""
+    """See `MediaRows.checked`."""
 
-    rows: ImageRows
+    rows: MediaRows
     slot: int
     tokens: Readback
     inserted: Readback
@@ -80,11 +80,11 @@ class _CheckedTokens(NamedTuple):
         return values
 
 
-class ImageInputs:
-    """The images of prompts among the inputs of one model's prefill engines, base or draft.
+class MediaInputs:
+    """The media of prompts among the inputs of one model's prefill engines, base or draft.
 
-    `rows` puts their rows in the place of embeddings; None: the model embeds image tokens as it does any other. To the
-    outputs of the first layers engines add features of images at their tokens, else zeros (deepstack).
+    `rows` puts their rows in the place of embeddings; None: the model embeds their tokens as it does any other. To the
+    outputs of the first layers engines add features of media at their tokens, else zeros (deepstack).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ImageInputs:
         config: DecoderConfig,
         limits: EngineLimits,
         rotary_table: Array,
-        rows: ImageRows | None = None,
+        rows: MediaRows | None = None,
     ) -> None:
         self._backend, self._config, self._rotary_table, self.rows = backend, config, rotary_table, rows
         size = limits.prefill_chunk * config.hidden_size
@@ -104,16 +104,19 @@ class ImageInputs:
             self._axes = uploaded(backend, mrope_axes(config))
             self._positions = backend.zeros((3 * limits.prefill_chunk,), "int32")
 
-    def check(self, prompt_ids: np.ndarray, images: PromptImages | None) -> None:
-        """Raise EngineError unless `images` stand where the prompt [N] has image tokens."""
-        token = self._config.image_token_id
-        if images is not None:
-            images.check(prompt_ids)
-        elif token is not None and (prompt_ids == token).any():
-            raise EngineError(f"the prompt has image tokens (id {token}), but no images: give one for each marker")
+    def check(self, prompt_ids: np.ndarray, media: PromptMedia | None) -> None:
+        """Raise EngineError unless `media` stand where the prompt [N] has tokens for them."""
+        given = set() if media is None else {span.kind.token_id for span in media.spans}
+        if media is not None:
+            media.check(prompt_ids)
+        for name, token, _ in self._config.media.values():
+            if token not in given and (prompt_ids == token).any():
+                raise EngineError(
+                    f"the prompt has {name} tokens (id {token}), but no {name}s: give one for each marker"
+                )
 
     def engine_inputs(self, shape: EngineShape) -> dict[str, Array]:
-        """What an engine is bound to for images alone, by name; nothing of another phase than prefill."""
+        """What an engine is bound to for media alone, by name; nothing of another phase than prefill."""
         if shape.phase != "prefill":
             return {}
         size = (1, shape.tokens, self._config.hidden_size)
@@ -122,7 +125,7 @@ class ImageInputs:
     def write(
         self,
         slot: int,
-        images: PromptImages | None,
+        media: PromptMedia | None,
         row: int,
         tokens: tuple[int, int],
         token_ids: Array,
@@ -137,18 +140,18 @@ class ImageInputs:
             for buffer in self._deepstack:
                 self._backend.copy(buffer, self._zeros)
             self._holds_features = False
-        if images is None:
+        if media is None:
             return
-        if self.rows is not None and images.within(*tokens):
-            rows = [image.rows for image in images.images]
-            self.rows.insert(slot, images, rows, tokens, token_ids, inputs["inputs_embeds"])
+        if self.rows is not None and (parts := media.within(*tokens)):
+            rows = [span.embeddings.rows for span, _, _ in parts]
+            self.rows.insert(slot, parts, rows, token_ids, inputs["inputs_embeds"])
             for index, buffer in enumerate(self._deepstack):
                 target = leading(buffer, (*token_ids.shape, self._config.hidden_size))
-                rows = [image.deepstack[index] for image in images.images]
-                self.rows.insert(slot, images, rows, tokens, token_ids, target)
+                rows = [span.embeddings.deepstack[index] for span, _, _ in parts]
+                self.rows.insert(slot, parts, rows, token_ids, target)
             self._holds_features = bool(self._deepstack)
-        if self._config.mrope_section and images.positions is not None:
-            self._write_positions(images.positions[:, row : row + tokens[1] - tokens[0]], inputs["rope_rotary_cos_sin"])
+        if self._config.mrope_section and media.positions is not None:
+            self._write_positions(media.positions[:, row : row + tokens[1] - tokens[0]], inputs["rope_rotary_cos_sin"])
 
     def _write_positions(self, positions: np.ndarray, rope_rotary_cos_sin: Array) -> None:
         """Set the first n of `rope_rotary_cos_sin` [1, T, R] to those of tokens at the M-RoPE `positions` [3, n]."""

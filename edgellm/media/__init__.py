@@ -1,0 +1,1 @@
+"""What prompts show beside text, through the encoders of the model."""

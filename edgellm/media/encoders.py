@@ -1,0 +1,178 @@
+"""The encoders of a model by the names of their kinds: pieces of media prepared on any thread, encoded on the engine's.
+
+An encoder is opened with the model or, where nothing is made ready before, with the first piece of its kind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.model.config import DecoderConfig, MediaKind
+from edgellm.engines.model.memory_plan import MemoryPlan
+from edgellm.errors import ImageError, RequestError, closed_error
+from edgellm.text.messages import ENCODER_NAMES, MediaReference
+
+if TYPE_CHECKING:
+    from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia
+
+
+class PreparedMedia(Protocol):
+    """A piece of media as an encoder takes it: its kind's name, how many tokens it stands for, the digest of what its
+    rows are made of, and how much memory it takes until then, in pixels."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def held_pixels(self) -> int: ...
+
+
+class MediaEncoder(Protocol):
+    """What encodes the pieces of one kind. `memory` is what it takes in bytes, by name. It is opened in two steps,
+    since memory is checked once: `load` comes after that."""
+
+    @property
+    def kind(self) -> MediaKind: ...
+    @property
+    def memory(self) -> Mapping[str, int]: ...
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the weights; `progress` gets bytes done and in all."""
+
+    def prepare(self, reference: MediaReference) -> PreparedMedia:
+        """Read and prepare a piece. Any thread may call it; the error for one that cannot be read names it."""
+
+    def encode(self, pieces: Sequence[Any], /) -> Sequence[MediaEmbeddings]:
+        """The rows of each piece that `prepare` gave; of those that are known by their digests without computing."""
+
+    def close(self) -> None:
+        """Free all memory."""
+
+
+class LazyEncoder:
+    """An encoder of a `kind` that `open_encoder` makes and loads nothing of; any thread may need it first.
+
+    For a backend that makes nothing ready before it computes. What is wrong with the encoder's files, or that they find
+    no memory, is the error of the first request with such a piece, and of each one after it.
+    """
+
+    #: Counted when it opens.
+    memory: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, kind: MediaKind, open_encoder: Callable[[], MediaEncoder], backend: Backend) -> None:
+        self.kind = kind
+        #: What opens it, and where; None when it is closed: whoever holds it then holds no backend.
+        self._opening: tuple[Callable[[], MediaEncoder], Backend] | None = (open_encoder, backend)
+        self._encoder: MediaEncoder | None = None
+        self._lock = threading.Lock()
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Nothing yet."""
+
+    def prepare(self, reference: MediaReference) -> PreparedMedia:
+        return self._opened().prepare(reference)
+
+    def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
+        return self._opened().encode(pieces)
+
+    def close(self) -> None:
+        """Free all memory."""
+        with self._lock:
+            self._opening = None
+            if self._encoder is not None:
+                self._encoder.close()
+                self._encoder = None
+
+    def _opened(self) -> MediaEncoder:
+        with self._lock:
+            if self._opening is None:  # as a request may find that was being prepared meanwhile
+                raise closed_error()
+            if self._encoder is None:
+                open_encoder, backend = self._opening
+                encoder = open_encoder()
+                try:
+                    backend.check_memory(MemoryPlan({**encoder.memory}))
+                    encoder.load()
+                except BaseException:
+                    encoder.close()
+                    raise
+                self._encoder = encoder
+            return self._encoder
+
+
+class MediaEncoders:
+    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone."""
+
+    def __init__(self, encoders: Iterable[MediaEncoder], config: DecoderConfig, path: Path) -> None:
+        self.by_name = {encoder.kind.name: encoder for encoder in encoders}
+        self._config, self._path = config, path
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """What they take in bytes, by name."""
+        return {name: size for encoder in self.by_name.values() for name, size in encoder.memory.items()}
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the weights of each, once memory was checked."""
+        for encoder in self.by_name.values():
+            encoder.load(progress)
+
+    def prepare(self, references: Sequence[MediaReference]) -> list[PreparedMedia]:
+        """Read and prepare what a request shows. Any thread may call it; errors name the piece. Raises RequestError for
+        a kind that the model does not take."""
+        for kind in dict.fromkeys(each.kind for each in references):
+            if kind not in self.by_name:
+                count = sum(each.kind == kind for each in references)
+                raise RequestError(
+                    f"the request shows {count} {kind}s, but {self._path} has no {ENCODER_NAMES[kind]}: leave them "
+                    "out, or open a directory that has one"
+                )
+        return [self.by_name[each.kind].prepare(each) for each in references]
+
+    def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
+        """The ids of a prompt with each token that stands for a kind repeated for the tokens of its piece, in order.
+
+        Raises ImageError where there are more pieces than markers of their kind, or the reverse.
+        """
+        following = {}
+        for name, encoder in self.by_name.items():
+            token, counts = encoder.kind.token_id, [each.tokens for each in pieces if each.kind == name]
+            markers = sum(each == token for each in prompt_ids)
+            if markers != len(counts):
+                raise ImageError(
+                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(counts)} {name}s: "
+                    f"show one {name} for each marker"
+                )
+            if counts:
+                following[token] = iter(counts)
+        if not following:
+            return list(prompt_ids)
+        expanded: list[int] = []
+        for token in prompt_ids:
+            expanded += [token] * (next(following[token]) if token in following else 1)
+        return expanded
+
+    def encode(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> PromptMedia:
+        """Encode the pieces of an expanded prompt, those that are not known, and give them their places in it."""
+        from edgellm.engines.runners.media import place_media
+
+        embeddings = {
+            encoder.kind: encoder.encode(own)
+            for name, encoder in self.by_name.items()
+            if (own := [each for each in pieces if each.kind == name])
+        }
+        return place_media(prompt_ids, embeddings, self._config)
+
+    def close(self) -> None:
+        """Free all memory; requests that are being prepared meanwhile still find what prepares them."""
+        with ExitStack() as each_whatever_fails:
+            for encoder in self.by_name.values():
+                each_whatever_fails.callback(encoder.close)

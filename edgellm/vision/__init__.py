@@ -1,1 +1,0 @@
-"""Images of requests, through the vision encoder."""

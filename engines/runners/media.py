@@ -1,0 +1,237 @@
+"""What is inserted among a prompt's tokens: spans, what stands there instead of embeddings, and at which positions.
+
+Images are one kind of media. What a prompt has of any kind are spans: an id repeated for each token, the rows that the
+kind's encoder made for these, the digest of their content, their positions, and whether each of them sees all of them.
+
+M-RoPE (Wang et al. 2024, Qwen2-VL; Bai et al. 2025, Qwen2.5-VL) gives every token three positions: time, height, width.
+Those of text are equal and go on from the largest before it; an image's tokens count its rows and columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import DecoderConfig, MediaKind
+from edgellm.kernels.arrays import Array
+
+#: A token as the KV rows see it: its id, or for a token of a span the digest of its content and the place in it.
+TokenIdentity = int | tuple[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class MediaEmbeddings:
+    """What the language model takes of one image, or of one piece of another kind, as the kind's encoder made it.
+
+    `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
+    first layers. `digest` names the content, `grid` are (frames, height, width) in patches; None where the tokens
+    follow each other as those of text do.
+    """
+
+    rows: Array
+    deepstack: tuple[Array, ...]
+    digest: str
+    grid: tuple[int, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(array.nbytes for array in (self.rows, *self.deepstack))
+
+
+@dataclass(frozen=True, eq=False)
+class MediaSpan:
+    """Where in a prompt the `tokens` of one piece stand: from `start` on, before `stop`. It is the prompt's `number`th
+    of its kind, counted from 1."""
+
+    kind: MediaKind
+    number: int
+    start: int
+    tokens: int
+    embeddings: MediaEmbeddings
+
+    @property
+    def stop(self) -> int:
+        """The first token behind it."""
+        return self.start + self.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class PromptMedia:
+    """The `spans` of a prompt of N tokens, in their order there; made by `place_media`.
+
+    `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
+    """
+
+    spans: tuple[MediaSpan, ...]
+    positions: np.ndarray | None
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digest of each span's content."""
+        return tuple(span.embeddings.digest for span in self.spans)
+
+    @property
+    def position_delta(self) -> int:
+        """Position less row of every token after the prompt."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
+
+    @property
+    def whole(self) -> list[tuple[int, int]]:
+        """(first token, tokens) of each span whose tokens see all of it."""
+        return [(span.start, span.tokens) for span in self.spans if span.kind.tokens]
+
+    def within(self, first: int, stop: int) -> list[tuple[MediaSpan, int, int]]:
+        """What of the spans stands at the prompt's tokens first..stop - 1: for each that has any there (the span, its
+        first row there, rows there)."""
+        parts = []
+        for span in self.spans:
+            begin, end = max(first, span.start), min(stop, span.stop)
+            if begin < end:
+                parts.append((span, begin - span.start, end - begin))
+        return parts
+
+    def last_seen(self, first: int, stop: int) -> np.ndarray:
+        """Which token is the last that each of first..stop - 1 sees, where a token of a whole span sees all of it: [n]
+        int32, in the prompt's numbers."""
+        seen = np.arange(first, stop, dtype=np.int32)
+        for span, row, count in self.within(first, stop):
+            if span.kind.tokens:
+                begin = span.start + row - first
+                seen[begin : begin + count] = span.stop - 1
+        return seen
+
+    def inside(self, place: int) -> MediaSpan | None:
+        """The whole span that the place lies in, so that a token of it is before and one behind; None for none."""
+        return next((span for span in self.spans if span.kind.tokens and span.start < place < span.stop), None)
+
+    def check(self, prompt_ids: np.ndarray) -> None:
+        """Raise EngineError unless `prompt_ids` [N] have the tokens of spans where these are, and nowhere else."""
+        for kind in dict.fromkeys(span.kind for span in self.spans):
+            found = np.flatnonzero(prompt_ids == kind.token_id).tolist()
+            spans = [span for span in self.spans if span.kind == kind]
+            expected = [place for span in spans for place in range(span.start, span.stop)]
+            if found != expected:
+                raise EngineError(
+                    f"the prompt has {len(found)} {kind.name} tokens (id {kind.token_id}) and {len(spans)} "
+                    f"{kind.name}s with {len(expected)}, or has them elsewhere: place the {kind.name}s for this very "
+                    "prompt"
+                )
+        if self.positions is not None and self.positions.shape != (3, len(prompt_ids)):
+            raise EngineError(
+                f"the prompt of {len(prompt_ids)} tokens has positions {self.positions.shape}: place its media for "
+                "this very prompt"
+            )
+
+    def followed_by(self, tokens: int) -> PromptMedia:
+        """The media of the prompt with so many tokens of text behind it, which go on with its positions."""
+        if self.positions is None or not tokens:
+            return self
+        following = np.arange(tokens, dtype=np.int32) + (self.positions.shape[1] + self.position_delta)
+        return replace(self, positions=np.concatenate([self.positions, np.tile(following, (3, 1))], axis=1))
+
+    def identities(self, token_ids: Sequence[int]) -> list[TokenIdentity]:
+        """The tokens of a text that begins with the prompt, as KV rows see them: a span's tokens are told by its
+        content, for all spans of a kind have the same token id."""
+        identities: list[TokenIdentity] = list(token_ids)
+        for span in self.spans:
+            digest = span.embeddings.digest
+            identities[span.start : span.stop] = [(digest, index) for index in range(span.tokens)]
+        return identities
+
+
+def place_media(
+    prompt_ids: Sequence[int], media: Mapping[MediaKind, Sequence[MediaEmbeddings]], config: DecoderConfig
+) -> PromptMedia:
+    """Give the tokens of a prompt [N] that stand for media to what each kind has, in order.
+
+    `config` is the language model's. Raises EngineError where tokens and media do not match: other numbers of them, or
+    a span's tokens that do not follow one another; and for embeddings that another model's encoder made.
+    """
+    ids = np.asarray(prompt_ids)
+    found = [span for kind, embeddings in media.items() for span in _spans_of(ids, kind, embeddings, config)]
+    spans = sorted(found, key=lambda span: span.start)
+    positions = None
+    if config.mrope_section:
+        shaped = [(span, span.embeddings.grid) for span in spans if span.embeddings.grid is not None]
+        places, grids = [(span.start, span.tokens) for span, _ in shaped], [grid for _, grid in shaped]
+        positions, _ = mrope_positions(len(prompt_ids), places, grids, config.spatial_merge_size)
+    return PromptMedia(tuple(spans), positions)
+
+
+def _spans_of(
+    prompt_ids: np.ndarray, kind: MediaKind, media: Sequence[MediaEmbeddings], config: DecoderConfig
+) -> list[MediaSpan]:
+    """The spans of one kind; see `place_media`."""
+    name, counts = kind.name, [each.rows.shape[0] for each in media]
+    found = np.flatnonzero(prompt_ids == kind.token_id)
+    if len(found) != sum(counts):
+        needed = f"{len(counts)} {name}s with {sum(counts)} tokens" if counts else f"no {name}s"
+        raise EngineError(
+            f"the prompt has {len(found)} {name} tokens (id {kind.token_id}), but there are {needed}: put one {name} "
+            f"marker into the prompt for each {name}, where it belongs"
+        )
+    spans: list[MediaSpan] = []
+    place = 0
+    for number, (each, count) in enumerate(zip(media, counts, strict=True), 1):
+        start = int(found[place])
+        if found[place + count - 1] != start + count - 1:
+            raise EngineError(
+                f"the {count} tokens of {name} {number} are interrupted: the prompt has another token among them"
+            )
+        expected = [(count, config.hidden_size)] * (1 + config.deepstack_layers)
+        shapes = [tuple(array.shape) for array in (each.rows, *each.deepstack)]
+        if shapes != expected:
+            raise EngineError(
+                f"the embeddings of {name} {number} have the shapes {shapes}, this language model takes {expected}: "
+                "the encoder must be that of the same model"
+            )
+        if kind.tokens and count != kind.tokens:
+            raise EngineError(
+                f"{name} {number} has {count} tokens, this language model takes {name}s of {kind.tokens}: the encoder "
+                "must be that of the same model"
+            )
+        if kind.tokens and spans and spans[-1].stop == start:
+            raise EngineError(
+                f"the {name}s {number - 1} and {number} follow each other without a token between them: the model "
+                "would take them for one. Put the tokens around them that the model's processor writes"
+            )
+        spans.append(MediaSpan(kind, number, start, count, each))
+        place += count
+    return spans
+
+
+def before_span(tokens: Sequence[TokenIdentity], place: int) -> int:
+    """The `place` in a text, or the beginning of the span that it lies in, so that a token of it is before and one
+    behind."""
+    token = tokens[place] if place < len(tokens) else 0
+    return place - token[1] if isinstance(token, tuple) else place
+
+
+def mrope_positions(
+    tokens: int, spans: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]], merge_size: int
+) -> tuple[np.ndarray, int]:
+    """M-RoPE positions [3, N] int32 of a prompt of N `tokens`, and the difference of position and row after it.
+
+    `spans` are (first token, tokens) of each image, `grids` its patches in time, height and width; `merge_size` x
+    `merge_size` patches make a token. As in transformers' `get_rope_index`, the tokens of an image stand at the next
+    position plus their indices in time, height and width, and the text after it goes on after the longer side. Raises
+    EngineError where a grid does not have as many tokens as its span.
+    """
+    positions = np.empty((3, tokens), np.int32)
+    place = following = 0
+    for (start, count), (time, height, width) in zip(spans, grids, strict=True):
+        merged = time, height // merge_size, width // merge_size
+        if math.prod(merged) != count:
+            raise EngineError(f"an image of {count} tokens has a grid of {merged} tokens: expected as many")
+        positions[:, place:start] = np.arange(following, following + start - place)
+        following += start - place
+        positions[:, start : start + count] = np.indices(merged).reshape(3, -1) + following
+        following += max(merged[1:])
+        place = start + count
+    positions[:, place:] = np.arange(following, following + tokens - place)
+    return positions, int(positions.max()) + 1 - tokens
