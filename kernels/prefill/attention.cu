@@ -173,15 +173,12 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     const size_t token = static_cast<size_t>(block.sequence) * block.tokens + block.first_token;
     const T* const source = reinterpret_cast<const T*>(arguments.queries) + token * arguments.E + block.head * block.size;
     load_rows<T, SIZE, Its::ROWS>(block.queries, source, arguments.E, block.tokens - block.first_token, block.size, 0);
-    bool begins = true;
     if (block.bits_of(Its::ROWS - 1) == 0) {
-#pragma unroll 1
-        for (int column = 0; column < SIZE; column += Its::PART) {
-            pass<false, TILES, Its::PART>(block, 0, 0, column, begins);
-            begins = false;
-        }
+        pass<false, TILES, Its::PART>(block, 0, 0, 0, true);
+        if constexpr (Its::PARTS > 1) pass<false, TILES, Its::PART>(block, 0, 0, Its::PART, false);
         return;
     }
+    bool begins = true;
 #pragma unroll 1
     for (int turn = 0; turn < block.turns; ++turn)
 #pragma unroll 1
