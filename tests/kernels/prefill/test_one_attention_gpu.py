@@ -234,6 +234,7 @@ PROMPTS = {
     "capped": Prompt(5, 200, SOME, 2, 8, 64, 64, cap=0.5),
     "capped_of_int8": Prompt(0, 300, ((300,), (64, 236)), 8, 1, 128, 128, int8=True, cap=2.0),
     "capped_in_a_window": Prompt(300, 200, SOME, 2, 2, 256, 256, window=128, rows=384, cap=1.0),
+    "capped_of_512": Prompt(300, 70, ((70,), (64, 6)), 1, 8, 512, 512, cap=1.0),
     "narrow": Prompt(60, 60, ((60,), (7,)), 2, 3, 24, 16),
     "of_200": Prompt(100, 100, ((100,), (33,)), 1, 3, 200, 64, norm=True),
     "rounded": Prompt(100, 200, SOME, 2, 4, 64, 64, norm=True, rounded=True),
