@@ -174,8 +174,13 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     const T* const source = reinterpret_cast<const T*>(arguments.queries) + token * arguments.E + block.head * block.size;
     load_rows<T, SIZE, Its::ROWS>(block.queries, source, arguments.E, block.tokens - block.first_token, block.size, 0);
     if (block.bits_of(Its::ROWS - 1) == 0) {
-        pass<false, TILES, Its::PART>(block, 0, 0, 0, true);
-        if constexpr (Its::PARTS > 1) pass<false, TILES, Its::PART>(block, 0, 0, Its::PART, false);
+        if constexpr (Its::PARTS == 1) {
+            pass<false, TILES, SIZE>(block, 0, 0, 0, true);
+        } else {
+#pragma unroll 1
+            for (int column = 0; column < SIZE; column += Its::PART)
+                pass<false, TILES, Its::PART>(block, 0, 0, column, column == 0);
+        }
         return;
     }
     bool begins = true;
