@@ -69,12 +69,19 @@ _WRAPPINGS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    *((f"{outer}embeddings.", "model.embed_tokens.") for outer in ("backbone.", "model.")),  # Nemotron-H's
+    ("backbone.", "model."),
 )
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
     """Whether a `config.json` describes a model with a vision part."""
     return isinstance(config.get("vision_config"), dict)
+
+
+def is_wrapped(config: dict[str, Any]) -> bool:
+    """Whether the language model's tensors have other names in the files of such a model than by itself."""
+    return is_multimodal(config) or config.get("model_type") == "nemotron_h"
 
 
 def vision_prefix(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
@@ -33,7 +34,7 @@ HEAD_GROUPS = (128, 64, 32)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 #: By `DecoderConfig.naming`, what begins the names of tensors beside the decoder's: of a draft head.
-_UNREAD = {"qwen3_5": ("mtp.",)}
+_UNREAD = dict.fromkeys(("qwen3_5", "nemotron_h"), ("mtp.",))
 #: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
 _SMALL = "float32"
 
@@ -184,11 +185,12 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
-    def experts(self, mixture: Mixture, normed: Input, residual: str) -> Experts:
-        """The mixture of experts of `normed` rows, added to the `residual`."""
+    def experts(self, mixture: Mixture, normed: Input, residual: str, result: str) -> Experts:
+        """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
-        gates = ("gate_up",) if mixture.limit else ("gate", "up")
-        rows = 2 * inner // len(gates)
+        gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
+        rows = inner * mixture.activation.sums // len(gates)
+        first = "gate_up_proj" if mixture.gated else "up_proj"
         gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
         down = {f"{expert}.down_proj": hidden for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
@@ -196,17 +198,17 @@ class LayerWeights(NamedWeights):
         if mixture.shared_size:
             name, size = "mlp.shared_expert", mixture.shared_size
             shared = (
-                self.linear(f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}, hidden, False),
+                self._up(name, size, mixture.gated, False),
                 self.linear(f"{name}.down_proj", hidden, size, False),
-                self.linear(f"{name}_gate", 1, hidden, False),
+                *((self.linear(f"{name}_gate", 1, hidden, False),) if mixture.shared_gate else ()),
             )
         return Experts(
-            residual,
+            result,
             normed,
             residual,
             mixture,
             self.linear("mlp.gate", count, hidden, mixture.biases),
-            self.linear_of_experts("mlp.experts.gate_up_proj", gate_up, hidden, count, mixture.biases),
+            self.linear_of_experts(f"mlp.experts.{first}", gate_up, hidden, count, mixture.biases),
             self.linear_of_experts("mlp.experts.down_proj", down, inner, count, mixture.biases),
             correction,
             self._config.residual_scale,
@@ -223,43 +225,62 @@ class LayerWeights(NamedWeights):
         mixture: Mixture | None = None,
     ) -> list[Step]:
         """The steps from the value `mixed`, which goes through `output` (attention's own), and the `residual` through
-        the MLP, or its `mixture` of experts, to "hidden", or with `selects` to "selected"."""
+        the MLP, or its `mixture` of experts, if the layer has one, to "hidden", or with `selects` to "selected"."""
         config = self._config
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
-        if config.fused_projections or first in PUBLISHED[config.naming]:
-            parts = {"gate_up_proj": 2 * inner}
-        if not config.gated_mlp:
-            first, parts = "mlp.up_proj", {"up_proj": inner}
         if output is None:
-            output = self.linear("self_attn.o_proj", hidden, config.query_size, config.attention_output_bias)
-        result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
-        before, of_attention, of_mlp = "post_attention_layernorm", None, None
+            output = self.linear(
+                "self_attn.o_proj", config.hidden_size, config.query_size, config.attention_output_bias
+            )
+        result, before, of_attention = "selected" if selects else "hidden", "post_attention_layernorm", None
         if config.post_norms:
-            of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
-            before = "pre_feedforward_layernorm"
-        normed = self.input(result, before)
+            of_attention, before = self.norm(before), "pre_feedforward_layernorm"
         attended = LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention)
+        if config.lone_parts:
+            return [attended]
+        return [attended, *self.mlp(result, self.input(result, before), mixture)]
+
+    def mlp(
+        self, residual: str, normed: Input, mixture: Mixture | None, keep: Keep | None = None, result: str | None = None
+    ) -> list[Step]:
+        """The MLP of `normed` rows, or its `mixture` of experts, added to the `residual`, as `result` or in its place.
+        `keep`: of the residual, before a dense one."""
+        config, result = self._config, result or residual
         if mixture is not None:
-            return [attended, self.experts(mixture, normed, result)]
-        up = self.linear(first, parts, hidden, bias)
-        down = self.linear("mlp.down_proj", hidden, inner, bias)
+            if keep is not None:
+                raise UnsupportedModelError(
+                    f"the draft takes the hidden states that enter {self._prefix.rstrip('.')}, which is a mixture of "
+                    "experts by itself: supported are layers that mix tokens, or MLPs"
+                )
+            return [self.experts(mixture, normed, residual, result)]
+        activation = "selected_activation" if result == "selected" else "activation"
+        up = self._up("mlp", config.intermediate_size, config.gated_mlp, config.mlp_bias)
+        down = self.linear("mlp.down_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)
+        of_mlp = self.norm("post_feedforward_layernorm") if config.post_norms else None
         return [
-            attended,
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
-            LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
+            LinearResidual(result, activation, down, residual, config.residual_scale, keep, norm=of_mlp),
         ]
+
+    def _up(self, name: str, size: int, gated: bool, bias: bool) -> Linear:
+        """The first layer of an MLP of so many rows, with gates before them where it has such."""
+        first, parts = f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}
+        if not gated:
+            first, parts = f"{name}.up_proj", {"up_proj": size}
+        elif self._config.fused_projections or first in PUBLISHED[self._config.naming]:
+            parts = {"gate_up_proj": 2 * size}
+        return self.linear(first, parts, self._config.hidden_size, bias)
 
 
 def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     """One step of a decoder.
 
     Its outputs are `logits` [B, selected, V] float32 and, with `feature_layers`, `hidden_states` [B, T, n H]. Behind
-    the last layer's attention only the rows that get logits go on, unless features of all are taken behind it.
+    the last attention, or what else mixes tokens, only the rows that get logits go on, unless features of all are taken
+    behind it.
     """
     hidden, layers, taps = config.hidden_size, config.num_layers, config.feature_layers
-    selects = shape.selected < shape.tokens
-    selects_late = selects and (layers in taps or config.deepstack_layers >= layers)
+    selects, last = shape.selected < shape.tokens, config.last_mixer
+    selects_late = selects and max(*taps, config.deepstack_layers, 0) > last
     inputs = token_inputs(shape, hidden, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
@@ -272,7 +293,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         steps.append(Scale("hidden", value, config.embedding_scale))
         value = "hidden"
     for index in range(layers):
-        selecting = selects and not selects_late and index == layers - 1
+        selecting = selects and not selects_late and index == last
         keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
         steps += decoder_layer(config, index, value, selecting, keep, windows, ahead)
         value = steps[-1].output
@@ -309,10 +330,13 @@ def decoder_layer(
     windows: bool = False,
     ahead: bool = False,
 ) -> list[Step]:
-    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
-    and `ahead` as in `LayerWeights.attention`."""
+    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects`, or behind a layer with
+    it, to "selected"; `windows` and `ahead` as in `LayerWeights.attention`."""
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = layer.input(value, "input_layernorm")
+    if kind == "mlp":
+        result = "selected" if value == "selected" else "hidden"
+        return layer.mlp(value, normed, config.mixture_of(index), keep, result)
     if kind in RECURRENT_KINDS:
         steps, output = getattr(layer, kind)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output, config.mixture_of(index))

@@ -132,7 +132,7 @@ class GateUpExperts(_OfExperts):
 @dataclass(frozen=True)
 class DownExperts(_OfExperts):
     """output = residual + scale * (the products of each of a row's experts and its own part of the `value`, times the
-    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`)."""
+    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`, if it has a gate)."""
 
     shares: str = field(metadata=READS)
     residual: str = field(metadata=READS)
@@ -162,7 +162,7 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     names = "scores", "input", "ids", "shares", "inner", "shared_inner", "shared", "shared_shares"
     scores, given, ids, shares, inner, *shared = (f"{step.output}_{name}" for name in names)
     mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
-    gate = step.shared[2] if step.shared else None
+    gate = step.shared[2] if len(step.shared) == 3 else None
     scored = NormLinear(scores, (step.given,), step.router, keep=Keep(given))
     choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
     is_dense = step.router.weight.name not in program.packed and step.router.name not in program.adapted
@@ -172,11 +172,12 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     else:
         yield from (scored, choice)
     if step.shared:
-        yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
+        activation = "silu" if mixture.gated else "relu_squared"
+        yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
-    beside = {"shared": shared_output, "shared_shares": shared_shares} if step.shared else {}
-    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, scale=step.scale, **beside)
+    beside = shared_output if step.shared else None, None if gate is None else shared_shares
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside, step.scale)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
@@ -224,7 +225,7 @@ class _Pairs(Implementation[Any]):
 
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
-        gated = isinstance(step, GateUpExperts) and not step.mixture.limit
+        gated = isinstance(step, GateUpExperts) and step.mixture.activation.kind == "gated"
         refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
@@ -242,7 +243,7 @@ class GateUpPairs(_Pairs):
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
-        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.limit, output)]
+        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.activation, output)]
 
 
 class DownPairs(_Pairs):

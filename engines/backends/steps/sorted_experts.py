@@ -35,7 +35,7 @@ class _Sorted(Implementation[Any]):
 
     def loads(self, step: _OfExperts, program: Program) -> tuple[Any, ...]:
         layout, mixture, is_first = packed_layout(step, program), step.mixture, isinstance(step, GateUpExperts)
-        kind = "sums" if not is_first else "alternating" if mixture.limit else "gated"
+        kind = mixture.activation.kind if is_first else "sums"
         own = replace(layout, rows=step.matrix[0]) if isinstance(layout, DeviceLayout) else None
         return kind, mixture.experts, mixture.chosen, step.matrix, own
 
@@ -65,7 +65,7 @@ class GateUpSorted(_Sorted, GateUpPairs):
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
         kernels, pairs = run.kernels.experts, self._pairs(step, run)
-        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.limit, output)
+        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.activation, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
 
 
