@@ -205,7 +205,7 @@ def read_mamba(fields: ConfigFields, kinds: tuple[str, ...], size: int, names: S
     """What the layers of Mamba-2 are, among those of all `kinds`, for `read_decoder`: their heads are of `size`, and
     the fields of `names` have groups, heads, size of states, width of convolutions, and whether these have biases."""
     limit = fields.values.get("time_step_limit")
-    if limit not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+    if limit is not None and not (isinstance(limit, list) and limit[:1] == [0.0] and _is_huge(*limit[1:])):
         fields.refuse("time_step_limit", limit, "supported are step sizes without limits")
     groups, heads, state = (fields.size(name) for name in names[:3])
     if heads % max(groups, 1):
@@ -216,6 +216,11 @@ def read_mamba(fields: ConfigFields, kinds: tuple[str, ...], size: int, names: S
         "conv_width": _conv_width(fields, names[3]),
         "conv_bias": fields.switch(names[4]),
     }
+
+
+def _is_huge(number: Any = None, *others: Any) -> bool:
+    """Whether an upper limit is beyond all step sizes: infinity, as files write it, or what they write for it."""
+    return not others and (number == {"__float__": "Infinity"} or (isinstance(number, float) and number > 1e30))
 
 
 GRANITE4_DEFAULTS = {

@@ -18,10 +18,13 @@ from edgellm.engines.model.decoder import decoder_weights
 TABLE = json.loads(lzma.decompress((GOLDENS / "published" / "configs.json.xz").read_bytes()))
 #: Defaults that are no model that this project has, or none at all.
 REFUSED: dict[str, tuple[type[Exception], str]] = {
-    "granitemoehybrid": (UnsupportedModelError, "num_local_experts is 8"),
     "starcoder2": (CheckpointError, "eos_token_id is 50256, but vocab_size is 49152"),
     "llava": (CheckpointError, "image_token_index is 32000, expected a token id from 0 to 31999"),
 }
+
+
+#: Published models of families that are read, whose architecture has what is not.
+LACKING = {"NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "moe_latent_size is 2048, supported are experts of the hidden size"}
 
 
 def parameters(config: dict[str, Any]) -> int:
@@ -32,6 +35,10 @@ def parameters(config: dict[str, Any]) -> int:
 def test_a_published_configuration_is_read_or_refused_by_its_architecture(name: str) -> None:
     """Those that are read have as many parameters as the model that transformers makes of it."""
     config, count = TABLE["published"][name].values()
+    if name in LACKING:
+        with pytest.raises(UnsupportedModelError, match=LACKING[name]):
+            decoder_config(config)
+        return
     if count is not None:
         assert parameters(config) == count
         return
