@@ -133,7 +133,7 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
         fields.expect(
             "hybrid_override_pattern", pattern, f"a text of {' '.join(_PATTERN)}, or layers_block_type a list"
         )
-        types = []
+        types = ["attention"]
     fields.values = values | {
         "layer_types": types,
         "num_hidden_layers": len(types) or 1,

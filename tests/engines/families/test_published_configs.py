@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
 
 
 #: Published models of families that are read, whose architecture has what is not.
-LACKING = {"NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "moe_latent_size is 2048, supported are experts of the hidden size"}
+LACKING = {"NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "moe_latent_size is 2048, supported are experts of"}
 
 
 def parameters(config: dict[str, Any]) -> int:

@@ -25,7 +25,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = golden_folder("decoder")
 #: Those whose heads have sizes that the kernels take.
-NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied", "granite4_hybrid")
+NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied", "granite4_hybrid", "nemotron_h")
 
 
 class KernelSteps(RecurrentSteps):
