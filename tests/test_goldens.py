@@ -36,7 +36,7 @@ LIMITS = {
     "gguf": 40_000,
     "image_prompts": 150_000,
     "images": 35_000,
-    "lora": 92_000,
+    "lora": 94_000,
     "losses": 10_000,
     "mmproj": 4_000,
     "mtp": 19_000,
