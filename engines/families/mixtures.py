@@ -149,6 +149,8 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
         fields.refuse("use_bias", True, "supported are projections without biases")
     own: dict[str, Any] = {"mlp_bias": fields.switch("mlp_bias"), "gated_mlp": False, "lone_parts": True}
     if "moe" in types:
+        if "mlp" not in types:  # then no layer has an MLP of another size
+            fields.values = fields.values | {"intermediate_size": fields.values.get("moe_intermediate_size")}
         own["mixture"] = _nemotron_mixture(fields, tuple(i for i, each in enumerate(types) if each != "moe"))
     else:
         fields.ignore("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")

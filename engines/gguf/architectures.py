@@ -24,8 +24,9 @@ class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
     files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    `names` are modules that are called otherwise than Llama's. With `alternating` rows of gate and up of an expert were
-    published in turn, as one.
+    `names` are modules that are called otherwise than Llama's, `whole` tensors that are no module's. With `alternating`
+    rows of gate and up of an expert were published in turn, as one; with `joined` those of an MLP one behind the other.
+    `tiled`: value heads stand apart that share a key head, where there are such.
     """
 
     model_type: str
@@ -36,7 +37,10 @@ class Architecture:
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
+    joined: bool = False
+    tiled: bool = True
 
     def config(self, metadata: Metadata, shared: _Config) -> _Config:
         """What `config.json` would say, None where it would say nothing; `shared` is what all architectures have."""
@@ -276,6 +280,57 @@ def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
     return _granite(metadata, config) | _mixture(metadata)
 
 
+def _granitehybrid(metadata: Metadata, config: _Config) -> _Config:
+    """Without a rotary embedding, unless the file says that there is one; its bases say nothing then."""
+    heads, inner, hidden = (metadata.count(key) for key in ("ssm.time_step_rank", "ssm.inner_size", "embedding_length"))
+    experts, rotates = metadata.whole("expert_count"), metadata.flag("rope.scaling.finetuned")
+    shared = metadata.whole("expert_shared_feed_forward_length")
+    return {
+        **(_granite(metadata, config) | (_mixture(metadata) if experts else {})),
+        "num_experts": None,
+        "num_local_experts": experts or 0,
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": ["attention" if each else "mamba" for each in metadata.of_layers("attention.head_count_kv")],
+        "position_embedding_type": "rope" if rotates else "nope",
+        "mamba_n_heads": heads,
+        "mamba_n_groups": metadata.whole("ssm.group_count"),
+        "mamba_d_head": inner // max(1, heads),
+        "mamba_d_state": metadata.whole("ssm.state_size"),
+        "mamba_d_conv": metadata.whole("ssm.conv_kernel"),
+        "mamba_expand": inner // max(1, hidden),
+        "mamba_conv_bias": _has_convolution_bias(metadata),
+    }
+
+
+def _nemotron_h(metadata: Metadata, config: _Config) -> _Config:
+    """Layers are told by what they have: heads of keys, rows of an MLP or of experts, or neither; none rotates."""
+    heads, inner = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
+    sizes = zip(metadata.of_layers("attention.head_count_kv"), metadata.of_layers("feed_forward_length"), strict=True)
+    scale, experts = metadata.number("expert_weights_scale") or 1.0, metadata.whole("expert_count")
+    block = "moe" if experts else "mlp"
+    return {
+        **(_mixture(metadata, _SIGMOID, scale) if experts else {}),
+        "routed_scaling_factor": scale,
+        "norm_topk_prob": metadata.flag("expert_weights_norm"),
+        "moe_shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.whole("moe_latent_size"),
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "layers_block_type": ["attention" if keys else block if rows else "mamba" for keys, rows in sizes],
+        "layer_norm_epsilon": config["rms_norm_eps"] or metadata.number("attention.layer_norm_epsilon"),
+        "rope_parameters": {"rope_theta": config["rope_parameters"]["rope_theta"]},
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // max(1, heads),
+        "n_groups": metadata.whole("ssm.group_count"),
+        "ssm_state_size": metadata.whole("ssm.state_size"),
+        "conv_kernel": metadata.whole("ssm.conv_kernel"),
+        "use_conv_bias": _has_convolution_bias(metadata),
+    }
+
+
+def _has_convolution_bias(metadata: Metadata) -> bool:
+    return any(name.endswith(".ssm_conv1d.bias") for name in metadata.tensors)
+
+
 def _lfm2moe(metadata: Metadata, config: _Config) -> _Config:
     scale, dense = metadata.number("expert_weights_scale") or 1.0, metadata.count("leading_dense_block_count", 0)
     return _lfm2(metadata, config) | {
@@ -297,6 +352,17 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
         **_mixture(metadata, _SOFTMAX_OF_CHOSEN),
         "intermediate_size": metadata.whole("expert_feed_forward_length"),
     }
+
+
+def _mamba_names(module: str) -> dict[str, str]:
+    """What the modules of a layer of Mamba-2 are called, inside of `module`."""
+    names = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+    return {name: f"{module}.{own}" for name, own in names.items()}
+
+
+def _mamba_tensors(module: str) -> dict[str, str]:
+    """The same of its tensors that are no module's."""
+    return {name: f"{module}.{own}" for name, own in (("ssm_a", "A_log"), ("ssm_d", "D"), ("ssm_dt.bias", "dt_bias"))}
 
 
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -324,6 +390,32 @@ _GRANITE_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
 }
+_GRANITE_HYBRID: dict[str, Any] = {
+    "permuted": True,
+    "joined": True,
+    "tiled": False,
+    "names": {
+        **_GRANITE_NAMES,
+        **{f"ffn_{each}": "shared_mlp.input_linear" for each in ("gate", "gate_shexp")},
+        **{f"ffn_{each}": "shared_mlp.output_linear" for each in ("down", "down_shexp")},
+        **_mamba_names("mamba"),
+    },
+    "whole": _mamba_tensors("mamba"),
+}
+_NEMOTRON_H: dict[str, Any] = {
+    "permuted": True,
+    "tiled": False,
+    "names": {
+        **{"attn_norm": "norm", "output_norm": "model.norm_f", "attn_output": "mixer.o_proj"},
+        **{f"attn_{each}": f"mixer.{each}_proj" for each in "qkv"},
+        **{f"ffn_{each}": f"mixer.{each}_proj" for each in ("up", "down")},
+        **{f"ffn_{each}_shexp": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
+        **{f"ffn_{each}_exps": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
+        "ffn_gate_inp": "mixer.gate",
+        **_mamba_names("mixer"),
+    },
+    "whole": _mamba_tensors("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+}
 _QWEN35_NAMES = _POST_NORM | {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -350,6 +442,8 @@ _ARCHITECTURES = {
     "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **_QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
     "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=_GRANITE_NAMES),
+    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, **_GRANITE_HYBRID),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), Architecture("nemotron_h", _nemotron_h, False, **_NEMOTRON_H)),
     "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=_LFM2_NAMES),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
