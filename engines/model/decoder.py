@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
@@ -185,7 +184,7 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
-    def experts(self, mixture: Mixture, normed: Input, residual: str, result: str) -> Experts:
+    def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
         gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
@@ -213,6 +212,7 @@ class LayerWeights(NamedWeights):
             correction,
             self._config.residual_scale,
             shared,
+            keep,
         )
 
     def residual(
@@ -243,15 +243,10 @@ class LayerWeights(NamedWeights):
         self, residual: str, normed: Input, mixture: Mixture | None, keep: Keep | None = None, result: str | None = None
     ) -> list[Step]:
         """The MLP of `normed` rows, or its `mixture` of experts, added to the `residual`, as `result` or in its place.
-        `keep`: of the residual, before a dense one."""
+        `keep`: of the residual."""
         config, result = self._config, result or residual
         if mixture is not None:
-            if keep is not None:
-                raise UnsupportedModelError(
-                    f"the draft takes the hidden states that enter {self._prefix.rstrip('.')}, which is a mixture of "
-                    "experts by itself: supported are layers that mix tokens, or MLPs"
-                )
-            return [self.experts(mixture, normed, residual, result)]
+            return [self.experts(mixture, normed, residual, result, keep)]
         activation = "selected_activation" if result == "selected" else "activation"
         up = self._up("mlp", config.intermediate_size, config.gated_mlp, config.mlp_bias)
         down = self.linear("mlp.down_proj", config.hidden_size, config.intermediate_size, config.mlp_bias)

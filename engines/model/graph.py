@@ -170,6 +170,8 @@ class ProgramGraph(Generic[Tensor]):
 
     def _experts(self, step: Experts) -> None:
         operations, weights = self._operations, self._weights
+        if step.keep is not None:
+            self._keep(step.keep, operations.to_compute(self._values[step.residual]))
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]

@@ -133,8 +133,10 @@ MIXED = {
     "qwen3_5_moe": replace(RECURRENT["delta_nets_of_two_products"], mixture=Mixture(6, 2, 24, shared_size=40)),
     "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40, shared_gate=False)),
     "nemotron_h": replace(
-        RECURRENT["lone_parts"],
-        mixture=Mixture(6, 3, 24, "sigmoid", True, True, 1e-20, 2.5, (0, 2, 3, 4), 40, shared_gate=False, gated=False),
+        LLAMA,
+        hidden_act="relu_squared",
+        gated_mlp=False,
+        mixture=Mixture(6, 3, 24, "sigmoid", True, True, 1e-20, 2.5, (0,), 40, shared_gate=False, gated=False),
     ),
 }
 

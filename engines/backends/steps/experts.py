@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
-from edgellm.engines.backends.steps.launching import Launching
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
 from edgellm.engines.backends.steps.linear import FewRows
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
@@ -139,6 +139,7 @@ class DownExperts(_OfExperts):
     shared: str | None = field(default=None, metadata=READS)
     shared_shares: str | None = field(default=None, metadata=READS)
     scale: float = 1.0
+    keep: Keep | None = None
 
     @property
     def products(self) -> str:
@@ -146,7 +147,9 @@ class DownExperts(_OfExperts):
         return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.residual][0], residual)}
+        rows = kinds[self.residual][0]
+        kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
+        return kept | {self.output: (rows, residual)}
 
 
 def for_kernels(program: Program) -> Program:
@@ -176,8 +179,8 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
-    beside = shared_output if step.shared else None, None if gate is None else shared_shares
-    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside, step.scale)
+    beside = shared_output if step.shared else None, None if gate is None else shared_shares, step.scale, step.keep
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
@@ -256,9 +259,17 @@ class DownPairs(_Pairs):
     def scratch(self, step: DownExperts, program: Program) -> Edge:
         rows, width = self._rows_of(step, program)
         products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
-        return {step.output: ((rows, width), "float32"), step.products: products}
+        found: Edge = {step.output: ((rows, width), "float32"), step.products: products}
+        if step.keep is not None:
+            found |= {step.keep.target: ((rows, width), "compute"), JOINED_INPUTS: ((rows * width,), "compute")}
+        return found
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+        kept = [] if step.keep is None else [run.copy_kept(step.keep, run.array(step.residual))]
+        return [*kept, *self._added(step, run)]
+
+    def _added(self, step: DownExperts, run: Launching) -> list[Any]:
+        """The launches but for what is kept."""
         given, products = run.array(step.value), run.array(step.products)
         kernels, weights, addition = run.kernels.experts, weights_of(step, run), addition_of(step, run)
         if step_rows(step, run.program) <= MAX_TILED_ROWS:

@@ -72,7 +72,7 @@ class GateUpSorted(_Sorted, GateUpPairs):
 class DownSorted(_Sorted, DownPairs):
     """The products of the pairs as they were sorted, and their sums in the order of the experts' ids."""
 
-    def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+    def _added(self, step: DownExperts, run: Launching) -> list[Any]:
         given, products, kernels = run.array(step.value), run.array(step.products), run.kernels.experts
         product = kernels.sorted_down(given, self._pairs(step, run), weights_of(step, run), products)
         return [product, kernels.add(products, addition_of(step, run))]
