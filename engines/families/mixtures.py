@@ -118,6 +118,7 @@ GRANITE4 = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_grani
 
 #: The letters of `hybrid_override_pattern`, and what the class calls such layers.
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit"}
 _NEMOTRON_TYPES = {**MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
 
 
@@ -125,7 +126,8 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
     """Layers that are one part each: Mamba-2, attention without a rotary embedding, an MLP without a gate, or a mixture
     of such. Step sizes have the limits of `time_step_limit`, as published: transformers 5 takes `time_step_min` for the
     lower one, of whole prompts alone."""
-    values, pattern = fields.values, fields.values.get("hybrid_override_pattern")
+    values = fields.values | {own: fields.values[old] for old, own in _NEMOTRON_OLD.items() if old in fields.values}
+    pattern = values.get("hybrid_override_pattern")
     types = next((values[key] for key in ("layers_block_type", "layer_types") if values.get(key) is not None), None)
     if types is None and isinstance(pattern, str) and set(pattern) <= set(_PATTERN):
         types = [_PATTERN[letter] for letter in pattern]

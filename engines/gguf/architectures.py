@@ -305,7 +305,8 @@ def _granitehybrid(metadata: Metadata, config: _Config) -> _Config:
 def _nemotron_h(metadata: Metadata, config: _Config) -> _Config:
     """Layers are told by what they have: heads of keys, rows of an MLP or of experts, or neither; none rotates."""
     heads, inner = metadata.count("ssm.time_step_rank"), metadata.count("ssm.inner_size")
-    sizes = zip(metadata.of_layers("attention.head_count_kv"), metadata.of_layers("feed_forward_length"), strict=True)
+    keys, rows = (metadata.of_layers(key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    sizes = list(zip(keys, rows, strict=True))[: config["num_hidden_layers"]]  # behind them stands a draft head
     scale, experts = metadata.number("expert_weights_scale") or 1.0, metadata.whole("expert_count")
     block = "moe" if experts else "mlp"
     return {

@@ -208,6 +208,8 @@ def test_nemotron_h() -> None:
     words = {"mamba": "linear_attention", "attention": "full_attention", "mlp": "mlp"}
     assert decoder_config(listed | {"layers_block_type": [words[kind] for kind in config.layer_kinds]}) == config
     assert decoder_config(NEMOTRON_3_4B | {"time_step_limit": [0.0, 1e308]}) == config
+    older = without(NEMOTRON_3_4B, "n_groups", "conv_kernel") | {"mamba_n_groups": 8, "mamba_d_conv": 4}
+    assert decoder_config(older) == config
     mixture = decoder_config(NEMOTRON_3_4B | {"hybrid_override_pattern": "ME*-", "n_routed_experts": 16}).mixture
     assert mixture is not None and (mixture.dense_layers, mixture.experts, mixture.gated) == ((0, 2, 3), 16, False)
     mixed = {"hybrid_override_pattern": "ME*E"}
@@ -215,6 +217,7 @@ def test_nemotron_h() -> None:
         ({"hybrid_override_pattern": "-"}, "supported are models with layers that mix tokens"),
         ({"mlp_hidden_act": "silu"}, "hidden_act is .silu., supported is relu2"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act is .gelu., supported is silu"),
+        ({"mamba_dt_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without limits"),
         ({"use_bias": True}, "use_bias is true, supported are projections without biases"),
         ({"time_step_limit": [0.001, 1e308]}, "time_step_limit is .*, supported are step sizes without limits"),
         ({**mixed, "moe_latent_size": 1024}, "moe_latent_size is 1024, supported are experts of the hidden size"),
