@@ -224,14 +224,7 @@ def _is_huge(number: Any = None, *others: Any) -> bool:
 
 
 GRANITE4_DEFAULTS = {
-    "num_key_value_heads": None,
-    "num_experts_per_tok": 2,
-    "num_local_experts": 8,
-    "shared_intermediate_size": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
+    **{"num_key_value_heads": None, "num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 1024},
+    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True},
 }

@@ -132,9 +132,7 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
     if types is None and isinstance(pattern, str) and set(pattern) <= set(_PATTERN):
         types = [_PATTERN[letter] for letter in pattern]
     if not isinstance(types, list):
-        fields.expect(
-            "hybrid_override_pattern", pattern, f"a text of {' '.join(_PATTERN)}, or layers_block_type a list"
-        )
+        fields.expect("hybrid_override_pattern", pattern, f"a text of {' '.join(_PATTERN)}, or layers_block_type")
         types = ["attention"]
     fields.values = values | {
         "layer_types": types,
@@ -174,17 +172,12 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
         if fields.values.get(key) not in (None, neutral):
             fields.refuse(key, fields.values[key], f"supported are {words}")
     own: dict[str, Any] = {
-        "scores": "sigmoid",
-        "correction": True,
+        **{"scores": "sigmoid", "correction": True, "epsilon": 1e-20, "shared_gate": False, "gated": False},
         "normalized": fields.switch("norm_topk_prob"),
-        "epsilon": 1e-20,
         "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
-        "dense_layers": dense,
         "shared_size": fields.size("moe_shared_expert_intermediate_size"),
-        "shared_gate": False,
-        "gated": False,
     }
-    return read_mixture(fields, "moe_intermediate_size", 8, **own)
+    return read_mixture(fields, "moe_intermediate_size", 8, dense_layers=dense, **own)
 
 
 NEMOTRON_H = Family(
@@ -192,19 +185,10 @@ NEMOTRON_H = Family(
     "NemotronHForCausalLM",
     _read_nemotron_h,
     {
-        "num_key_value_heads": None,
-        "intermediate_size": 21504,
-        "layer_norm_epsilon": 1e-5,
-        "mlp_hidden_act": "relu2",
-        "mamba_head_dim": 64,
-        "mamba_num_heads": 128,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "moe_intermediate_size": 7688,
-        "moe_shared_expert_intermediate_size": 7688,
-        "norm_topk_prob": True,
+        **{"num_key_value_heads": None, "intermediate_size": 21504, "layer_norm_epsilon": 1e-5},
+        **{"mamba_head_dim": 64, "mamba_num_heads": 128, "n_groups": 8, "ssm_state_size": 128},
+        **{"conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2", "norm_topk_prob": True},
+        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 7688),
         "num_experts_per_tok": 2,
     },
 )

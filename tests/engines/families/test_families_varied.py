@@ -228,7 +228,7 @@ def test_nemotron_h() -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             decoder_config(NEMOTRON_3_4B | change)
     for change, message in (
-        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is .MX., expected a text of M . - E"),
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is .MX., expected a text of M . - E, or"),
         ({"n_groups": 7}, "mamba_num_heads 96 is no multiple of n_groups 7"),
     ):
         with pytest.raises(CheckpointError, match=message):
