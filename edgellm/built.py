@@ -6,6 +6,8 @@ from pathlib import Path
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import token_table
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.media.opening import open_texts, vision_directory
 from edgellm.text.template_budget import TemplateRaised
@@ -37,7 +39,9 @@ def read_built(path: Path) -> list[str]:
     _ = defaults.params
     for model, checkpoint in directory.checkpoints.items():
         with checkpoint() as opened:
-            opened.check(model_weights(directory.models[model]), unread=("",))
+            config = directory.models[model]
+            table = token_table(config) if isinstance(config, DecoderConfig) else []
+            opened.check([*model_weights(config), *table], unread=("",))
     if directory.config.is_embedding:
         return []
     if tokenizer.chat_template is None:

@@ -162,7 +162,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 y[sequence] += np.dot(low.T, b[rows])
         return y
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray | None, epsilon: float, offset: float = 0.0) -> np.ndarray:
         size = x.shape[-1]
         if x.size == size:
             flat = x.reshape(size)
@@ -173,7 +173,8 @@ class NumpyOperations(Operations[np.ndarray]):
             scale += epsilon
             np.sqrt(scale, out=scale)
             result = x / scale
-        result *= weight if offset == 0.0 else weight + np.float32(offset)
+        if weight is not None:
+            result *= weight if offset == 0.0 else weight + np.float32(offset)
         return result
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:

@@ -42,7 +42,7 @@ from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
+from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, token_table, unread_tensors
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
@@ -209,7 +209,7 @@ def read_inputs(
     sources = {"base": source, "draft": source, "vision": vision_source or source}
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
-        checkpoint.check(decoder_weights(config), unread_tensors(config))
+        checkpoint.check([*decoder_weights(config), *token_table(config)], unread_tensors(config))
         config = with_delta_products(config, checkpoint)
         weights = _weight_files(checkpoint, "", published)
         if not (source / "tokenizer.json").exists():

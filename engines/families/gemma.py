@@ -15,13 +15,13 @@ from edgellm.engines.model.config import DecoderConfig
 _TANH_GELU = "gelu_pytorch_tanh"
 
 
-def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
-    """What both have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
+def read_gemma(fields: ConfigFields, word: str | None, norm_offset: float = 1.0, **own: Any) -> DecoderConfig:
+    """What all have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
     activation = fields.values.get("hidden_activation")
     if activation not in (None, _TANH_GELU):
         fields.refuse("hidden_activation", activation, f"supported is {_TANH_GELU}")
     activations: dict[str | None, str] = {_TANH_GELU: "gelu_tanh", word: "gelu_tanh"}
-    config = read_decoder(fields, activations=activations, norm_offset=1.0, **biases(fields), **own)
+    config = read_decoder(fields, activations=activations, norm_offset=norm_offset, **biases(fields), **own)
     return replace(config, embedding_scale=config.hidden_size**0.5)
 
 
@@ -29,7 +29,7 @@ def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    partial(_read, word="gelu"),
+    partial(read_gemma, word="gelu"),
     {"head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
 )
 
@@ -42,7 +42,7 @@ def read_gemma2(fields: ConfigFields) -> DecoderConfig:
     given = {cap: fields.values[name] for name, (cap, _) in names.items() if name in fields.values}
     caps |= {cap: 0.0 for cap, value in given.items() if value is None}
     scale = fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
-    return _read(fields, None, windowed=windowed_but_every(2), attention_scale=scale, post_norms=True, **caps)
+    return read_gemma(fields, None, windowed=windowed_but_every(2), attention_scale=scale, post_norms=True, **caps)
 
 
 GEMMA2 = Family(
@@ -70,7 +70,7 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     if fields.values.get("sliding_window") is None:
         fields.wrong.append("sliding_window is null, expected a whole number: there is no sliding_window in use")
     pattern = max(1, fields.size("sliding_window_pattern", 6))
-    config = _read(
+    config = read_gemma(
         fields,
         None,
         windowed=windowed_but_every(pattern),

@@ -132,6 +132,13 @@ class DecoderConfig:
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
     parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With
     `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
+
+    Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
+    are others than in a window. The last `shared_rows` layers have no KV rows: each attends to those of the last layer
+    of its kind before them, and its MLP has `shared_intermediate_size` rows, where that is another. With `value_norms`
+    value heads are divided by the root of the mean of their squares, with `layer_scalars` what a layer gives is
+    multiplied by a number of its own. Of a `layer_embedding_size` above 0 each token has so many elements for each
+    layer, embeddings of its own, by which a further residual block of the layer is gated (Gemma 4).
     """
 
     family: str
@@ -193,6 +200,12 @@ class DecoderConfig:
     norms_behind_rotation: bool = field(default=False, metadata=ADDED_LATER)
     scores_cap: float = field(default=0.0, metadata=ADDED_LATER)
     logits_cap: float = field(default=0.0, metadata=ADDED_LATER)
+    full_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    shared_rows: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
+    shared_intermediate_size: int = field(default=0, metadata=ADDED_LATER)
+    value_norms: bool = field(default=False, metadata=ADDED_LATER)
+    layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
+    layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
@@ -233,7 +246,17 @@ class DecoderConfig:
     def rotary_columns(self) -> int:
         """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own, or of
         queries that are scaled."""
-        return self.rotary_dim * (2 if self.local_rope_theta is not None or self.scales_far_queries else 1)
+        return self.rotary_dim + self.local_rotary_dim + (self.rotary_dim if self.scales_far_queries else 0)
+
+    @property
+    def local_rotary_dim(self) -> int:
+        """What is rotated of a head in layers with a rotary base of their own; 0 where none has one."""
+        return 0 if self.local_rope_theta is None else self.head_dim if self.full_heads else self.rotary_dim
+
+    @property
+    def token_row_size(self) -> int:
+        """Elements of the embeddings that a token has for all layers together; 0 without such."""
+        return self.num_layers * self.layer_embedding_size
 
     @property
     def query_size(self) -> int:
@@ -263,6 +286,27 @@ class DecoderConfig:
     def layer_kind(self, index: int) -> str:
         """What mixes the tokens of a layer, one of `LAYER_KINDS`."""
         return self.layer_kinds[index] if self.layer_kinds else LAYER_KINDS[0]
+
+    def kv_heads(self, index: int) -> tuple[int, int]:
+        """Key-value heads of a layer, and elements of each of its heads."""
+        heads, size = self.full_heads if self.full_heads and self.layer_kind(index) == "attention" else (0, 0)
+        return heads or self.num_kv_heads, size or self.head_dim
+
+    def rows_layer(self, index: int) -> int:
+        """The layer whose KV rows a layer attends to: itself, or the last of its kind that has rows."""
+        first = self.num_layers - self.shared_rows
+        if index < first:
+            return index
+        return next(own for own in reversed(range(first)) if self.layer_kind(own) == self.layer_kind(index))
+
+    def shares_rows(self, index: int) -> bool:
+        """Whether other layers attend to a layer's rows."""
+        return any(self.rows_layer(later) == index for later in range(self.num_layers - self.shared_rows, self.num_layers))
+
+    def inner_size(self, index: int) -> int:
+        """Rows of a layer's MLP, of its gate or its ups alone."""
+        is_shared = index >= self.num_layers - self.shared_rows
+        return (self.shared_intermediate_size if is_shared else 0) or self.intermediate_size
 
 
 @dataclass(frozen=True)

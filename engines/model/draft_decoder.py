@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, as_published, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import as_published, embedding_name, head_weight_name
+from edgellm.engines.model.layer_weights import LayerWeights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program, single_weight, token_inputs
@@ -89,7 +90,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
         attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
     steps += layer.attention(0, attended, masks_all=True, keep=keep)
-    steps += layer.residual(residual, shape.selected < shape.tokens, mixture=decoder.mixture)
+    steps += layer.residual(residual, shape.selected < shape.tokens)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     kept = Keep("hidden_states", raw=not config.feed_back_normed)
     steps.append(NormLinear("logits", (normed,), _head(config), keep=kept))

@@ -16,6 +16,7 @@ from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderA
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -72,6 +73,9 @@ class ProgramGraph(Generic[Tensor]):
             AveragePool: cls._average_pool,
             Product: cls._product,
             SideBySide: cls._side_by_side,
+            UnitNorm: cls._unit_norm,
+            InsertColumns: cls._insert_columns,
+            TokenGate: cls._token_gate,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
@@ -166,7 +170,8 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.scale)
         if step.norm is not None:
             y = self._to_residual(self._norm(y, step.norm))
-        values[step.output] = operations.add(residual, y)
+        y = operations.add(residual, y)
+        values[step.output] = y if step.factor is None else operations.multiply(y, self._weights[step.factor.name])
 
     def _experts(self, step: Experts) -> None:
         operations, weights = self._operations, self._weights
@@ -347,6 +352,27 @@ class ProgramGraph(Generic[Tensor]):
         width = self._program.kinds[step.value][0][-1]
         rest = width - sum(norm.weight.shape[0] for norm in step.norms)
         self._values[step.output] = self._normed_parts(self._values[step.value], step.norms, rest)
+
+    def _unit_norm(self, step: UnitNorm) -> None:
+        operations, width = self._operations, self._program.kinds[step.value][0][-1]
+        before, x = operations.split(self._values[step.value], (step.first, width - step.first), axis=2)
+        parts = operations.split_heads(x, (width - step.first) // step.size)
+        normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
+        self._values[step.output] = operations.concatenate((before, normed), axis=2)
+
+    def _insert_columns(self, step: InsertColumns) -> None:
+        width, all_columns = (self._program.kinds[name][0][-1] for name in (step.value, step.into))
+        behind = self._operations.split(self._values[step.into], (width, all_columns - width), axis=2)[1]
+        self._values[step.output] = self._operations.concatenate((self._values[step.value], behind), axis=2)
+
+    def _token_gate(self, step: TokenGate) -> None:
+        operations, (gate, *taken) = self._operations, (self._values[each] for each in step.reads)
+        width, whole = (self._program.kinds[each][0][-1] for each in step.reads[:2])
+        sizes = (step.first, width, whole - step.first - width)
+        projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
+        rows = operations.scale(rows, step.scale)
+        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), 0.5**0.5)
+        self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(gate), through))
 
     def _gather(self, step: Gather) -> None:
         self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])

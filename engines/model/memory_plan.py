@@ -73,7 +73,7 @@ def plan_memory(
     in_windows = (layer for layer in layers if isinstance(layer, WindowRows))
     windows = state_bytes(state_edge(in_windows, limits.max_batch, 0), dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
-    step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
+    step = tokens * ((config.hidden_size + config.rotary_columns + config.token_row_size) * item + ITEM_SIZES["int32"])
     if config.image_tokens:  # the last row that each token sees
         step += limits.prefill_chunk * ITEM_SIZES["int32"]
     if config.deepstack_layers:  # and their zeros

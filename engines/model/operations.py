@@ -54,9 +54,9 @@ class Operations(Protocol[Tensor]):
         `scales` [B, S] says how much of each adapter each sequence takes. `y` is not to be used afterwards.
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float, offset: float = 0.0) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis, the mean and what is multiplied by in
-        float32 (Zhang and Sennrich 2019)."""
+        float32 (Zhang and Sennrich 2019); without a weight times 1."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last axis, mean and variance in float32.

@@ -30,9 +30,10 @@ from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines,
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs, MediaRows
 from edgellm.engines.runners.prefill import PrefillingRunner, Stops
-from edgellm.engines.runners.rows import StepBuffers, bound_inputs
+from edgellm.engines.runners.rows import StepBuffers
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
+from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState
@@ -106,6 +107,7 @@ class BaseEngineRunner(PrefillingRunner):
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
+        self.token_rows = TokenRows(backend, config, checkpoint)
         self.offsets = backend.zeros((limits.max_batch,), "int32")
         self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
         layers, start = decoder_states(config, limits.kv_cache, limits), backend.zeros((limits.max_batch,), "int32")
@@ -198,6 +200,8 @@ class BaseEngineRunner(PrefillingRunner):
         started, stopped, moved or forced. Raises EngineError as `decode` does.
         """
         key = self._step_key(batch)
+        if self.token_rows.size:
+            self._bring_rows(key[0])
         self.steps.run(("forward", *key[:3]), self._forward_step(*key[:3]))
         return key
 
@@ -213,10 +217,16 @@ class BaseEngineRunner(PrefillingRunner):
             self.steps.run(("choice", key[0], key[3]), self._choice_step(key[0], key[3]))
         else:
             key = self._step_key(batch)
+            if self.token_rows.size:
+                self._bring_rows(key[0])
             self.steps.run(key, self._whole_step(*key))
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slice(0, batch), slice(0, key[0]))
+
+    def _bring_rows(self, batch: int) -> None:
+        """Bring the embeddings of each layer of the tokens of the next step."""
+        self.token_rows.follow(self._buffers.token_rows(batch, 1), self._state.token_ids[:batch])
 
     def plan_steps(self) -> None:
         """Plan the capture of decode steps of every kind, those without rules first (see `CapturedSteps`)."""
@@ -355,7 +365,7 @@ class BaseEngineRunner(PrefillingRunner):
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
-            inputs = bound_inputs(self._step_inputs(shape))
+            inputs = self._buffers.bound_inputs(shape, self._step_inputs(shape))
             bound = self.engine_weights() | inputs | self._media_inputs.engine_inputs(shape)
             if shape.phase == "prefill" and self.states.is_recurrent:
                 bound["state_tokens"] = self._buffers.state_tokens

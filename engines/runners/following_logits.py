@@ -12,7 +12,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.rows import StepBuffers, bound_inputs
+from edgellm.engines.runners.rows import StepBuffers
 from edgellm.kernels.arrays import Array, leading
 
 #: The most tokens of a step: what kernels verify at once.
@@ -97,14 +97,14 @@ class FollowingLogits:
         """The logits [n, V] behind `ids` [n], which are written to the rows from `start` on."""
         base, buffers, one = self._base, self._buffers, slice(slot, slot + 1)
         backend, vocabulary = base.backend, base.config.vocab_size
-        token_ids = buffers.upload_prompt(ids, start, size)
+        token_ids = buffers.upload_prompt(ids, start, size, base.token_rows)
         widest = base.engine_shape(self._shape(size), one)
         shape = replace(widest, key_range=self._engines.key_range(widest, start + len(ids)))
         inputs = buffers.inputs(shape, buffers.prefill_start)
         logits = leading(self._logits, (1, size, vocabulary))
 
         def bindings() -> dict[str, Array]:
-            bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape) | {"logits": logits}
+            bound = base.engine_weights() | buffers.bound_inputs(shape, inputs) | buffers.outputs(shape) | {"logits": logits}
             if base.states.is_recurrent and size > 1:
                 bound["node_parents"] = leading(self._parents.reshape(-1), (1, size))
             return bound | base.states.bound(one, self._kept.of(1, size)) | base.adapter_inputs(shape, one)
