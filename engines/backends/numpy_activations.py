@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 #: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "silu": silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,

@@ -252,7 +252,7 @@ class NumpyOperations(Operations[np.ndarray]):
         *scales: np.ndarray,
     ) -> np.ndarray:
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
-        of_rows = _sinks_of_rows(scoring.sinks, kv_heads, tokens)
+        of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         grouped, cap = _grouped(query, kv_heads, scoring.scale), scoring.cap
         rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
@@ -485,7 +485,7 @@ def _ring_attention(
     its start the positions [n] of keys, and which of them each token does not see, [T, n] bool (None: it sees all)."""
     tokens, (kv_heads, held) = query.shape[2], caches[0].shape[1:3]
     grouped = _grouped(query, kv_heads, scoring.scale)
-    of_rows = _sinks_of_rows(scoring.sinks, kv_heads, tokens)
+    of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
     context = np.empty_like(grouped)
     # Of many tokens one head at a time: its scores stay in the processor's cache.
     heads = range(kv_heads) if tokens > 1 else [slice(None)]
@@ -500,9 +500,9 @@ def _ring_attention(
     return context.reshape(query.shape)
 
 
-def _sinks_of_rows(sinks: np.ndarray | None, kv_heads: int, tokens: int) -> np.ndarray | None:
+def _sinks_of_rows(sinks: np.ndarray, kv_heads: int, tokens: int) -> np.ndarray:
     """The sinks [nq] of the rows of `_grouped` queries: [nkv, group * T, 1]."""
-    return None if sinks is None else np.repeat(sinks.reshape(kv_heads, -1), tokens, axis=1)[..., None]
+    return np.repeat(sinks.reshape(kv_heads, -1), tokens, axis=1)[..., None]
 
 
 def _attend(

@@ -60,8 +60,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     head = Linear(name.removesuffix(".weight"), single_weight(name, config.vocab_size, hidden))
     keep = _tap(taps, layers)
     normed = Input(value, (final,))
-    of_logits = {"scale": config.logits_scale, "cap": config.logits_cap}
-    steps.append(NormLinear("logits", (normed,), head, **of_logits, keep=keep, selects=selects_late))
+    scale, cap = config.logits_scale, config.logits_cap
+    steps.append(NormLinear("logits", (normed,), head, scale=scale, keep=keep, selects=selects_late, cap=cap))
     outputs: Edge = {"logits": ((shape.batch, shape.selected, config.vocab_size), "float32")}
     if taps:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")

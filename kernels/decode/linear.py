@@ -294,14 +294,14 @@ class CudaDecodeKernels:
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
 
     def cap_rows(self, x: DeviceArray, cap: float) -> Launch:
-        """See `NumpyDecodeKernels.cap_rows`; at most 2^31 - 8 elements."""
-        if x.dtype != "float32" or x.size % 8 or not 0 < x.size <= (1 << 31) - 8:
+        """See `NumpyDecodeKernels.cap_rows`; at most 2^31 - 2^10 elements."""
+        if x.dtype != "float32" or not 0 < x.size <= (1 << 31) - (1 << 10):
             raise KernelError(
-                f"rows to cap are {x.dtype} {list(x.shape)}; expected float32, a multiple of 8 elements up to 2^31 - 8"
+                f"rows to cap are {x.dtype} {list(x.shape)}; expected float32, up to 2^31 - 2^10 elements"
             )
         arguments = ctypes.c_void_p(x.pointer), ctypes.c_float(cap), ctypes.c_float(1 / cap), ctypes.c_int(x.size)
         kernel = norm_kernel("cap_rows", self._type)
-        return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
+        return Launch(self.module, kernel, (-(-x.size // THREADS), 1, 1), THREADS, 0, arguments)
 
     def gate_rows(self, gates_and_ups: DeviceArray, activation: str, output: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.gate_rows`, of up to 65,535 rows."""

@@ -118,20 +118,13 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-// x [count] float = cap tanh(x inverse_cap), in place; count: a multiple of 8. The grid covers it.
+// x [count] float = cap tanh(x inverse_cap), in place, whatever T is. The grid covers it.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) cap_rows(float* x, float cap, float inverse_cap, int count) {
     launch_next_kernel();
     wait_for_previous_kernel();
-    const int first = (blockIdx.x * THREADS + threadIdx.x) * 8;
-    if (first >= count) return;
-    float values[8];
-    load8<T>(x, true, first, values);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = cap * tanhf(values[j] * inverse_cap);
-    float4* target = reinterpret_cast<float4*>(x + first);
-    target[0] = make_float4(values[0], values[1], values[2], values[3]);
-    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+    const int place = blockIdx.x * THREADS + threadIdx.x;
+    if (place < count) x[place] = cap * tanhf(__ldcg(x + place) * inverse_cap);
 }
 
 // output [rows, width] of T = activation(gate) up of input [rows, 2 width], gates, then ups; width: a multiple of 8. Grid

@@ -137,7 +137,7 @@ class NumpyDecodeKernels:
         return NumpyLaunch(lambda: _attention(qkv, weights, step, context))
 
     def cap_rows(self, x: np.ndarray, cap: float) -> NumpyLaunch:
-        """`x` float32 = cap tanh(x / cap), in place; a multiple of 8 elements."""
+        """`x` float32 = cap tanh(x / cap), in place."""
         return NumpyLaunch(lambda: np.copyto(x, capped(x, cap)))
 
     def scale_rows(self, x: np.ndarray, factor: float, output: np.ndarray) -> NumpyLaunch:
@@ -237,9 +237,9 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
             if step.window is not None:
                 rows = rows[-step.window :] % step.k_cache.shape[2]
             keys, values = (cache[b][:, rows] for cache in (step.k_cache, step.v_cache))
-            own_scales = [None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale)]
+            k_scale, v_scale = (None if each is None else each[b][:, rows] for each in (step.k_scale, step.v_scale))
             sinks = None if weights.sinks is None else weights.sinks.reshape(kv_heads, -1, 1)
-            attended = attend(query[b, t], keys, values, *own_scales, sinks=sinks, cap=weights.cap)
+            attended = attend(query[b, t], keys, values, k_scale, v_scale, None, sinks, weights.cap)
             context[b * tokens + t] = attended.reshape(-1)
 
 

@@ -579,7 +579,7 @@ VARIATIONS = {
         {
             **_WINDOWED,
             **{"num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "sliding_window": 5},
-            **{"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+            **{"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
         },
         dtype="bfloat16",
         seed=1951,

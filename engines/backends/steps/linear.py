@@ -316,9 +316,6 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     if any((width := norm.weight.shape[0]) > MAX_NORM_WIDTH for norm in layer_norms):
         return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
     if step.activation is None:
-        is_capped = isinstance(step, NormLinear) and step.cap > 0
-        if is_capped and step.linear.weight.shape[0] % 8:
-            return f"capped logits come in eights, not {step.linear.weight.shape[0]}"
         return None
     if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
         return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"

@@ -13,6 +13,7 @@ from published_families import (
     ERNIE_4_5_0_3B,
     EXAONE_4_1_2B,
     EXAONE_4_32B,
+    GEMMA_2_2B,
     GEMMA_2B,
     GEMMA_3_1B,
     GRANITE_3_3_2B,
@@ -430,3 +431,15 @@ def test_rows_of_windows_are_chosen_by_the_context() -> None:
         check_limits(mistral, replace(limits, window_rows=4607))
     with pytest.raises(BuildError, match="window_rows: it is 64, expected 0: no window is shorter than the context"):
         check_limits(decoder_config(LLAMA_2_7B), EngineLimits(1, 512, 4096, window_rows=64))
+
+
+def test_gemma_2_scales_and_caps_as_its_file_says() -> None:
+    """What a file leaves out is as published; a cap of null is none."""
+    given = {key: value for key, value in GEMMA_2_2B.items() if "softcapping" not in key}
+    config = decoder_config(given | {"query_pre_attn_scalar": 144})
+    assert (config.attention_scale, config.scores_cap, config.logits_cap) == (144**-0.5, 50.0, 30.0)
+    plain = decoder_config(given | {"attn_logit_softcapping": None, "final_logit_softcapping": 12})
+    assert (plain.attention_scale, plain.scores_cap, plain.logits_cap) == (256**-0.5, 0.0, 12.0)
+    assert plain.layer_kinds == ("window", "attention") * 13
+    with pytest.raises(CheckpointError, match="final_logit_softcapping is 0, expected a number above 0"):
+        decoder_config(given | {"final_logit_softcapping": 0})

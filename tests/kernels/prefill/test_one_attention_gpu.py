@@ -36,7 +36,7 @@ class Prompt:
     With a `window` (0: none) caches are rings of `rows` rows. The rotary rows have `before` columns in front of the
     layer's. `rounded`: the values of qkv are the dtype's, and prompts take them so, and write the context over the
     queries. `sinks`: each query head has one. Queries take turns `further` on; `neighbours` are rotated together;
-    norms stand `behind` the rotation.
+    norms stand `behind` the rotation. With a `cap` scores are below it.
     """
 
     start: int
@@ -56,6 +56,7 @@ class Prompt:
     further: int = 0
     neighbours: bool = False
     behind: bool = False
+    cap: float = 0.0
 
     @property
     def heads(self) -> int:
@@ -146,6 +147,7 @@ class Device:
             prompt.further,
             prompt.neighbours,
             prompt.behind,
+            prompt.cap,
         )
         weights = AttentionWeights(*norms, EPSILON, OFFSET, *kinds)
         sizes = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
@@ -184,7 +186,9 @@ class Device:
             turns = own(arrays["turns"]) if prompt.rotary else None
             queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
             kernels.prepare_heads(own(qkv), norms, turns, rows, scales, prompt.part, queries)()
-            kernels.causal_attention(queries, rows, prompt.scale, context, scales, arrays.get("sinks"), tiles)()
+            kernels.causal_attention(
+                queries, rows, prompt.scale, context, scales, arrays.get("sinks"), prompt.cap, tiles
+            )()
         return self._found()
 
     def _chunks(self, sizes: tuple[int, ...]) -> Iterator[slice]:
@@ -212,7 +216,7 @@ def by_twin(prompt: Prompt, dtype: str) -> np.ndarray:
     turns = wide["turns"][None] if prompt.rotary else None
     queries, context = (np.full((1, prompt.tokens, prompt.heads * prompt.size), np.nan, np.float32) for _ in range(2))
     NumpyPrefill().prepare_heads(wide["qkv"][None], norms, turns, rows, scales, prompt.part, queries)()
-    NumpyPrefill().causal_attention(queries, rows, prompt.scale, context, scales, wide.get("sinks"))()
+    NumpyPrefill().causal_attention(queries, rows, prompt.scale, context, scales, wide.get("sinks"), prompt.cap)()
     return context[0]
 
 
@@ -227,6 +231,9 @@ PROMPTS = {
     "sinks": Prompt(5, 200, SOME, 2, 8, 64, 64, sinks=True),
     "sinks_of_int8": Prompt(0, 300, ((300,), (64, 236)), 8, 1, 128, 128, int8=True, sinks=True),
     "sinks_in_a_window": Prompt(300, 200, SOME, 2, 8, 64, 64, window=128, rows=384, sinks=True),
+    "capped": Prompt(5, 200, SOME, 2, 8, 64, 64, cap=0.5),
+    "capped_of_int8": Prompt(0, 300, ((300,), (64, 236)), 8, 1, 128, 128, int8=True, cap=2.0),
+    "capped_in_a_window": Prompt(300, 200, SOME, 2, 2, 256, 256, window=128, rows=384, cap=1.0),
     "narrow": Prompt(60, 60, ((60,), (7,)), 2, 3, 24, 16),
     "of_200": Prompt(100, 100, ((100,), (33,)), 1, 3, 200, 64, norm=True),
     "rounded": Prompt(100, 200, SOME, 2, 4, 64, 64, norm=True, rounded=True),
