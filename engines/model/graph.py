@@ -36,6 +36,7 @@ from edgellm.engines.model.steps import (
     SideBySide,
     Stateful,
 )
+from edgellm.kernels.decode.contract import TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
@@ -371,7 +372,7 @@ class ProgramGraph(Generic[Tensor]):
         sizes = (step.first, width, whole - step.first - width)
         projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
         rows = operations.scale(rows, step.scale)
-        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), 0.5**0.5)
+        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
         self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(gate), through))
 
     def _gather(self, step: Gather) -> None:

@@ -81,19 +81,20 @@ class LayerWeights(NamedWeights):
             before = [NormLinear(value, inputs, qkv, keep=keep)]
             if config.value_norms:
                 behind.append(UnitNorm(value, value, query_size + kv_size, size, config.rms_norm_eps))
+        is_local = in_window and config.local_rope_theta is not None
         attention = Attention(
             f"context{self.value_ending(index)}",
             value,
             rows_layer,
             (config.num_heads, kv_heads, size),
             size**-0.5 if scale is None else scale,
-            0 if index in config.nope_layers else config.rotary_dim,
+            0 if index in config.nope_layers else config.local_rotary_dim if is_local else config.rotary_dim,
             q_norm,
             k_norm,
             masks_all,
             config.attention_gate,
             config.sliding_window if in_window and windows else None,
-            config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
+            config.rotary_dim if is_local else 0,
             ahead,
             self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,

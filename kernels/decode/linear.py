@@ -28,6 +28,7 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
+from edgellm.kernels.decode.columns import CudaColumns
 from edgellm.kernels.decode.contract import (
     MAX_PARTS,
     MAX_ROWS,
@@ -102,6 +103,7 @@ class _NormResidual(ctypes.Structure):
         ("input", NormedArgument),
         *((name, ctypes.c_void_p) for name in ("residual", "selected", "output")),
         *((name, ctypes.c_int) for name in ("width", "tokens", "adds_float")),
+        ("factor", ctypes.c_void_p),
     ]
 
 
@@ -150,7 +152,7 @@ def norm_kernel(name: str, kind: str) -> Kernel:
     return decode_kernel("norm.cu", f"decode::{name}<{kind}>", _NORM_MACROS)
 
 
-class CudaDecodeKernels:
+class CudaDecodeKernels(CudaColumns):
     """The kernels for one GPU, stream and dtype; the GPU's primary context must be current."""
 
     def __init__(self, module: KernelModule, dtype: str, head_size: int) -> None:
@@ -322,7 +324,12 @@ class CudaDecodeKernels:
         return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
 
     def norm_residual(
-        self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None
+        self,
+        normed: NormedInput,
+        residual: DeviceArray,
+        output: DeviceArray,
+        selected: DeviceArray | None = None,
+        factor: DeviceArray | None = None,
     ) -> Launch:
         """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
         are selected."""
@@ -341,8 +348,10 @@ class CudaDecodeKernels:
             normed_argument(normed, self.dtype),
             *addresses(residual, selected, output),
             *(width, rows_of(residual) // rows, residual.dtype == "float32"),
+            *addresses(factor),
         )
-        return Launch(self.module, norm_kernel("norm_residual", self._type), (1, rows, 1), THREADS, 0, (arguments,))
+        kernel = norm_kernel("norm_residual", self._type + ("" if factor is None else ", true"))
+        return Launch(self.module, kernel, (1, rows, 1), THREADS, 0, (arguments,))
 
     def norm(
         self,

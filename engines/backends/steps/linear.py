@@ -143,7 +143,8 @@ class _AnyLinear(Implementation[Any]):
         else:
             launches.append(run.norm_rows(given, step.norm, given))
             normed = NormedInput(given, None)
-        return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected)]
+        factor = None if step.factor is None else run.array(step.factor.name)
+        return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected, factor=factor)]
 
     def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches of a layer, of all rows or of those that are selected, behind those of its norms."""
@@ -307,6 +308,8 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
     if refused:
         return refused
+    if isinstance(step, LinearResidual) and step.factor is not None and step.norm is None:
+        return "a residual is multiplied where what is added to it is normed"
     if (columns := step.linear.weight.shape[1]) % 8:
         return f"widths must be multiples of 8, not {columns}"
     norms = [step.norm] if isinstance(step, LinearResidual) else [each for given in step.inputs for each in given.norms]

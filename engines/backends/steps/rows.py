@@ -1,4 +1,4 @@
-"""Steps that take rows one by one: scaled, added, normed in parts, side by side."""
+"""Steps that take rows one by one: scaled, added, normed in parts, side by side, with columns of others, gated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
@@ -40,6 +42,43 @@ class RowsSideBySide(Implementation[SideBySide]):
             launches.append(run.kernels.few.norm(part, output, column))
             column += part.columns
         return launches
+
+
+class UnitNormInPlace(Implementation[UnitNorm]):
+    """Divides parts of rows where they are by their root mean square."""
+
+    def refusal(self, step: UnitNorm, program: Program, limit: int) -> str | None:
+        in_eights = step.first % 8 == step.size % 8 == 0 and step.value == step.output
+        return None if in_eights else f"parts of rows begin and are wide in eights, not {step.first} and {step.size}"
+
+    def launches(self, step: UnitNorm, run: Launching, next_early: bool) -> list[Any]:
+        values = run.array(step.value)
+        return [run.kernels.few.unit_norm(values, step.first, step.size, step.epsilon, next_early)]
+
+
+class InsertInPlace(Implementation[InsertColumns]):
+    """Copies columns to the place of the first ones of rows."""
+
+    def launches(self, step: InsertColumns, run: Launching, next_early: bool) -> list[Any]:
+        return [run.kernels.few.insert_columns(run.array(step.value), run.array(step.output))]
+
+
+class GateByTokens(Implementation[TokenGate]):
+    """Multiplies rows by what tokens' own embeddings let through."""
+
+    def scratch(self, step: TokenGate, program: Program) -> Edge:
+        return {step.output: (self._rows_of(step, program), "compute")}
+
+    def refusal(self, step: TokenGate, program: Program, limit: int) -> str | None:
+        (width,) = step.norm.weight.shape
+        return None if width % 8 == 0 and step.norm.bias is None else f"embeddings of a layer come in eights, not {width}"
+
+    def launches(self, step: TokenGate, run: Launching, next_early: bool) -> list[Any]:
+        norm, array = step.norm, run.array
+        (width,) = norm.weight.shape
+        of_norm = array(norm.weight.name), norm.epsilon, norm.offset, step.first, width
+        projected, own = NormedInput(array(step.projected), *of_norm), array(step.rows)
+        return [run.kernels.few.token_gate(array(step.value), projected, own, step.scale, array(step.output))]
 
 
 class NormPartsInPlace(Implementation[NormParts]):

@@ -36,6 +36,8 @@ WINDOWS = (
     "gemma2",
     "gemma3",
     "gemma3_old_layout",
+    "gemma4",
+    "gemma4_plain",
     "mistral_window_5",
     "phi3_window_7",
     "qwen2_window_7",
@@ -67,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
-    [*product(("olmo2", "gemma3"), ("compute", "int8")), *product(EXPERTS[-3:], ("compute",))]
+    [*product(("olmo2", "gemma3", "gemma4"), ("compute", "int8")), *product(EXPERTS[-3:], ("compute",))]
     + [*product(("starcoder2", "olmo3", "granite4", "hunyuan", "mistral_window_5", "phi3_window_7"), ("int8",))],
 )
 def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> None:
@@ -79,7 +81,7 @@ def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> 
 
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
-    [("olmo2", "int8"), ("starcoder2", "compute"), ("gemma3", "compute"), *product(EXPERTS[-3:], ("int8",))],
+    [("olmo2", "int8"), ("starcoder2", "compute"), ("gemma3", "compute"), ("gemma4", "int8"), *product(EXPERTS[-3:], ("int8",))],
 )
 def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:
     runner = make_runner(family, kv_cache, slots=3)

@@ -1,0 +1,94 @@
+"""The kernels of columns.cu on the GPU: parts of rows, columns of rows, and tokens' own embeddings."""
+
+from __future__ import annotations
+
+import ctypes
+
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of
+from edgellm.kernels.decode.contract import TOKEN_SHARE, NormedInput
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+
+#: Lanes of a warp, which a block is; each has 8 columns at a time.
+_LANES = 32
+
+
+class _TokenGate(ctypes.Structure):
+    """`TokenGate` of columns.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("gate", "projected", "own", "weight", "output")),
+        *((name, ctypes.c_int) for name in ("width", "stride")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "share")),
+    ]
+
+
+def column_kernel(name: str, kind: str) -> Kernel:
+    """A kernel of columns.cu, for a dtype by its name on the device."""
+    macros = (("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)),)
+    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", macros)
+
+
+class CudaColumns:
+    """What `CudaDecodeKernels` have of columns; rows are up to 65,535."""
+
+    module: KernelModule
+    dtype: str
+    _type: str
+
+    def unit_norm(
+        self, values: DeviceArray, first: int, size: int, epsilon: float, next_early: bool = True
+    ) -> Launch:
+        """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
+        stride = values.shape[-1]
+        if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:
+            raise KernelError(
+                f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
+                "float32, and whole parts in eights"
+            )
+        arguments = (
+            ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"]),
+            *(ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)),
+        )
+        grid = (stride - first) // size, rows_of(values), 1
+        return Launch(self.module, column_kernel("unit_norm", self._type), grid, _LANES, 0, arguments)
+
+    def insert_columns(self, columns: DeviceArray, rows: DeviceArray) -> Launch:
+        """See `NumpyDecodeKernels.insert_columns`."""
+        width, stride = columns.shape[-1], rows.shape[-1]
+        are_floats = columns.dtype == rows.dtype == "float32"
+        if not are_floats or width % 8 or stride % 8 or width > stride or rows_of(columns) != rows_of(rows):
+            raise KernelError(
+                f"columns {columns.dtype} {list(columns.shape)} have no place in {rows.dtype} {list(rows.shape)}; "
+                "expected as many rows of float32, and columns in eights"
+            )
+        numbers = ctypes.c_int(width), ctypes.c_int(stride)
+        arguments = *(ctypes.c_void_p(each.pointer) for each in (columns, rows)), *numbers
+        grid = -(-width // (8 * _LANES)), rows_of(rows), 1
+        return Launch(self.module, column_kernel("insert_columns", self._type), grid, _LANES, 0, arguments)
+
+    def token_gate(
+        self, gate: DeviceArray, projected: NormedInput, own: DeviceArray, scale: float, output: DeviceArray
+    ) -> Launch:
+        """See `NumpyDecodeKernels.token_gate`."""
+        width, rows, stride, first = gate.shape[-1], rows_of(gate), own.shape[-1], projected.first
+        values, fit = projected.values, width == projected.columns and projected.weight is not None
+        shapes_fit = values.shape[-1] == stride and rows == rows_of(values) == rows_of(own)
+        dtypes = values.dtype, gate.dtype, own.dtype, output.dtype
+        in_eights = not (width % 8 or stride % 8 or first % 8)
+        if not (fit and shapes_fit and in_eights) or dtypes != ("float32", *(self.dtype,) * 3):
+            raise KernelError(
+                f"gates {gate.dtype} {list(gate.shape)}, projected {values.dtype} {list(values.shape)} and embeddings "
+                f"{own.dtype} {list(own.shape)} do not fit; expected {self.dtype}, float32 and {self.dtype} of as many "
+                "rows, and columns in eights with a norm"
+            )
+        check_room("output", output, rows, width)
+        arguments = _TokenGate(
+            *addresses(gate),
+            values.pointer + first * ITEM_SIZES["float32"],
+            own.pointer + first * ITEM_SIZES[self.dtype],
+            *addresses(projected.weight, output),
+            *(width, stride, projected.epsilon, projected.offset, scale, TOKEN_SHARE),
+        )
+        return Launch(self.module, column_kernel("token_gate", self._type), (1, rows, 1), _LANES, 0, (arguments,))
