@@ -48,9 +48,9 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         full_heads=_full_heads(fields),
         **own,
     )
-    if config.layer_embedding_size and fields.size("vocab_size_per_layer_input", 262144) != config.vocab_size:
-        found = fields.values.get("vocab_size_per_layer_input", 262144)
-        fields.refuse("vocab_size_per_layer_input", found, f"supported is vocab_size, {config.vocab_size}")
+    rows = fields.size("vocab_size_per_layer_input", 262144)
+    if config.layer_embedding_size and config.vocab_size not in (0, rows):
+        fields.refuse("vocab_size_per_layer_input", rows, f"supported is vocab_size, {config.vocab_size}")
     kinds = [config.layer_kind(index) for index in range(config.num_layers)]
     first = config.num_layers - config.shared_rows
     if not set(kinds[first:]) <= set(kinds[:first]):

@@ -29,6 +29,7 @@ _FAMILIES = (
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "starcoder2",
         "lfm2",
         "qwen3_5_text",
@@ -36,17 +37,18 @@ _FAMILIES = (
     ),
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
-    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
+    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
     *("auto_map", "id2label", "label2id", "quantization_config", "torchscript", "transformers_version", "use_cache"),
     "vision_config",
+    "audio_config",
 )
 _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
 #: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
 _UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
-_OF_ENCODERS = ("visual", "vision_tower", "multi_modal_projector", "mtp")
+_OF_ENCODERS = ("visual", "vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector", "mtp")
 
 
 def fields_of(config: dict[str, Any]) -> dict[str, Any]:
