@@ -68,7 +68,8 @@ class LayerWeights(NamedWeights):
         value = f"qkv_{rows_layer}" if config.shares_rows(rows_layer) else f"qkv{self.value_ending(index)}"
         widths = (query_size, kv_size) if config.joint_qk_norm else (size, size)
         names = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
-        owners = self, self.of_layer(rows_layer)
+        prefix = f"model.layers.{rows_layer}."
+        owners = self, self if rows_layer == index else LayerWeights(config, prefix, prefix)
         norms = tuple(owner.norm(name, width) for owner, name, width in zip(owners, names, widths, strict=False))
         behind: list[Step] = [NormParts(value, value, norms)] if norms and config.joint_qk_norm else []
         q_norm, k_norm = norms if norms and not behind else (None, None)
@@ -103,11 +104,6 @@ class LayerWeights(NamedWeights):
             config.scores_cap,
         )
         return [*before, *behind, attention]
-
-    def of_layer(self, index: int) -> LayerWeights:
-        """The same of another layer of a decoder."""
-        prefix = f"model.layers.{index}."
-        return self if prefix == self._prefix else LayerWeights(self._config, prefix, prefix)
 
     def value_ending(self, index: int) -> str:
         """What ends the names of values whose width follows from the heads: those of one name are alike."""

@@ -689,6 +689,7 @@ ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
         {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048, **_PLAIN},
         4096,
     ),
+    "proportional": (32768, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, 4096),
     "longrope_short": (
         32768,
         {
