@@ -18,6 +18,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.operations import Scoring
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.vision import ACTIVATIONS
@@ -178,10 +179,10 @@ def test_operations_of_vision_encoders_build(library: TensorRTLibrary, dtype: st
         x = ops.activation(x, kind)
     assert (tuple(x.shape), x.dtype) == ((1, 32, 32), ops.compute)
     windows = ops.split_heads(ops.reshape(x, (2, 16, 32)), 2)
-    context = ops.attention(windows, windows, windows, mask, 0.25)
+    context = ops.attention(windows, windows, windows, mask, Scoring(0.25))
     assert tuple(context.shape) == (2, 2, 16, 16)
     rows = ops.split_heads(ops.reshape(ops.merge_heads(context), (1, 32, 32)), 2)
-    context = ops.attention(rows, rows, rows, None, 0.25)
+    context = ops.attention(rows, rows, rows, None, Scoring(0.25))
     assert (tuple(context.shape), context.dtype) == ((1, 2, 32, 16), ops.compute)
     ops.output("y", ops.to_float32(context))
     settings = builder.create_builder_config()
