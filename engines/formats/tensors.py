@@ -58,10 +58,9 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
-#: What begins a tensor of the vision encoder, or of what leads from it to the language model.
-VISION_PREFIXES = tuple(
-    f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")
-)
+#: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
+_OF_ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
+VISION_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
     ("model.language_model.model.", "model."),

@@ -20,7 +20,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
@@ -189,6 +189,11 @@ class _Run:
         checkpoint, options = self.checkpoint, self.options
         check_options(options, texts)
         config = checkpoint_decoder_config(checkpoint)
+        if config.value_norms or config.shared_rows or config.layer_embedding_size:
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: layers of {config.family} norm values, share rows or have embeddings of their own, "
+                "and cannot be quantized one by one. Take a checkpoint that was published packed, or another model"
+            )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)

@@ -85,7 +85,7 @@ class Sequences:
         }
         if self.config.is_recurrent:
             bindings["state_tokens"] = (token_ids >= 0).sum(axis=1, dtype=np.int32)
-        if self.token_rows.size:
+        if self.config.token_row_size:
             bindings[TOKEN_ROWS] = self.token_rows.of(token_ids)
         for layer in range(self.config.deepstack_layers):  # without images
             bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
