@@ -28,13 +28,20 @@ __device__ __forceinline__ void store8(float* target, const float (&values)[8]) 
 
 // values: rows of float, `stride` apart, whose parts of `size` columns are divided where they are by the root of the mean of
 // their squares + epsilon. Grid (parts, rows); what a lane writes it has read.
-template <typename T>
-__global__ void __launch_bounds__(LANES) unit_norm(float* values, int stride, int size, float epsilon, int next_early) {
-    if (next_early) launch_next_kernel();
+struct UnitNorm {
+    float* values;
+    int stride, size, next_early;
+    float epsilon;
+};
+static_assert(sizeof(UnitNorm) == HOST_UNIT_NORM_BYTES, "as the host's structure");
+
+template <typename T> __global__ void __launch_bounds__(LANES) unit_norm(const __grid_constant__ UnitNorm arguments) {
+    if (arguments.next_early) launch_next_kernel();
     wait_for_previous_kernel();
-    if (!next_early) launch_next_kernel();
-    float* part = values + static_cast<size_t>(blockIdx.y) * stride + blockIdx.x * size;
-    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + epsilon);
+    if (!arguments.next_early) launch_next_kernel();
+    const int size = arguments.size;
+    float* part = arguments.values + static_cast<size_t>(blockIdx.y) * arguments.stride + blockIdx.x * size;
+    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + arguments.epsilon);
     for (int column = threadIdx.x * 8; column < size; column += LANES * 8) {
         float eight[8];
         load8_float(part + column, eight);

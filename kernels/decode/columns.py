@@ -14,6 +14,16 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 _LANES = 32
 
 
+class _UnitNorm(ctypes.Structure):
+    """`UnitNorm` of columns.cu."""
+
+    _fields_ = [
+        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("stride", "size", "next_early")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
 class _TokenGate(ctypes.Structure):
     """`TokenGate` of columns.cu."""
 
@@ -24,10 +34,15 @@ class _TokenGate(ctypes.Structure):
     ]
 
 
+_MACROS = (
+    ("HOST_UNIT_NORM_BYTES", ctypes.sizeof(_UnitNorm)),
+    ("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)),
+)
+
+
 def column_kernel(name: str, kind: str) -> Kernel:
     """A kernel of columns.cu, for a dtype by its name on the device."""
-    macros = (("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)),)
-    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", macros)
+    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", _MACROS)
 
 
 class CudaColumns:
@@ -47,12 +62,9 @@ class CudaColumns:
                 f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
                 "float32, and whole parts in eights"
             )
-        arguments = (
-            ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"]),
-            *(ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)),
-        )
+        arguments = _UnitNorm(values.pointer + first * ITEM_SIZES["float32"], stride, size, next_early, epsilon)
         grid = (stride - first) // size, rows_of(values), 1
-        return Launch(self.module, column_kernel("unit_norm", self._type), grid, _LANES, 0, arguments)
+        return Launch(self.module, column_kernel("unit_norm", self._type), grid, _LANES, 0, (arguments,))
 
     def insert_columns(self, columns: DeviceArray, rows: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.insert_columns`."""
