@@ -151,6 +151,7 @@ WINDOWED = {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
         "hidden_act": None,
+        "tie_word_embeddings": False,  # else each token is followed by itself: embeddings are scaled
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_key_value_heads": 1,
@@ -158,7 +159,7 @@ WINDOWED = {
         "sliding_window": 37,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
+        "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 320,
         "final_logit_softcapping": 5.0,
         "max_position_embeddings": 1024,

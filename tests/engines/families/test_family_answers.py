@@ -45,7 +45,7 @@ WINDOWS = (
 EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text")
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(
-    ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))]
+    ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product((*OTHERS, "gemma4"), ("int8",))]
 )
 
 
@@ -107,7 +107,8 @@ def directories(
         limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
         for model, draft in zip(models, drafts, strict=True):
             found.append(tmp_path / f"{model.name}_engines")
-            build_engine_directory(model, found[-1], limits, targets, "float16", draft=draft)
+            dtype = "bfloat16" if family == "gemma4" else "float16"
+            build_engine_directory(model, found[-1], limits, targets, dtype, draft=draft)
         return found
 
     return build
