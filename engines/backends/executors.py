@@ -14,8 +14,8 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.segments import BETWEEN, segment_shapes
 from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.segments import BETWEEN, segment_shapes
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.gpu import find_gpu
 
@@ -109,7 +109,8 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
         "mixtures of experts": config.mixture is not None,
         "recurrent layers": config.is_recurrent,
         "embeddings of each layer and rows that layers share": config.layer_embedding_size + config.shared_rows > 0,
-        "layers of heads of different sizes, or multiplied by a number": config.layer_scalars or bool(config.full_heads),
+        "layers of heads of different sizes, or multiplied by a number": config.layer_scalars
+        or bool(config.full_heads),
         "attention within a window": config.window is not None and shape.window_rows > 0,
         "rotary embeddings of neighbours": config.rotates_neighbours,
         "attention of an image's tokens to those behind them": looks_ahead(config, shape),

@@ -42,7 +42,14 @@ from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, token_table, unread_tensors
+from edgellm.engines.model.decoder import (
+    decoder_weights,
+    embedding_name,
+    head_format,
+    head_weight_name,
+    token_table,
+    unread_tensors,
+)
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE

@@ -308,8 +308,10 @@ def _check_rows(values: JSONObject, config: DecoderConfig) -> None:
     require(fits, "full_heads", "expected the numbers of key-value heads, a divisor of 'num_heads', and of elements")
     kinds = [config.layer_kind(index) for index in range(layers)] if len(config.layer_kinds) in (0, layers) else []
     first = layers - config.shared_rows
-    fits = not config.shared_rows or (0 < first and set(kinds[first:]) <= set(kinds[:first]) & {"attention", "window"})
-    require(fits, "shared_rows", f"expected fewer than {layers} layers, and one with rows of each of their kinds before")
+    fits = not config.shared_rows or (first > 0 and set(kinds[first:]) <= set(kinds[:first]) & {"attention", "window"})
+    require(
+        fits, "shared_rows", f"expected fewer than {layers} layers, and one with rows of each of their kinds before"
+    )
 
 
 def _check_delta(values: JSONObject, config: DecoderConfig) -> None:

@@ -31,7 +31,9 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
     _refuse(fields)
     local_theta = fields.take_rope_of_windows("rope_local_base_freq")
     cap = fields.values.get("final_logit_softcapping")
-    own: dict[str, Any] = {"logits_cap": 0.0 if cap is None else fields.positive("final_logit_softcapping", largest=1e6)}
+    own: dict[str, Any] = {
+        "logits_cap": 0.0 if cap is None else fields.positive("final_logit_softcapping", largest=1e6)
+    }
     layers = layer_count(fields)
     own |= {"shared_rows": _count(fields, "num_kv_shared_layers", max(0, layers - 1))}
     own |= {"layer_embedding_size": _count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256)}
@@ -54,7 +56,9 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
     kinds = [config.layer_kind(index) for index in range(config.num_layers)]
     first = config.num_layers - config.shared_rows
     if not set(kinds[first:]) <= set(kinds[:first]):
-        fields.wrong.append(f"num_kv_shared_layers is {config.shared_rows}: layer_types has a kind in these layers alone")
+        fields.wrong.append(
+            f"num_kv_shared_layers is {config.shared_rows}: layer_types has a kind in these layers alone"
+        )
     wide = 2 * config.intermediate_size if fields.switch("use_double_wide_mlp") else 0
     return replace(
         config,
@@ -72,8 +76,14 @@ def _refuse(fields: ConfigFields) -> None:
     if fields.switch("attention_k_eq_v"):
         fields.refuse("attention_k_eq_v", True, f"values that are keys, {nearest}")
     fields.ignore("use_bidirectional_attention", "num_experts")
-    if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):  # of images, which do not come up
-        fields.refuse("use_bidirectional_attention", fields.values["use_bidirectional_attention"], "supported is vision")
+    if fields.values.get("use_bidirectional_attention") not in (
+        None,
+        False,
+        "vision",
+    ):  # of images, which do not come up
+        fields.refuse(
+            "use_bidirectional_attention", fields.values["use_bidirectional_attention"], "supported is vision"
+        )
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:
@@ -89,12 +99,14 @@ def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> in
 def _full_heads(fields: ConfigFields) -> tuple[int, int]:
     """Key-value heads of layers that attend to all, and their elements."""
     of_layers, key = fields.values.get("per_layer_config"), "num_key_value_heads"
-    given = {"head_dim": fields.values.get("global_head_dim") or 512}
+    given: Any = {"head_dim": fields.values.get("global_head_dim") or 512}
     if of_layers is not None:
         parts = list(of_layers.values()) if isinstance(of_layers, dict) else [None]
         given = parts[0] if parts else {}
         if not isinstance(given, dict) or any(part != given for part in parts) or not set(given) <= {"head_dim", key}:
-            fields.refuse("per_layer_config", of_layers, f"supported are head_dim and {key}, one for all {_FULL} layers")
+            fields.refuse(
+                "per_layer_config", of_layers, f"supported are head_dim and {key}, one for all {_FULL} layers"
+            )
             given = {}
     own = ConfigFields(fields.values | given, None, fields.family)
     own.wrong = fields.wrong

@@ -301,7 +301,9 @@ class DecoderConfig:
 
     def shares_rows(self, index: int) -> bool:
         """Whether other layers attend to a layer's rows."""
-        return any(self.rows_layer(later) == index for later in range(self.num_layers - self.shared_rows, self.num_layers))
+        return any(
+            self.rows_layer(later) == index for later in range(self.num_layers - self.shared_rows, self.num_layers)
+        )
 
     def inner_size(self, index: int) -> int:
         """Rows of a layer's MLP, of its gate or its ups alone."""

@@ -44,7 +44,9 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         value = "hidden"
     if config.layer_embedding_size:
         inputs[TOKEN_ROWS] = ((shape.batch, shape.tokens, config.token_row_size), "compute")
-        projection = LayerWeights(config, "model.", "model.").linear("per_layer_model_projection", config.token_row_size, hidden, False)
+        projection = LayerWeights(config, "model.", "model.").linear(
+            "per_layer_model_projection", config.token_row_size, hidden, False
+        )
         steps.append(NormLinear(TOKEN_PROJECTION, (Input(value),), projection))
     for index in range(layers):
         selecting = selects and not selects_late and index == layers - 1

@@ -5,13 +5,12 @@ Every kind of step is told once here, in terms of `Operations`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_graph import average_pool, encoder_attention
 from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
@@ -40,10 +39,6 @@ from edgellm.kernels.decode.contract import TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
-
-#: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
-#: 16 heads all of them would be a gigabyte.
-_MOST_SCORES = 1 << 26
 
 
 class ProgramGraph(Generic[Tensor]):
@@ -318,21 +313,9 @@ class ProgramGraph(Generic[Tensor]):
                 self._operations.output(PRESENT + name, self._values[name])
 
     def _encoder_attention(self, step: EncoderAttention) -> None:
-        operations, heads, size = self._operations, step.heads, step.head_size
-        count, rows = step.windows
-        x = operations.reshape(self._values[step.value], (count, rows, 3 * heads * size))
-        rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
-        if step.rotary is not None:
-            cos_sin = operations.to_compute(self._values[step.rotary])
-            rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
-        query, key = operations.split(rotated, (heads, heads), axis=1)
-        mask = None if step.mask is None else self._values[step.mask]
-        blocks = _query_blocks(count * heads, rows)
-        parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-        contexts = [operations.attention(part, key, value, mask, Scoring(size**-0.5)) for part in parts]
-        context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
-        merged = operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
-        self._values[step.output] = merged
+        given = self._values
+        value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
+        given[step.output] = encoder_attention(self._operations, step, value, rotary, mask)
 
     def _scale(self, step: Scale) -> None:
         residual = self._to_residual(self._values[step.value])
@@ -389,17 +372,7 @@ class ProgramGraph(Generic[Tensor]):
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
 
     def _average_pool(self, step: AveragePool) -> None:
-        operations, size, width = self._operations, step.size, step.width
-        squares = step.side // size
-
-        def total(x: Tensor) -> Tensor:
-            first, *others = operations.split(x, (1,) * size, axis=1)
-            return reduce(operations.add, others, first)
-
-        rows = operations.reshape(operations.to_float32(self._values[step.value]), (squares, size, step.side * width))
-        columns = total(operations.reshape(total(rows), (squares**2, size, width)))
-        mean = operations.scale(operations.reshape(columns, (1, squares**2, width)), 1 / size**2)
-        self._values[step.output] = operations.to_compute(mean)
+        self._values[step.output] = average_pool(self._operations, step, self._values[step.value])
 
     def _product(self, step: Product) -> None:
         operations = self._operations
@@ -409,10 +382,3 @@ class ProgramGraph(Generic[Tensor]):
     def _side_by_side(self, step: SideBySide) -> None:
         parts = [self._values[value] for value in step.values]
         self._values[step.output] = self._operations.concatenate(parts, axis=2)
-
-
-def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
-    """How many queries each the attention of `rows` rows is cut into; `heads` are those of all sequences together."""
-    count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
-    size = -(-rows // max(1, count))
-    return tuple(min(size, rows - start) for start in range(0, rows, size))

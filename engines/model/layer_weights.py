@@ -258,7 +258,7 @@ class LayerWeights(NamedWeights):
         size, scale, of_tokens = config.layer_embedding_size, config.residual_scale, list[Step]()
         if size:
             normed_rows = LayerWeights(config, "model.", "model.").norm("per_layer_projection_norm", size)
-            # What is projected is multiplied by H ** -0.5 before its norm: the same as an epsilon that is H times larger.
+            # What is projected is multiplied by H ** -0.5 before its norm: as an epsilon that is H times larger does.
             of_rows = replace(normed_rows, epsilon=normed_rows.epsilon * hidden)
             gate, projection = self.linear("per_layer_input_gate", size, hidden, False), "per_layer_projection"
             of_tokens = [

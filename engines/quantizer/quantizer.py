@@ -191,8 +191,8 @@ class _Run:
         config = checkpoint_decoder_config(checkpoint)
         if config.value_norms or config.shared_rows or config.layer_embedding_size:
             raise UnsupportedModelError(
-                f"{checkpoint.path}: layers of {config.family} norm values, share rows or have embeddings of their own, "
-                "and cannot be quantized one by one. Take a checkpoint that was published packed, or another model"
+                f"{checkpoint.path}: layers of {config.family} norm values, share rows or have embeddings of their "
+                "own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another model"
             )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)

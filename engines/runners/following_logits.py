@@ -104,7 +104,12 @@ class FollowingLogits:
         logits = leading(self._logits, (1, size, vocabulary))
 
         def bindings() -> dict[str, Array]:
-            bound = base.engine_weights() | buffers.bound_inputs(shape, inputs) | buffers.outputs(shape) | {"logits": logits}
+            bound = (
+                base.engine_weights()
+                | buffers.bound_inputs(shape, inputs)
+                | buffers.outputs(shape)
+                | {"logits": logits}
+            )
             if base.states.is_recurrent and size > 1:
                 bound["node_parents"] = leading(self._parents.reshape(-1), (1, size))
             return bound | base.states.bound(one, self._kept.of(1, size)) | base.adapter_inputs(shape, one)

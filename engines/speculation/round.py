@@ -20,7 +20,8 @@ class RoundKey(NamedTuple):
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
     verify; `constrained` whether masks or biases come before acceptance; `taken` are the pending entries that the draft
-    takes in; with `has_rows` the host brings rows of the tree's tokens before the base verifies; `key_ranges` are those of the drafter's engines, in order, and of the one that verifies.
+    takes in; with `has_rows` the host brings rows of the tree's tokens before the base verifies; `key_ranges` are those
+    of the drafter's engines, in order, and of the one that verifies.
     """
 
     batch: int

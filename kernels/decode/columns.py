@@ -34,10 +34,7 @@ class _TokenGate(ctypes.Structure):
     ]
 
 
-_MACROS = (
-    ("HOST_UNIT_NORM_BYTES", ctypes.sizeof(_UnitNorm)),
-    ("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)),
-)
+_MACROS = (("HOST_UNIT_NORM_BYTES", ctypes.sizeof(_UnitNorm)), ("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)))
 
 
 def column_kernel(name: str, kind: str) -> Kernel:
@@ -52,9 +49,7 @@ class CudaColumns:
     dtype: str
     _type: str
 
-    def unit_norm(
-        self, values: DeviceArray, first: int, size: int, epsilon: float, next_early: bool = True
-    ) -> Launch:
+    def unit_norm(self, values: DeviceArray, first: int, size: int, epsilon: float, next_early: bool = True) -> Launch:
         """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
         stride = values.shape[-1]
         if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:

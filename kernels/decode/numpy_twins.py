@@ -206,7 +206,9 @@ class NumpyDecodeKernels:
 
         def compute() -> None:
             before = selected_columns(NormedInput(own, None, first=projected.first, width=projected.width))
-            write(output, rows_of(gate) * (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE))
+            write(
+                output, rows_of(gate) * (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
+            )
 
         return NumpyLaunch(compute)
 

@@ -56,7 +56,11 @@ def law_of(name: str, deviation: float) -> Law:
         return {"range": [-5.0, -0.5]}
     if name.endswith("bias"):
         return {"range": [-0.5, 0.5]}
-    return {"range": [0.5, 1.5]} if any(part in name for part in ("norm", "ln_q", "layer_scalar")) else {"deviation": deviation}
+    return (
+        {"range": [0.5, 1.5]}
+        if any(part in name for part in ("norm", "ln_q", "layer_scalar"))
+        else {"deviation": deviation}
+    )
 
 
 def draw_tensors(path: Path, seed: int, deviation: float, is_drawn: Callable[[str], bool] = lambda name: True) -> None:

@@ -603,7 +603,13 @@ VARIATIONS = {
     # As the larger ones: nothing of each layer's own, and no rows are shared.
     "gemma4_plain": Variation(
         "gemma4_text",
-        {**_GEMMA4, "num_attention_heads": 4, "hidden_size_per_layer_input": 0, "layer_types": _BOTH, "num_key_value_heads": 2},
+        {
+            **_GEMMA4,
+            "num_attention_heads": 4,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": _BOTH,
+            "num_key_value_heads": 2,
+        },
         rope=_GEMMA4_ROPE,
         dtype="bfloat16",
         **_LONG,

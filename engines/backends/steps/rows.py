@@ -71,7 +71,9 @@ class GateByTokens(Implementation[TokenGate]):
 
     def refusal(self, step: TokenGate, program: Program, limit: int) -> str | None:
         (width,) = step.norm.weight.shape
-        return None if width % 8 == 0 and step.norm.bias is None else f"embeddings of a layer come in eights, not {width}"
+        return (
+            None if width % 8 == 0 and step.norm.bias is None else f"embeddings of a layer come in eights, not {width}"
+        )
 
     def launches(self, step: TokenGate, run: Launching, next_early: bool) -> list[Any]:
         norm, array = step.norm, run.array

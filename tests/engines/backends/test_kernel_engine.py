@@ -184,7 +184,9 @@ def test_verified_tokens_and_features_are_what_operations_compute(
 
 
 @WAYS
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
+@pytest.mark.parametrize(
+    "family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+)
 def test_a_short_prefill_is_what_operations_compute(family: str, way: type) -> None:
     config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
     arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
@@ -242,7 +244,9 @@ def test_a_step_of_a_draft_is_what_operations_compute(head: str, phase: str, tok
 
 @WAYS
 @pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
+@pytest.mark.parametrize(
+    "family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+)
 def test_inputs_of_packed_layers_are_permuted_and_scaled(
     family: str, parents: tuple[int | None, ...], way: type
 ) -> None:

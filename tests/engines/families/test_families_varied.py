@@ -340,7 +340,12 @@ def test_starcoder2() -> None:
 
 def test_gemma_4() -> None:
     config, larger = decoder_config(GEMMA_4_E2B), decoder_config(GEMMA_4_E4B)
-    assert (config.window, config.rotary_dim, config.local_rotary_dim, config.local_rope_theta) == (512, 512, 256, 10000)
+    assert (config.window, config.rotary_dim, config.local_rotary_dim, config.local_rope_theta) == (
+        512,
+        512,
+        256,
+        10000,
+    )
     assert config.rope_scaling == {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     assert (config.attention_scale, config.norm_offset, config.logits_cap) == (1.0, 0.0, 30.0)
     assert [config.rows_layer(index) for index in (0, 4, 14, 15, 18, 19, 34)] == [0, 4, 14, 13, 13, 14, 14]

@@ -81,7 +81,13 @@ def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> 
 
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
-    [("olmo2", "int8"), ("starcoder2", "compute"), ("gemma3", "compute"), ("gemma4", "int8"), *product(EXPERTS[-3:], ("int8",))],
+    [
+        ("olmo2", "int8"),
+        ("starcoder2", "compute"),
+        ("gemma3", "compute"),
+        ("gemma4", "int8"),
+        *product(EXPERTS[-3:], ("int8",)),
+    ],
 )
 def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:
     runner = make_runner(family, kv_cache, slots=3)

@@ -1,5 +1,5 @@
-"""Steps and rounds whose tokens' own embeddings the host looks up (Gemma 4), where engines have fixed shapes and steps are
-captured: the rows of a step are there before it runs, whoever chose its tokens."""
+"""Steps and rounds whose tokens' own embeddings the host looks up (Gemma 4), also where engines have fixed shapes and
+steps are captured: the rows of a step are there before it runs, whoever chose its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from runner_steps import take_step
 from safetensors.numpy import load_file, save_file
 from tiny_families import WINDOWED
-from token_rules import rules, ruled_answers
+from token_rules import ruled_answers, rules
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
