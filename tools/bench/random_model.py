@@ -262,6 +262,8 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
         "pre_norms": True,
         "post_norms": False,
         "rope_scaling": None,
+        **{"full_heads": (), "rotary_dim": base.local_rotary_dim or base.rotary_dim, "value_norms": False},
+        **{"shared_rows": 0, "layer_scalars": False, "layer_embedding_size": 0},
     }
     return DraftConfig(
         generation="3",
