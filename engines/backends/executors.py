@@ -16,7 +16,7 @@ from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
 from edgellm.engines.model.segments import BETWEEN, segment_shapes
-from edgellm.engines.model.steps import Experts
+from edgellm.engines.model.steps import Experts, LinearResidual
 from edgellm.kernels.gpu import find_gpu
 
 #: The shared memory that a block may have, in bytes, by compute capability.
@@ -64,7 +64,8 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return "the rows of a draft of blocks are written by kernels alone"
     program = model_program(config, shape)
     for step in program.steps:
-        if isinstance(step, (Experts, UnitNorm, InsertColumns, TokenGate)) or getattr(step, "factor", None) is not None:
+        is_scaled = isinstance(step, LinearResidual) and step.factor is not None
+        if is_scaled or isinstance(step, (Experts, UnitNorm, InsertColumns, TokenGate)):
             return f"TensorRT has nothing for {step.title}"
         if type(step) in BETWEEN:
             refusal = between_engines(step).refusal(step, program, shared_limit)

@@ -1,11 +1,11 @@
-"""Times what a step of Gemma 4 waits for on the host: its tokens read, their embeddings of all layers gathered in a mapped
-file, and brought to the GPU (`TokenRows.follow`), for steps of one and of four sequences and for trees of 60 nodes.
+"""Times what a step of Gemma 4 waits for on the host: its tokens read, their embeddings of all layers gathered in a
+mapped file, and brought to the GPU (`TokenRows.follow`), for steps of one and of four sequences and trees of 60 nodes.
 
     python tools/bench/token_rows_speed.py [--host] [--elements 8960] [--repeats 400]
 
 By itself of E2B, 35 layers of 256 elements of 16 bits; E4B has 42 x 256 = 10752. The file is 2.3 GB or more below the
-temporary folder, and is removed. `--host`: the gathering alone, without a GPU. Tokens are drawn anew each time, so that a
-part of the pages is new, too; "again" are the same tokens, whose pages are in memory.
+temporary folder, and is removed. `--host`: the gathering alone, without a GPU. Tokens are drawn anew each time: a
+part of the pages is new; "again" are the same tokens, in memory.
 """
 
 from __future__ import annotations
