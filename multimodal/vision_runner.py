@@ -24,10 +24,9 @@ from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.media import MediaEmbeddings
+from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
-from edgellm.multimodal.embedding_cache import EmbeddingCache
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout

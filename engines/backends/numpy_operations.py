@@ -22,6 +22,7 @@ from edgellm.engines.model.operations import Operations, Scoring
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
+from edgellm.kernels.decode.numpy_twins import capped
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -527,9 +528,7 @@ def _attend(
     if scales:
         scores *= scales[0].swapaxes(-1, -2)
     if cap:
-        scores /= np.float32(cap)
-        np.tanh(scores, out=scores)
-        scores *= np.float32(cap)
+        scores = capped(scores, cap)
     if bias is not None:
         masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
         masked[..., first_hidden:] += bias

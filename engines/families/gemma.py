@@ -37,12 +37,25 @@ GEMMA = Family(
 def read_gemma2(fields: ConfigFields) -> DecoderConfig:
     """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
     none."""
-    names = {"attn_logit_softcapping": ("scores_cap", 50.0), "final_logit_softcapping": ("logits_cap", 30.0)}
-    caps = {cap: fields.positive(name, usual, largest=1e6) for name, (cap, usual) in names.items()}
-    given = {cap: fields.values[name] for name, (cap, _) in names.items() if name in fields.values}
-    caps |= {cap: 0.0 for cap, value in given.items() if value is None}
-    scale = fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
-    return read_gemma(fields, None, windowed=windowed_but_every(2), attention_scale=scale, post_norms=True, **caps)
+    return _read(
+        fields,
+        None,
+        windowed=windowed_but_every(2),
+        attention_scale=_scale(fields),
+        post_norms=True,
+        scores_cap=_cap(fields, "attn_logit_softcapping", 50.0),
+        logits_cap=_cap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def _cap(fields: ConfigFields, key: str, usual: float) -> float:
+    cap = fields.positive(key, usual, largest=1e6)
+    return 0.0 if fields.values.get(key, usual) is None else cap
+
+
+def _scale(fields: ConfigFields) -> float:
+    """Of the scores of attention."""
+    return fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5
 
 
 GEMMA2 = Family(
@@ -75,7 +88,7 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
         None,
         windowed=windowed_but_every(pattern),
         qk_norm=True,
-        attention_scale=fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5,
+        attention_scale=_scale(fields),
         post_norms=True,
     )
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)

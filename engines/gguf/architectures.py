@@ -104,34 +104,34 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
-def _gemma2(metadata: Metadata, config: _Config) -> _Config:
-    """The largest, of 46 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
-    beyond float16."""
+def _gemma(config: _Config, most_layers: int) -> _Config:
+    """The largest model, of so many layers, scales attention by hidden size and heads, the others by the size of a
+    head. Values go beyond float16."""
     layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     return {
-        "query_pre_attn_scalar": hidden / heads if layers == 46 and heads and hidden else config["head_dim"],
-        "sliding_window": metadata.whole("attention.sliding_window") or None,
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+        "query_pre_attn_scalar": hidden / heads if layers == most_layers and heads and hidden else config["head_dim"],
         "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
     }
 
 
+def _gemma2(metadata: Metadata, config: _Config) -> _Config:
+    return _gemma(config, 46) | {
+        "sliding_window": metadata.whole("attention.sliding_window") or None,
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
+    }
+
+
 def _gemma3(metadata: Metadata, config: _Config) -> _Config:
-    """The largest, of 62 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
-    beyond float16."""
-    layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    scalar = hidden / heads if layers == 62 and heads and hidden else config["head_dim"]
+    layers = config["num_hidden_layers"]
     window, pattern = metadata.whole("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
     if not window:
         window, pattern = None, [False] * layers
     rope = config["rope_parameters"]
     local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
-    return {
-        "query_pre_attn_scalar": scalar,
+    return _gemma(config, 62) | {
         "sliding_window": window,
         "layer_types": [_attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
         "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
-        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
         "rope_parameters": {
             "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
             "sliding_attention": local,

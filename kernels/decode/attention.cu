@@ -20,9 +20,9 @@ namespace decode {
 namespace keys_by_position {
 
 // STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (2^split_bits blocks that
-// share the spans, key-value heads, sequences times token_blocks of row_tiles * tile_tokens tokens). Block: TILE_WARPS warps
-// for each of row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles have `stages` (1 to 3) places in
-// memory.
+// share the spans, times the parts of a head; key-value heads; sequences times token_blocks of row_tiles * tile_tokens
+// tokens). Block: TILE_WARPS warps for each of row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles
+// have `stages` (1 to 3) places in memory.
 // tile_tokens: those whose `group` heads are 16 rows or fewer; group_inverse, tile_inverse: 65536 / group and / tile_tokens,
 // rounded up; inverse_size: 1 / size. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
 // elements are rotated by, a multiple of 4; 0: none. offset is added to the norms' weights. mask [tokens of all sequences,
@@ -74,12 +74,19 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 read_norms(norms, block);
                 list_keys(block);
                 wait_for_previous_kernel();
-                make_heads_ready(block, norms, has_new);
+                make_heads_ready<0>(block, norms, has_new);
                 if (is_clustered) wait_for_cluster();
                 is_ready = true;
-                if constexpr (IN_TURN) {  // a tile comes where new keys are
+                if constexpr (IN_TURN) {  // a tile comes where new keys are, and these part by part
                     __syncthreads();
-                    if (has_new) compute_new_scores(block);
+                    if (has_new) compute_new_scores<0>(block);
+                    if constexpr (Block<T, STEPS>::PARTS > 1) {
+                        if (has_new) {
+                            make_heads_ready<1>(block, norms, has_new);
+                            __syncthreads();
+                            compute_new_scores<1>(block);
+                        }
+                    }
                     load(round + block.stages);
                 }
             }

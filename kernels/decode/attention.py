@@ -27,6 +27,8 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 KEY_TILE, _ROWS = 64, 16
 #: Warps that can share a tile of heads of more elements than these: each has the sums of 64 columns.
 _SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
+#: Columns of a part of a head: of larger ones each block has the values of one.
+_PART = 256
 #: The most warps of a block: as many as have the registers that they need.
 _MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
@@ -83,6 +85,11 @@ class AttentionShape(NamedTuple):
     kv_rows: int
     int8: bool = False
     window: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Parts of a head's columns, each of which has blocks of its own."""
+        return -(-self.size // _PART)
 
     @property
     def group(self) -> int:
@@ -169,7 +176,7 @@ class AttentionGeometry:
     def shared_bytes(self, shape: AttentionShape) -> int:
         """Shared memory of a block, beside its own variables."""
         ring, queries, steps = self.slots * self.stages * KEY_TILE, self.row_tiles * _ROWS, -(-shape.size // 16)
-        row, query = (16 * (steps * element | 1) for element in (1 if shape.int8 else 2, 2))
+        row, query = 16 * (steps // shape.parts * (1 if shape.int8 else 2) | 1), 16 * (2 * steps | 1)
         new_rows = -(-shape.tokens // 16) * 16
         scales = 2 * (ring + new_rows) if shape.int8 else 0
         new_scores = queries * (new_rows + 4)
@@ -193,7 +200,10 @@ class AttentionGeometry:
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
         """Whether a block gets the warps and the memory that it needs, and has rows in turn only where it can."""
-        if self.in_turn and (shape.int8 or (self.slots, self.row_tiles, self.stages, self.tile_warps) != (1, 1, 1, 4)):
+        alone = (self.slots, self.row_tiles, self.stages, self.tile_warps) == (1, 1, 1, _SHARED_TILE_WARPS)
+        if not (alone and _takes_turns(shape) if self.in_turn else shape.parts == 1):
+            return False
+        if self.in_cluster and shape.parts > 1:
             return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
@@ -219,12 +229,13 @@ _PLAIN = AttentionKind()
 
 def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -> Kernel:
     """The kernel of a kind for heads of so many elements."""
-    tile_warps, int8 = kind.tile_warps, kind.int8
+    tile_warps, int8, steps = kind.tile_warps, kind.int8, -(-head_size // 16)
+    in_turn = kind.in_turn or head_size > _PART
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = (
-        AttentionGeometry(2, 2, 3, 2, False, tile_warps, kind.in_turn),
-        AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8),
+        AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn),
+        AttentionShape(1, 5, 2, 1, 16 * steps, 1 << 20, int8),
     )
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
@@ -233,19 +244,18 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_ROWS", _ROWS),
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
+        ("HOST_HEAD_SIZE", 16 * steps),
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
         ("HOST_INT8", int(int8)),
         ("HOST_WINDOW", int(kind.window)),
         ("HOST_TILE_WARPS", tile_warps),
-        ("HOST_IN_TURN", int(kind.in_turn)),
+        ("HOST_IN_TURN", int(in_turn)),
         ("HOST_SINKS", int(kind.sinks)),
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
         ("HOST_CAP", int(kind.cap)),
     )
-    expression = (
-        f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(kind.shares).lower()}>"
-    )
+    expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)
 
 
@@ -307,7 +317,7 @@ def attention_launch(
     kernel = attention_kernel(
         context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind, cap > 0)
     )
-    grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
+    grid, cluster = (splits * shape.parts, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
 
@@ -348,17 +358,22 @@ def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[Atten
                 yield AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, _SHARED_TILE_WARPS)
         if large and 1 < splits <= in_memory and (in_cluster or splits > most):
             yield AttentionGeometry(splits, slots, row_tiles, stages, False, _SHARED_TILE_WARPS)
-    if large and not shape.int8:
+    if _takes_turns(shape):
         for splits in (each for each in _POWERS if each <= in_memory):
             yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True)
 
 
 def _smallest(shape: AttentionShape) -> AttentionGeometry:
     """The geometry whose blocks need the least memory."""
-    each = [AttentionGeometry(1, 1, 1, 1)]
+    each = [AttentionGeometry(1, 1, 1, 1)] if shape.parts == 1 else []
     if shape.size > _MOST_OF_ONE_WARP:
-        each.append(AttentionGeometry(1, 1, 1, 1, False, _SHARED_TILE_WARPS, not shape.int8))
+        each.append(AttentionGeometry(1, 1, 1, 1, False, _SHARED_TILE_WARPS, _takes_turns(shape)))
     return min(each, key=lambda geometry: geometry.shared_bytes(shape))
+
+
+def _takes_turns(shape: AttentionShape) -> bool:
+    """Whether new keys, keys and values may have the same memory: of large heads; of int8, where they have parts."""
+    return shape.size > _MOST_OF_ONE_WARP and (not shape.int8 or shape.parts > 1)
 
 
 def _microseconds(
@@ -371,7 +386,7 @@ def _microseconds(
     rounds = -(-spans // (geometry.splits * geometry.slots)) << tile_bits
     active = min(geometry.splits, -(-spans // geometry.slots))
     own_tokens = min(shape.tokens, geometry.row_tiles * shape.tile_tokens)
-    blocks = active * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
+    blocks = active * shape.parts * shape.kv_heads * shape.batch * -(-shape.tokens // own_tokens)
 
     memory = geometry.shared_bytes(shape) + _TABLES_BYTES + 1024
     resident = max(1, min(_MOST_WARPS // geometry.warps, (limit + 1024) // memory))

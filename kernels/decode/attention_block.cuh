@@ -18,13 +18,17 @@ constexpr int TILE_WARPS = HOST_TILE_WARPS;
 // Whether a block, which then has one tile at a time, keeps the new keys, a tile's keys and its values one after the other in
 // the same memory, for GPUs whose blocks get too little for all of them.
 constexpr bool IN_TURN = HOST_IN_TURN;
-static_assert(!IN_TURN || (MAX_TOKENS <= KEY_TILE && !HOST_INT8), "new keys lie where a tile does");
+static_assert(!IN_TURN || MAX_TOKENS <= KEY_TILE, "new keys lie where a tile does");
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
 // Whether the caches' rows are int8; they stay so in shared memory, and become T in the registers of who multiplies them.
 // In a query, then, of each 16 elements those of even columns stand first, as `fragment_of` takes those of a key.
 constexpr bool INT8 = HOST_INT8;
 template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;
+
+// Parts of a head's columns. Keys of a head of 512 pass through the memory of a tile half by half, each product of a query
+// going on where the last half's ended; a block has the values of one half, so two blocks share a span.
+__device__ constexpr int parts_of(int steps) { return steps > 16 ? 2 : 1; }
 
 // Whether tokens see the latest `window` of their keys alone, and the caches are rings: position p is in row p % kv_rows, which
 // are whole tiles. Positions in a block are then counted from the beginning of the first span that one of its sequence's new
@@ -77,12 +81,13 @@ __device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ri
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
     const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16, kinds = IN_TURN ? 1 : 2;
-    const int rows = kinds * (ring + tokens) * row_bytes(steps, INT8 ? 1 : 2) + row_tiles * ROWS * row_bytes(steps, 2);
+    const int row = row_bytes(steps / parts_of(steps), INT8 ? 1 : 2);
+    const int rows = kinds * (ring + tokens) * row + row_tiles * ROWS * row_bytes(steps, 2);
     const int of_tile = TILE_WARPS == 1 ? ROWS * state_stride_of(size) : ROWS * KEY_TILE;
     const int floats = row_tiles * (ROWS * score_stride_of(tokens) + slots * of_tile);
     return rows + 4 * (floats + scales_of(ring, tokens));
 }
-static_assert(block_bytes(2, 3, 2, 5, 80) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
+static_assert(block_bytes(2, 3, 2, 5, HOST_HEAD_SIZE) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
 
 // Spans of `1 << tile_bits` tiles, by whose number keys are divided. The first `new_span` have committed rows alone; worker
 // w of all blocks' slots computes those from w on in steps of the workers. What follows, up to `spans`, has new keys too:
@@ -116,10 +121,12 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     CacheElement<T>*cached_keys, *cached_values;
     float *cached_key_scales, *cached_value_scales;
 
-    // Of a head: what its rows are padded to, and the distance of queries, and of keys and values, in memory.
+    // Of a head: what its rows are padded to, their parts, and the distance of queries, and of keys and values, in memory.
     using Element = CacheElement<T>;
     static constexpr int PADDED = 16 * STEPS, QUERY_STRIDE = row_bytes(STEPS, sizeof(T)) / sizeof(T);
-    static constexpr int STRIDE = row_bytes(STEPS, sizeof(Element)) / sizeof(Element);
+    static constexpr int PARTS = parts_of(STEPS), PART_STEPS = STEPS / PARTS, PART = 16 * PART_STEPS;
+    static constexpr int STRIDE = row_bytes(PART_STEPS, sizeof(Element)) / sizeof(Element);
+    static_assert(PARTS == 1 || (IN_TURN && PART == 64 * TILE_WARPS), "each warp has 64 columns of a part");
 
     // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
     // keys and values. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
@@ -139,7 +146,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
         warps = blockDim.x / 32, slots = 1 << slot_bits, member = TILE_WARPS == 1 ? 0 : warp % TILE_WARPS;
         slot = warp / TILE_WARPS & (slots - 1), row_tile = warp / TILE_WARPS >> slot_bits;
-        split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
+        split = blockIdx.x / PARTS, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
         sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
         first_token = (blockIdx.z - sequence * token_blocks) * own_tokens;
@@ -162,6 +169,9 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (TILE_WARPS > 1) own_states = unfinished + warps / TILE_WARPS * (ROWS * KEY_TILE);
         else own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);
     }
+
+    // Whose values the block has.
+    static __device__ __forceinline__ int part() { return PARTS == 1 ? 0 : blockIdx.x % PARTS; }
 
     // Waits for the warps that share the warp's tile.
     __device__ __forceinline__ void wait_for_tile() const {

@@ -8,22 +8,24 @@ namespace keys_by_position {
 
 // Begins to copy a tile of rows of int8, with their scales, see `load_tiles`. The warps of a slot copy its tile among
 // themselves: where that is one warp, no other must wait for it.
-template <typename T, int STEPS>
+template <bool KEYS, bool VALUES, int PART, typename T, int STEPS>
 __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int tile, int stage) {
-    constexpr int COPIES = 2 * STEPS;  // of 16 bytes a lane, of keys and of values
+    constexpr int OWN = Block<T, STEPS>::PART_STEPS, COPIES = 2 * OWN;  // of 16 bytes a lane, of keys and of values
     const int lane = threadIdx.x % 32, first = tile * KEY_TILE, exist = block.start - first;
     const int place = (stage * block.slots + block.slot) * KEY_TILE, before = WINDOW ? block.low - first : 0;
     const int cached = block.row_of(first);
-    const signed char* keys = block.cached_keys + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
-    const signed char* values = block.cached_values + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
+    const int begin = block.PARTS == 1 ? 16 * lane : block.PART * (VALUES ? block.part() : PART);
+    const signed char* keys = block.cached_keys + static_cast<size_t>(cached) * block.PADDED + begin;
+    const signed char* values = block.cached_values + static_cast<size_t>(cached) * block.PADDED + begin;
     const unsigned targets = shared_address(block.keys + place * block.STRIDE);
     auto copy = [&](int i) {
-        const int row = 32 % STEPS == 0 ? lane / STEPS + 32 / STEPS * i : (lane + 32 * i) / STEPS;
-        const int chunk = 32 % STEPS == 0 ? lane % STEPS : lane + 32 * i - STEPS * row;
+        const int row = 32 % OWN == 0 ? lane / OWN + 32 / OWN * i : (lane + 32 * i) / OWN;
+        const int chunk = 32 % OWN == 0 ? lane % OWN : lane + 32 * i - OWN * row;
+        const int further = block.PARTS == 1 ? 512 * i : block.PADDED * row + 16 * chunk;
         const unsigned target = targets + block.bytes(row) + 16 * chunk;
         const bool exists = row < exist && row >= before;
-        copy_async_16(target, keys + 512 * i, exists);
-        copy_async_16(target + block.bytes(block.ring), values + 512 * i, exists);
+        if (KEYS) copy_async_16(target, keys + further, exists);
+        if (VALUES) copy_async_16(target + block.bytes(block.values_row()), values + further, exists);
     };
     const int part = block.row_tile * TILE_WARPS + block.member, parts = block.row_tiles * TILE_WARPS;
     if (TILE_WARPS == 1 && parts == 1) {
@@ -33,7 +35,7 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
 #pragma unroll 1
         for (int i = part; i < COPIES; i += parts) copy(i);
     }
-    if (part != 0) return;
+    if (!KEYS || PART > 0 || part != 0) return;
     const unsigned scales = shared_address(block.scales + place + lane);
 #pragma unroll
     for (int i = 0; i < KEY_TILE / 32; ++i) {
@@ -44,18 +46,18 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
     }
 }
 
-// Begins to copy the tiles of a round to the ring; IN_TURN, its keys or its values. Rows before `start` were written in earlier
-// steps, so they may be read before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0
-// must meet the same value wherever a token stands, and no value of another sequence.
-template <bool KEYS = true, bool VALUES = !IN_TURN, typename T, int STEPS>
+// Begins to copy the tiles of a round to the ring; IN_TURN, part PART of its keys, or of its values the block's. Rows before
+// `start` were written in earlier steps, so they may be read before the previous kernel is done. Behind them, and before the
+// window, stand zeros: a weight of 0 must meet the same value wherever a token stands, and no value of another sequence.
+template <bool KEYS = true, bool VALUES = !IN_TURN, int PART = 0, typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
     const int column = threadIdx.x % LANES_OF_ROW * 8;
-    const int slots = !INT8 && round < division.rounds && column < block.PADDED ? block.slots : 0;
+    const int slots = !INT8 && round < division.rounds && column < block.PART ? block.slots : 0;
     if constexpr (INT8) {
         const int tile = round < division.rounds ? block.tile_of(division, block.slot, round) : -1;
-        if (tile >= 0) load_integers(block, tile, stage);
+        if (tile >= 0) load_integers<KEYS, VALUES, PART>(block, tile, stage);
     }
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
@@ -66,6 +68,7 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
+        if (block.PARTS > 1) source += block.PART * (VALUES ? block.part() : PART);
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist && row >= before;
@@ -174,15 +177,15 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
     }
 }
 
-// Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
-// block's own tokens' keys and values to the caches too.
-template <typename T, int STEPS>
+// Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory, of keys the
+// part PART and of values the block's; the block's own tokens' keys and values to the caches too.
+template <int PART, typename T, int STEPS>
 __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, const NormWeights<STEPS>& norms,
                                                  bool has_new) {
     using Own = Lanes<STEPS>;
     constexpr int QUADS = Own::QUADS, AT_ONCE = 4 / QUADS;
     const int lane = threadIdx.x % Own::OF_HEAD, size = block.size, rotary = block.rotary;
-    const int keys = has_new ? block.tokens : 0, items = keys + block.rows, group = threadIdx.x / Own::OF_HEAD;
+    const int keys = has_new ? block.tokens : 0, items = keys + (PART == 0 ? block.rows : 0), group = threadIdx.x / Own::OF_HEAD;
 #pragma unroll 1
     for (int first = block.warp * Own::HEADS; first < items; first += block.warps * Own::HEADS * AT_ONCE) {
         Head<T> head[AT_ONCE];
@@ -260,8 +263,11 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     continue;
                 }
                 const KeptFour<T, INT8> kept(two[q], other[q], four[q], scales);
-                kept.write(key, its_value, place, 4 * quad);
-                if (cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
+                if constexpr (Block<T, STEPS>::PARTS == 1)
+                    kept.write(key, its_value, place, 4 * quad);
+                else
+                    kept.template write_part<Block<T, STEPS>::PART>(key, its_value, place, 4 * quad, PART, block.part());
+                if (PART == 0 && cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
             }
             // Columns behind the head are multiplied too.
             if (lane == 0 && size < block.PADDED) {

@@ -68,20 +68,21 @@ __device__ __forceinline__ void make_scores(float (&score)[4], const Block<T, ST
     if constexpr (CAP) cap_scores(score, block.cap, block.inverse_cap);
 }
 
-// Products of the warp's 16 queries and COUNT times 16 keys. A lane gets, of its two rows, those of keys 2 (lane % 4) and
-// + 1 of each 8. What the next step multiplies is on its way meanwhile.
-template <int COUNT, typename T, int STEPS>
+// Products of the warp's 16 queries and COUNT times 16 keys, added to those of the parts before PART. A lane gets, of its two
+// rows, those of keys 2 (lane % 4) and + 1 of each 8. What the next step multiplies is on its way meanwhile.
+template <int COUNT, int PART, typename T, int STEPS>
 __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
                                                  const CacheElement<T>* keys) {
-    const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE;
+    constexpr int OWN = Block<T, STEPS>::PART_STEPS;
+    const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE + block.PART * PART;
     const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
     const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
     constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
     unsigned query[2][4], key[PLACES][COUNT][4];
     auto load_key = [&](int k, int n) {
         const int turn = k / BLOCKS_AT_ONCE;
-        if (k % BLOCKS_AT_ONCE == 0 && k < STEPS)
-            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + block_place<STEPS>(turn));
+        if (k % BLOCKS_AT_ONCE == 0 && k < OWN)
+            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + block_place<OWN>(turn));
     };
     auto load = [&](int k, bool loads_keys) {
         load_matrices(query[k % 2], query_row + 32 * k);
@@ -91,10 +92,11 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     };
     load(0, true);
 #pragma unroll
-    for (int n = 0; n < 2 * COUNT; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
+    for (int n = 0; n < 2 * COUNT; ++n)
+        if (PART == 0) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-        if (k + 1 < STEPS) load(k + 1, !INT8);
+    for (int k = 0; k < OWN; ++k) {
+        if (k + 1 < OWN) load(k + 1, !INT8);
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
             unsigned own[4];
@@ -111,17 +113,26 @@ template <typename T, int STEPS> __device__ __forceinline__ float* new_scores_of
     return block.new_scores + (block.row_tile * ROWS + threadIdx.x % 32 / 4) * score_stride_of(block.tokens);
 }
 
-// Scores of the new tokens, which are the same wherever a token stands among a row's keys.
-template <typename T, int STEPS> __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block) {
+// Scores of the new tokens, which are the same wherever a token stands among a row's keys: with a part of their columns.
+template <int PART, typename T, int STEPS>
+__device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block) {
     const int stride = score_stride_of(block.tokens);
     float* of_rows = new_scores_of(block);
 #pragma unroll 1
     for (int first = BLOCK * block.member; first < block.tokens; first += BLOCK * TILE_WARPS) {
         float score[2][4];
-        multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE);
+        if constexpr (PART > 0) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                const float* sums = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
+                score[n][0] = sums[0], score[n][1] = sums[1];
+                score[n][2] = sums[8 * stride], score[n][3] = sums[8 * stride + 1];
+            }
+        }
+        multiply_queries<1, PART>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            make_scores(score[n], block, 2 * block.ring + first + 8 * n);
+            if (PART + 1 == block.PARTS) make_scores(score[n], block, 2 * block.ring + first + 8 * n);
             float* target = of_rows + first + 8 * n + 2 * (threadIdx.x % 4);
             *reinterpret_cast<float2*>(target) = make_float2(score[n][0], score[n][1]);
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
@@ -152,14 +163,22 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
     }
 }
 
-// Scores of COUNT blocks of a tile's keys, the first of them at `begin`, in the ring at `ring_row`.
-template <int COUNT, typename T, int STEPS>
+// Scores of COUNT blocks of a tile's keys, the first of them at `begin`, in the ring at `ring_row`. `bring`: see
+// `compute_scores`.
+template <int COUNT, typename T, int STEPS, typename Bring>
 __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
-                                                  const Rows& rows, int begin, int ring_row) {
+                                                  const Rows& rows, int begin, int ring_row, const Bring& bring) {
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
     const bool has_new = begin + COUNT * BLOCK > block.start;
     const float* of_rows = new_scores_of(block);
-    multiply_queries<COUNT>(score, block, block.keys + ring_row * block.STRIDE);
+    multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
+    if constexpr (Block<T, STEPS>::PARTS > 1) {
+        block.wait_for_tile();  // all warps have multiplied the first part
+        bring();
+        wait_for_copies<0>();
+        block.wait_for_tile();
+        multiply_queries<COUNT, 1>(score, block, block.keys + ring_row * block.STRIDE);
+    }
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n) make_scores(score[n], block, ring_row + 8 * n);
     if (has_new) {
@@ -199,18 +218,19 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
 }
 
 // Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring. Of warps that share it each computes some
-// and leaves them for the others, see `read_scores`; these have read the last tile's by then.
-template <typename T, int STEPS>
+// and leaves them for the others, see `read_scores`; these have read the last tile's by then. `bring`: begins to copy the
+// second part of the keys to where the first was.
+template <typename T, int STEPS, typename Bring>
 __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
-                                               const Rows& rows, int begin, int ring_row) {
-    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores(block);
+                                               const Rows& rows, int begin, int ring_row, const Bring& bring) {
+    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores<0>(block);
     if constexpr (TILE_WARPS == 1) {
-        compute_scores_of<BLOCKS>(score, block, rows, begin, ring_row);
+        compute_scores_of<BLOCKS>(score, block, rows, begin, ring_row, bring);
     } else {
         constexpr int COUNT = BLOCKS / TILE_WARPS;
         const int first = block.member * COUNT * BLOCK;
         float own[2 * COUNT][4];
-        compute_scores_of<COUNT>(own, block, rows, begin + first, ring_row + first);
+        compute_scores_of<COUNT>(own, block, rows, begin + first, ring_row + first, bring);
 #pragma unroll
         for (int n = 0; n < 2 * COUNT; ++n) {
             float2* of_rows = block.tile_scores + 32 * (2 * COUNT * block.member + n) + threadIdx.x % 32;

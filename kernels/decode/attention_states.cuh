@@ -27,11 +27,11 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
 template <typename T, int STEPS>
 __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row,
                                           int half) {
-    T* context = block.context + block.result_of(row) * block.size + 64 * block.member;
+    T* context = block.context + block.result_of(row) * block.size + 64 * block.member + block.PART * block.part();
     const float inverse = block.inverse_of(row, whole.maximum[half], whole.total[half]);
 #pragma unroll
     for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
-        const int eight = 8 * block.member + i;
+        const int eight = block.PART / 8 * block.part() + 8 * block.member + i;
         if ((TILE_WARPS > 1 && eight >= 2 * STEPS) || !block.has_eight(eight)) continue;
         *reinterpret_cast<unsigned*>(context + column_of<INT8>(i)) =
             pack<T>(neighbour<0, INT8>(whole.sum, i, half) * inverse, neighbour<1, INT8>(whole.sum, i, half) * inverse);
@@ -89,7 +89,7 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
     if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
         __threadfence();
         // Wraps to 0, ready for the next layer.
-        const unsigned last = block.active - 1;
+        const unsigned last = block.active * block.PARTS - 1;
         block.tables->is_last_block = atomicInc(block.counters + blockIdx.z * block.kv_heads + block.kv_head, last) == last;
         __threadfence();
     }

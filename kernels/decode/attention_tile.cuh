@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
-        float* target = targets[half] + 64 * CHUNK;
+        float* target = targets[half] + 64 * CHUNK + block.PART * block.part();
 #pragma unroll
         for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
             if (block.has_eight(8 * CHUNK + d))
@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4],
     } else if (block.member == CHUNK) {
         compute_chunk<CHUNK>(whole, kept, total, targets, factors, block, rows, softmax, tile);
     }
-    if constexpr (4 * (CHUNK + 1) < STEPS)
+    if constexpr (4 * (CHUNK + 1) < STEPS / parts_of(STEPS))
         compute_chunks<CHUNK + 1>(whole, kept, total, targets, factors, block, rows, softmax, tile);
 }
 
@@ -243,7 +243,8 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
     float total[4] = {};
     {
         float score[2 * BLOCKS][4];
-        compute_scores(score, block, rows, tile.begin, tile.ring_row);
+        compute_scores(score, block, rows, tile.begin, tile.ring_row,
+                       [&] { load_tiles<true, false, 1>(block, division, round, stage); });
         if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;

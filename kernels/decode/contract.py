@@ -23,7 +23,7 @@ MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
 MAX_TILED_ROWS = 64
 #: The most new tokens of a sequence that attention takes, query heads a key-value head, and elements of a head.
-MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
+MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 512
 #: The largest rank of LoRA adapters, how many may be in use at once, and how many layers be fused in one.
 MAX_LORA_RANK, MAX_LORA_PLACES, MAX_FUSED = 64, 8, 3
 #: The most parts of a row that one launch norms where they are: queries and keys.
@@ -247,14 +247,15 @@ def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = Fa
         return f"attention takes KV caches of int8 for head sizes in multiples of 16, not {head_size}"
     if (
         head_size % 8 == 0
-        and 0 < head_size <= MAX_HEAD_SIZE
+        and (0 < head_size <= 256 or head_size == MAX_HEAD_SIZE)
         and heads % kv_heads == 0
         and heads <= MAX_GROUP * kv_heads
     ):
         return None
     return (
-        f"decode attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and up to {MAX_GROUP} query heads a "
-        f"key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value heads"
+        f"decode attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and up to {MAX_GROUP} "
+        f"query heads a key-value head, not head size {head_size} with {heads} query heads and {kv_heads} key-value "
+        "heads"
     )
 
 

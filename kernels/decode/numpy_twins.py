@@ -314,7 +314,10 @@ def attend(
 
 def capped(x: np.ndarray, cap: float) -> np.ndarray:
     """cap tanh(x / cap), float32 (Gemma 2)."""
-    return np.tanh(x / np.float32(cap)) * np.float32(cap)
+    result = x / np.float32(cap)
+    np.tanh(result, out=result)
+    result *= np.float32(cap)
+    return result
 
 
 def normalized(normed: NormedInput) -> np.ndarray:

@@ -31,15 +31,16 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     const unsigned queries = block.queries + Its::BYTES * row;
     const int lane = threadIdx.x % 32;
     auto sees = [&](int tile) { return works && tile >= block.warp_tile && tile * KEY_TILE < block.warp_end; };
-    auto compute = [&](Scores<TILES>& score, int tile) {
+    constexpr int PART_STEPS = Its::PART / 16;
+    auto compute = [&](Scores<TILES>& score, int tile, int part) {
         const int own = decode::in_register(lane);  // places of matrices are found anew: registers are few
 #pragma unroll
-        for (int k = 0; k < Its::STEPS; ++k) {
+        for (int k = PART_STEPS * part; k < PART_STEPS * (part + 1); ++k) {
             unsigned query[TILES][4];
             load_queries<Its>(query, queries, own, k);
             add_step<T, Its>(score, query, block.place_of(tile), own, k);
         }
-        make_scores(score, block, tile);
+        if (part + 1 == Its::PARTS) make_scores(score, block, tile);
     };
     Weighed<TILES> weighed;
     auto weigh = [&](const Scores<TILES>& score, int tile, int n) {
@@ -54,7 +55,8 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     };
     auto add = [&](int tile, bool is_first) {
         const bool is_last = !SPANS || (tile + 1 & ((1 << bits) - 1)) == 0 || (tile + 1) * KEY_TILE >= block.warp_end;
-        add_tile<T, Its>(sums, weighed, block.place_of(tile) + Its::BYTES * KEY_TILE, column, is_first, is_last);
+        add_tile<T, Its>(sums, weighed, block.values_of(tile), Its::PARTS == 1 ? column : column % Its::PART, is_first,
+                         is_last);
     };
     auto reorder = [&] {
         if (INT8 && begins) reorder_queries<Its::SIZE, 16 * Its::TILES>(block.queries + Its::BYTES * block.warp_row);
@@ -71,7 +73,7 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
         block.template load_tile<1>(block.first_tile);
         decode::commit_copies();
         Scores<TILES> score;
-        if (works) compute(score, block.first_tile);
+        if (works) compute(score, block.first_tile, 0);
 #pragma unroll 1
         for (int tile = block.first_tile; tile < block.tiles; ++tile) {
             decode::wait_for_copies<0>();
@@ -107,24 +109,43 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
         decode::commit_copies();
 #pragma unroll 1
         for (int tile = block.first_tile; tile < block.tiles; ++tile) {
+            if constexpr (Its::PARTS > 1) {
+                if (tile > block.first_tile) {
+                    __syncthreads();  // no warp reads the values before
+                    block.template load_tile<0>(tile);
+                    decode::commit_copies();
+                }
+            }
             decode::wait_for_copies<0>();
             block.template expand_tile<0>(tile);
             if constexpr (Its::STAGES > 1) block.template expand_tile<1>(tile);
             __syncthreads();  // this tile is there, and what the one before had is free
             if constexpr (Its::STAGES > 1) {
                 if (tile + 1 < block.tiles) block.template load_tile<0>(tile + 1), block.template load_tile<1>(tile + 1);
-            } else {
+            } else if constexpr (Its::PARTS == 1) {
                 block.template load_tile<1>(tile);
             }
             decode::commit_copies();
             if (tile == block.first_tile) reorder();
             Scores<TILES> score;
-            if (sees(tile)) compute(score, tile);
+            if (sees(tile)) compute(score, tile, 0);
+            if constexpr (Its::PARTS > 1) {
+                __syncthreads();  // no warp reads the first half of the keys
+                block.template load_tile<0>(tile, 1);
+                decode::commit_copies();
+                decode::wait_for_copies<0>();
+                block.template expand_tile<0>(tile);
+                __syncthreads();
+                if (sees(tile)) compute(score, tile, 1);
+                __syncthreads();
+                block.template load_tile<1>(tile, column / Its::PART);
+                decode::commit_copies();
+            }
             if constexpr (Its::STAGES == 1) {
                 decode::wait_for_copies<0>();
                 block.template expand_tile<1>(tile);
                 __syncthreads();  // values are there, and no warp reads the keys
-                if (tile + 1 < block.tiles) block.template load_tile<0>(tile + 1);
+                if (Its::PARTS == 1 && tile + 1 < block.tiles) block.template load_tile<0>(tile + 1);
                 decode::commit_copies();
             }
             if (!sees(tile)) continue;
@@ -142,7 +163,7 @@ template <typename T, int SIZE, int TILES>
 __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     causal_attention(const __grid_constant__ Arguments arguments, const Division division) {
     using Its = Shape<SIZE, TILES>;
-    static_assert(Its::BYTES * (Its::ROWS + 2 * Its::STAGES * KEY_TILE) + (INT8 ? 8 * Its::STAGES * KEY_TILE : 0) == HOST_BYTES,
+    static_assert(Its::BYTES * Its::ROWS + Its::RING + (INT8 ? 8 * Its::STAGES * KEY_TILE : 0) == HOST_BYTES,
                   "shared memory as the host counts it");
     extern __shared__ __align__(128) char memory[];
     launch_next_kernel();
@@ -153,7 +174,13 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     const T* const source = reinterpret_cast<const T*>(arguments.queries) + token * arguments.E + block.head * block.size;
     load_rows<T, SIZE, Its::ROWS>(block.queries, source, arguments.E, block.tokens - block.first_token, block.size, 0);
     if (block.bits_of(Its::ROWS - 1) == 0) {
-        pass<false, TILES, SIZE>(block, 0, 0, 0, true);
+        if constexpr (Its::PARTS == 1) {
+            pass<false, TILES, SIZE>(block, 0, 0, 0, true);
+        } else {
+#pragma unroll 1
+            for (int column = 0; column < SIZE; column += Its::PART)
+                pass<false, TILES, Its::PART>(block, 0, 0, column, column == 0);
+        }
         return;
     }
     bool begins = true;

@@ -41,10 +41,13 @@ static_assert(KEY_TILE == HOST_KEY_TILE && sizeof(Division) == HOST_DIVISION_BYT
 // Heads are padded to SIZE elements; a warp has TILES times 16 queries, and reads each key for all of them. STAGES tiles of keys
 // and values have places in memory; with one, values come while scores are computed, and keys while values are added.
 // PASS_TILES and PASS_COLUMNS: the queries and columns of sums that registers hold twice, of a span and of all before, where
-// spans have several tiles; keys pass by again for others. No bit depends on any of these.
+// spans have several tiles; keys pass by again for others. Of heads of 512 half a tile's keys or values, a PART of their columns,
+// has a place, one after the other. No bit depends on any of these.
 template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS, STAGES = SIZE <= 128 ? 2 : 1;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
+    static constexpr int PART = SIZE < 256 ? SIZE : 256, PARTS = SIZE / PART, PLACE = 2 * PART * KEY_TILE;
+    static constexpr int RING = PARTS == 1 ? 2 * STAGES * PLACE : PLACE;  // bytes
     static constexpr int PASS_TILES = SIZE == 64 ? TILES : 1, PASS_COLUMNS = SIZE < 128 ? SIZE : 128;
     // Scores of the next tile are computed while weights are made of a tile's, where registers hold both.
     template <bool SPANS> static constexpr bool EARLY = (SIZE == 64 && (TILES == 1 || !SPANS)) || (SIZE == 128 && TILES == 1);
@@ -89,7 +92,7 @@ template <typename T, typename Its> struct Block {
         tiles = tiles_of(end), first_tile = WINDOW ? max(start + first_token + 1 - window, 0) / KEY_TILE : 0;
         first_row = (static_cast<size_t>(sequence) * kv_heads + head / (heads / kv_heads)) * rows;
         queries = shared_address(memory), ring = queries + Its::BYTES * Its::ROWS;
-        scales = reinterpret_cast<const float*>(memory + Its::BYTES * (Its::ROWS + 2 * Its::STAGES * KEY_TILE));
+        scales = reinterpret_cast<const float*>(memory + Its::BYTES * Its::ROWS + Its::RING);
         number_bits = quantized::number_bits(T());
         cap = static_cast<float>(arguments.cap), inverse_cap = static_cast<float>(arguments.scale / arguments.cap);
 
@@ -106,27 +109,26 @@ template <typename T, typename Its> struct Block {
     }
 
     // Where keys, and behind them values, of a tile lie.
-    __device__ __forceinline__ unsigned place_of(int tile) const {
-        return ring + tile % Its::STAGES * (2 * Its::BYTES * KEY_TILE);
-    }
+    __device__ __forceinline__ unsigned place_of(int tile) const { return ring + tile % Its::STAGES * (2 * Its::PLACE); }
+    __device__ __forceinline__ unsigned values_of(int tile) const { return place_of(tile) + (Its::PARTS == 1 ? Its::PLACE : 0); }
 
-    // Begins to copy a tile's keys (0) or values (1).
-    template <int KIND> __device__ __forceinline__ void load_tile(int tile) const {
-        const unsigned target = place_of(tile) + KIND * Its::BYTES * KEY_TILE;
+    // Begins to copy a tile's keys (0) or values (1), or a part of their columns.
+    template <int KIND> __device__ __forceinline__ void load_tile(int tile, int part = 0) const {
+        const unsigned target = KIND == 0 ? place_of(tile) : values_of(tile);
         const unsigned begin = static_cast<unsigned>(tile) * KEY_TILE;
         const size_t row = first_row + (WINDOW ? begin % static_cast<unsigned>(rows) : begin);
         const int exist = end - tile * KEY_TILE, seen = WINDOW ? start + first_token + 1 - window - tile * KEY_TILE : 0;
         const char* const cache = KIND == 0 ? arguments.rows.k_cache : arguments.rows.v_cache;
         if constexpr (INT8) {
-            load_integers<Its::SIZE, KEY_TILE>(target, cache + row * size, exist, size, seen);
+            load_integers<Its::PART, KEY_TILE>(target, cache + row * size + Its::PART * part, exist, size, seen);
             const float* own = KIND == 0 ? arguments.row_scales.key : arguments.row_scales.value;
             const int key = threadIdx.x;
             const bool is_there = key < exist && key >= seen;
             if (key < KEY_TILE)
                 decode::copy_async_4(shared_address(scales_of<KIND>(tile) + key), own + row + (is_there ? key : 0), is_there);
         } else {
-            const T* const own = reinterpret_cast<const T*>(cache) + row * size;
-            load_rows<T, Its::SIZE, KEY_TILE>(target, own, size, exist, size, seen);
+            const T* const own = reinterpret_cast<const T*>(cache) + row * size + Its::PART * part;
+            load_rows<T, Its::PART, KEY_TILE>(target, own, size, exist, size, seen);
         }
     }
 
@@ -140,7 +142,7 @@ template <typename T, typename Its> struct Block {
     }
 
     template <int KIND> __device__ __forceinline__ void expand_tile(int tile) const {
-        if constexpr (INT8) expand_rows<T, Its::SIZE, KEY_TILE>(place_of(tile) + KIND * Its::BYTES * KEY_TILE, number_bits);
+        if constexpr (INT8) expand_rows<T, Its::PART, KEY_TILE>(KIND == 0 ? place_of(tile) : values_of(tile), number_bits);
     }
 };
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import limited
 
-#: The largest head.
-MAX_HEAD_SIZE = 256
+#: The largest head; others have 256 elements at most.
+MAX_HEAD_SIZE = 512
 #: Rings have a multiple of so many rows.
 RING_STEP = 64
 
@@ -66,11 +66,11 @@ def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) ->
     """Why these kernels do not take such heads, or None if they do; `int8`: KV rows are."""
     if int8 and size % 16:
         return f"prefill attention takes KV caches of int8 for head sizes in multiples of 16, not {size}"
-    if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0 and heads % kv_heads == 0:
+    if (0 < size <= 256 or size == MAX_HEAD_SIZE) and size % 8 == 0 and heads % kv_heads == 0:
         return None
     return (
-        f"prefill attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8) and query heads that are a "
-        f"multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
+        f"prefill attention takes head sizes up to 256 (multiples of 8) and {MAX_HEAD_SIZE}, and query heads that are "
+        f"a multiple of the key-value heads, not {heads} query and {kv_heads} key-value heads of {size}"
     )
 
 

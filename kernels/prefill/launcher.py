@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from math import ceil
 from typing import Any, NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
@@ -20,8 +21,9 @@ from edgellm.kernels.quantization.device_layout import PackedMatrix
 _WARPS, _HEADS_THREADS = 4, 256
 #: Warps of a block that dequantizes, each of which makes a block of weights dense.
 _DEQUANTIZE_WARPS = 8
-#: Tiles of keys that have places in memory, by the size that heads are padded to.
-_STAGES = {64: 2, 128: 2, 256: 1}
+#: Tiles of keys and of values that have places in memory, by the size that heads are padded to; of the largest a half
+#: of either has one.
+_STAGES = {64: 2, 128: 2, 256: 1, 512: 0.25}
 
 
 class AttentionKind(NamedTuple):
@@ -65,8 +67,9 @@ def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) ->
 def attention_bytes(size: int, tiles: int, int8: bool = False) -> int:
     """Shared memory of a block of `causal_attention`, for heads of `size` elements; `int8`: KV rows are."""
     padded = _padded(size)
-    keys = _STAGES[padded] * KEY_TILE
-    return 2 * padded * (_rows(tiles) + 2 * keys) + (8 * keys if int8 else 0)
+    places = int(2 * _STAGES[padded] * KEY_TILE * padded)
+    scales = 8 * ceil(_STAGES[padded]) * KEY_TILE if int8 else 0
+    return 2 * (padded * _rows(tiles) + places) + scales
 
 
 @lru_cache

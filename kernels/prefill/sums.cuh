@@ -34,10 +34,11 @@ __device__ __forceinline__ void load_queries(unsigned (&query)[TILES][4], unsign
 template <typename T, typename Its, int TILES>
 __device__ __forceinline__ void add_step(Scores<TILES>& score, const unsigned (&query)[TILES][4], unsigned keys, int lane,
                                          int k) {
+    const int of_part = Its::PARTS == 1 ? k : k % (Its::PART / 16);
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         unsigned key[4];
-        load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+        load_matrices(key, keys + offset_of<Its::PART>(16 * n + lane % 8 + lane / 16 * 8, 2 * of_part + lane / 8 % 2));
 #pragma unroll
         for (int m = 0; m < TILES; ++m) {
             if (k == 0) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void add_values(float (&sum)[TILES][COUNT][4], const 
 #pragma unroll
         for (int n = 0; n < COUNT / 2; ++n) {
             unsigned value[4];
-            load_transposed_matrices(value, values + offset_of<Its::SIZE>(16 * k + lane % 16, eight + 2 * n + lane / 16));
+            load_transposed_matrices(value, values + offset_of<Its::PART>(16 * k + lane % 16, eight + 2 * n + lane / 16));
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
                 if (BEGINS && k == 0) {

@@ -1,8 +1,8 @@
 // The gated delta rule, and with HOST_SCAN the selective scan of Mamba-2, whose keys are B, whose queries are C, and in which
-// nothing is read of the matrix for its change. A block walks through tokens with some columns of one head's matrix, an element of the value each:
-// the walkers' registers hold them, a group of 16 lanes each column, while the helpers make the next tokens' vectors ready
-// in shared memory. Nothing but the next token waits for a sum over lanes: a token's output is computed beside the matrix
-// behind it.
+// nothing is read of the matrix for its change. A block walks through tokens with some columns of one head's matrix, an
+// element of the value each: the walkers' registers hold them, a group of 16 lanes each column, while the helpers make the
+// next tokens' vectors ready in shared memory. Nothing but the next token waits for a sum over lanes: a token's output is
+// computed beside the matrix behind it.
 #include "recurrent/tree_plan.cuh"
 #include "recurrent/values.cuh"
 

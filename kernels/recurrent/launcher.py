@@ -183,9 +183,7 @@ class CudaRecurrent(Launcher):
         state_tokens: DeviceArray | None,
     ) -> Launch:
         """The gated delta rule over the tokens of a step; see the contract."""
-        return self._walk(
-            "gated_delta", (rows, projected, gates, matrix, output, parents, kept, state_tokens), scans=False
-        )
+        return self._walk("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
 
     def selective_scan(
         self,
@@ -199,12 +197,10 @@ class CudaRecurrent(Launcher):
         state_tokens: DeviceArray | None,
     ) -> Launch:
         """Mamba-2's state space over the tokens of a step; see the contract."""
-        return self._walk(
-            "selective_scan", (rows, projected, gates, matrix, output, parents, kept, state_tokens), scans=True
-        )
+        return self._walk("selective_scan", rows, projected, gates, matrix, output, parents, kept, state_tokens)
 
-    def _walk(self, name: str, arguments: tuple[Any, ...], scans: bool) -> Launch:
-        _, projected, *_, parents, _, state_tokens = arguments
+    def _walk(self, name: str, *arguments: Any) -> Launch:
+        (_, projected, *_, parents, _, state_tokens), scans = arguments, name == "selective_scan"
         sizes, packed = self._packed(name, *arguments)
         tree, tokens = parents is not None, sizes["T"]
         _check_sizes(name, sizes, tokens if tree else 1)
@@ -263,13 +259,13 @@ class CudaRecurrent(Launcher):
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
         """Accepted tokens into the matrices of all layers; see the contract."""
-        return self._commit("commit_matrices", layers, accepted, scans=False)
+        return self._commit("commit_matrices", layers, accepted)
 
     def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
         """The same of selective scans; see the contract."""
-        return self._commit("commit_scans", layers, accepted, scans=True)
+        return self._commit("commit_scans", layers, accepted)
 
-    def _commit(self, name: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath, scans: bool) -> Launchable:
+    def _commit(self, name: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
         sizes = [self._check(name, layer, accepted) for layer in layers]
 
         def launch(of: dict[str, Any], own: Sequence[LayerMatrices]) -> Launch:
@@ -278,7 +274,7 @@ class CudaRecurrent(Launcher):
             for place, (matrix, rows, gates) in enumerate(own):
                 arguments.matrices[place] = matrix.pointer
                 arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower(), scans=scans)
+            kernel = delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower(), scans=name == "commit_scans")
             grid = _delta_grid(of, of["B"] * len(own))
             return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
 

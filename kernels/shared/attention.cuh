@@ -30,7 +30,7 @@ __device__ __forceinline__ int tile_bits_of(int length, int span_bits) {
 
 // How the lanes of a warp share heads: each has two elements and the two that they are rotated with, QUADS times.
 template <int STEPS> struct Lanes {
-    static constexpr int OF_HEAD = STEPS <= 4 ? 16 : 32, HEADS = 32 / OF_HEAD, QUADS = STEPS <= 8 ? 1 : 2;
+    static constexpr int OF_HEAD = STEPS <= 4 ? 16 : 32, HEADS = 32 / OF_HEAD, QUADS = (STEPS + 7) / 8;
 };
 
 // The first of two elements and of those that they are rotated with; of those behind the rotated ones, four neighbours.
@@ -127,6 +127,15 @@ template <typename T, bool INT8> struct KeptFour {
         *reinterpret_cast<Two*>(key + place.x) = two;
         *reinterpret_cast<Two*>(key + place.y) = other;
         *reinterpret_cast<Four*>(value + column) = four;
+    }
+
+    // Writes what is in parts of SIZE columns, number `of_key` of the key and `of_value` of the value.
+    template <int SIZE>
+    __device__ __forceinline__ void write_part(Element* key, Element* value, int2 place, int column, int of_key,
+                                               int of_value) const {
+        if (place.x / SIZE == of_key) *reinterpret_cast<Two*>(key + place.x % SIZE) = two;
+        if (place.y / SIZE == of_key) *reinterpret_cast<Two*>(key + place.y % SIZE) = other;
+        if (column / SIZE == of_value) *reinterpret_cast<Four*>(value + column % SIZE) = four;
     }
 };
 

@@ -14,8 +14,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.runners.media import MediaEmbeddings
-from edgellm.multimodal.embedding_cache import EmbeddingCache
+from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
 from edgellm.multimodal.vision_runner import VisionEngineRunner, vision_memory
 
 

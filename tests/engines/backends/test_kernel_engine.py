@@ -300,7 +300,7 @@ def test_a_step_of_a_draft_of_more_rows_than_a_launch_takes_runs_in_passes(phase
         ({}, {"lora_slots": 9, "lora_rank": 8}, "float16", "qkv_proj: LoRA adapters are applied in up to 8 places"),
         ({}, {"lora_slots": 1, "lora_rank": 72}, "float16", "of rank 72, to layers of"),
         ({"intermediate_size": 100}, {}, "float16", "mlp.down_proj: widths must be multiples of 8, not 100"),
-        ({"head_dim": 512}, {}, "float16", "the attention of layer 0: decode attention takes head sizes up to 256"),
+        ({"head_dim": 264}, {}, "float16", "the attention of layer 0: decode attention takes head sizes up to 256"),
         (
             {"rotary_dim": 6},
             {},

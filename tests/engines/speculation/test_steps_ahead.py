@@ -19,7 +19,7 @@ from edgellm.requests import Request
 
 SUFFIX = DraftingConfig(kind="suffix")
 LONG = SamplingParams(ignore_eos=True, max_tokens=30)
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=11, max_tokens=30, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=12, max_tokens=30, ignore_eos=True)
 REPEATED = "The quick brown fox. The quick brown fox. The"
 PROMPTS = [REPEATED, "x", "once upon a time", "again again again again", "zq"]
 
@@ -131,11 +131,12 @@ def test_rounds_begin_behind_what_is_under_way(
     monkeypatch.setattr(learner, "GAIN", 0.0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
     plain, drafted = llms
-    watch, behind, asked = Watch(drafted), [], list[bool]()
+    watch, behind = Watch(drafted), []
     for _ in range(2):  # the second time the first answer was said before
         for prompt in PROMPTS:
             for params in (LONG, SAMPLED):
                 expected = plain.generate(prompt, params).token_ids
+                assert 0 not in expected  # behind that id a row without a number is feared, and nothing launched
                 watch.clear()
                 assert drafted.generate(prompt, params).token_ids == expected
                 ahead = 0
@@ -144,8 +145,8 @@ def test_rounds_begin_behind_what_is_under_way(
                         assert ahead == 0, "a round's candidates follow tokens that are known"
                         behind += [each for each, _ in watch.events[place + 1 : place + 2]]
                     ahead += 1 if kind == "launch" else -1
-                asked += [ahead > 0 or was_round for ahead, was_round in watch.asked]
-    assert len(behind) > 10 and sum(asked) >= 0.9 * len(asked)  # what a busy machine times makes some wait
+                assert all(ahead > 0 or was_round for ahead, was_round in watch.asked)
+    assert len(behind) > 10
     waited = behind.count("wait") / len(behind)
     assert waited == 1.0 if goes_on else waited < 0.5  # the last round of an answer has nothing behind it
 

@@ -50,7 +50,7 @@ def test_every_step_fits_every_device(name: str, size: int, kv_rows: int) -> Non
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("size", [136, 192, 256])
+@pytest.mark.parametrize("size", [136, 192, 256, 512])
 @pytest.mark.parametrize(
     ("int8", "kv_rows", "window"),
     [
@@ -78,6 +78,7 @@ def test_every_step_of_large_heads_fits_every_device(
             states = batch * tokens * shape.heads * shape.spans * shape.state
             assert not in_memory or attention_partials(shape) == states
             assert attention_partials(shape) <= max(1 << 23, states // batch // tokens * 16)
+            assert size <= 256 or (geometry.in_turn and attention_geometries(shape, gpu.shared_limit, gpu.has_clusters))
 
 
 def test_where_nothing_fits_the_smallest_blocks_tell_what_they_need() -> None:

@@ -88,7 +88,7 @@ def tree_mask(tokens: int, start: int, chain: bool = False) -> np.ndarray:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("tokens", "start", "size"), [(1, 0, 64), (1, 200, 128), (6, 61, 80), (20, 130, 64), (4, 9, 256)]
+    ("tokens", "start", "size"), [(1, 0, 64), (1, 200, 128), (6, 61, 80), (20, 130, 64), (4, 9, 256), (20, 130, 512)]
 )
 def test_decode_attention_keeps_rows_as_defined_and_reads_what_it_keeps(
     gpu, dtype: str, tokens: int, start: int, size: int
@@ -161,7 +161,7 @@ def test_bits_are_the_same_however_warps_share_the_work(gpu, dtype: str, tokens:
 
 
 @DTYPES
-@pytest.mark.parametrize(("size", "tiles"), [(64, 1), (64, 2), (80, 1), (128, 2), (256, 1)])
+@pytest.mark.parametrize(("size", "tiles"), [(64, 1), (64, 2), (80, 1), (128, 2), (256, 1), (512, 1)])
 def test_a_prompt_gives_the_same_bits_however_it_is_cut(gpu, dtype: str, size: int, tiles: int) -> None:
     tokens, start = 90, 50
     qkv, cos_sin = new_tokens(tokens, size, dtype)
