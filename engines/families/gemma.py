@@ -37,7 +37,7 @@ GEMMA = Family(
 def read_gemma2(fields: ConfigFields) -> DecoderConfig:
     """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
     none."""
-    return _read(
+    return read_gemma(
         fields,
         None,
         windowed=windowed_but_every(2),
