@@ -9,7 +9,6 @@ import numpy as np
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.kernels.arrays import Array, leading
@@ -74,7 +73,6 @@ class StepBuffers:
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
-        self._token_rows = backend.zeros((rows * config.token_row_size,), "compute")
         self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
@@ -82,15 +80,14 @@ class StepBuffers:
         self.state_tokens = backend.zeros((1,), "int32")
         self.last_seen = backend.zeros((limits.prefill_chunk if config.image_tokens else 1,), "int32")
 
-    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int, token_rows: TokenRows) -> Array:
-        """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device, with what
-        `token_rows` have for them."""
+    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int, rows: TokenRows) -> Array:
+        """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device, with their own
+        `rows`."""
         padded = np.full((1, tokens), -1, np.int32)
         padded[0, : len(ids)] = ids
         token_ids = leading(self.prefill_ids, (1, tokens))
         self._backend.upload(token_ids, padded)
-        if token_rows.size:
-            token_rows.bring(self.token_rows(1, tokens), padded)
+        rows.bring(padded)
         self._backend.upload(self.prefill_start, np.asarray([start], np.int32))
         return token_ids
 
@@ -105,15 +102,6 @@ class StepBuffers:
             leading(self.mask, (batch, 1, tokens, keys)),
             start,
         )
-
-    def token_rows(self, batch: int, tokens: int) -> Array:
-        """The input `TOKEN_ROWS` [B, T, size] of engines; size is 0 for a model without embeddings of each layer."""
-        return leading(self._token_rows, (batch, tokens, self._config.token_row_size))
-
-    def bound_inputs(self, shape: EngineShape, inputs: StepInputs) -> dict[str, Array]:
-        """What a base engine is bound to: `bound_inputs`, and the rows of its tokens where the model has such."""
-        rows = {TOKEN_ROWS: self.token_rows(shape.batch, shape.tokens)} if self._config.token_row_size else {}
-        return bound_inputs(inputs) | rows
 
     def outputs(self, shape: EngineShape) -> dict[str, Array]:
         """The features that engines give out; nothing for a base model without a draft."""

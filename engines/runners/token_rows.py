@@ -1,11 +1,9 @@
 """The embeddings that each token has for all layers (Gemma 4): rows that the host looks up in the checkpoint's mapped
-file, since the table is as large as all other weights together, and a step needs one row a token.
-
-A step's rows are there before it is launched, so its tokens must be known on the host: what draws them, and what lays a
-tree out, is waited for. Captured steps read the rows from where they are always brought.
-"""
+file, since the table is as large as all other weights together, and a step needs one row a token."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import numpy as np
 
@@ -14,16 +12,21 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import token_table
-from edgellm.kernels.arrays import Array
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.row_steps import TOKEN_ROWS
+from edgellm.engines.runners.captured_steps import HostStage
+from edgellm.kernels.arrays import Array, leading
 
 
 class TokenRows:
-    """Looks rows up in the table of a checkpoint, which may be closed afterwards. Of a model without one the `size` of
-    rows is 0, and nobody asks for any."""
+    """Looks rows up in the table of a checkpoint, which may be closed afterwards, and brings them to the one place from
+    which every engine reads those of its step: steps run one after the other. It does nothing for a model without."""
 
-    def __init__(self, backend: Backend, config: DecoderConfig, checkpoint: Checkpoint) -> None:
-        """Raises CheckpointError where the table is missing, packed, or of another shape."""
-        self._backend, self.size, self._table = backend, config.token_row_size, np.empty((0, 0), np.float32)
+    def __init__(self, backend: Backend, config: DecoderConfig, checkpoint: Checkpoint, tokens: int) -> None:
+        """Steps have up to so many `tokens`, of all sequences together. Raises CheckpointError where the table is
+        missing, packed, or of another shape."""
+        self._backend, self._size, self._table = backend, config.token_row_size, np.empty((0, 0), np.float32)
+        self._rows = backend.zeros((tokens * self._size,), "compute")
         for spec in token_table(config):
             self._info = checkpoint.info(spec.name)
             if checkpoint.layout(spec.name, spec.shape) is not None or self._info.shape != spec.shape:
@@ -40,10 +43,22 @@ class TokenRows:
         rows[token_ids < 0] = 0
         return converted(self._info, rows, self._backend.compute_dtype)
 
-    def bring(self, target: Array, token_ids: np.ndarray) -> None:
-        """Set `target` [B, T, size] to the rows of tokens [B, T], in order with the other work."""
-        self._backend.upload(target, self.of(token_ids))
+    def bring(self, token_ids: np.ndarray) -> None:
+        """Bring the rows of the next step's tokens [B, T], in order with the other work."""
+        if self._size:
+            self._backend.upload(self._place(*token_ids.shape), self.of(token_ids))
 
-    def follow(self, target: Array, token_ids: Array) -> None:
-        """The same of tokens on the device, for which everything enqueued before is waited for."""
-        self.bring(target, self._backend.read(token_ids).wait())
+    def stages(self, token_ids: Array) -> dict[str, HostStage]:
+        """What brings those of tokens [B, T] on the device: a step whose tokens were drawn there, or a tree that was
+        laid out there, waits for the host to know them."""
+        return {"token rows": HostStage(partial(self._follow, token_ids))} if self._size else {}
+
+    def bound(self, shape: EngineShape) -> dict[str, Array]:
+        """What engines of a shape are bound to: the input `TOKEN_ROWS` [B, T, size]."""
+        return {TOKEN_ROWS: self._place(shape.batch, shape.tokens)} if self._size else {}
+
+    def _place(self, batch: int, tokens: int) -> Array:
+        return leading(self._rows, (batch, tokens, self._size))
+
+    def _follow(self, token_ids: Array) -> None:
+        self.bring(self._backend.read(token_ids).wait())

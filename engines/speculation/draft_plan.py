@@ -25,8 +25,6 @@ GIVEN = "given"
 ACCEPTANCES = ("exact", "typical")
 #: The stages of a round in their order.
 DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE = "draft accept", "draft proposal", "base verify", "acceptance"
-#: The tree's nodes, laid out for the base: a stage of its own where the host looks their rows up (`TokenRows`).
-TREE_LAYOUT = "tree layout"
 
 #: Far more choices than engines verify in a round.
 MOST_CHOICES = 4096

@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
-from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, TREE_LAYOUT, DraftPlan
+from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DraftPlan
 from edgellm.engines.speculation.drafter import Drafter
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 
@@ -20,8 +20,7 @@ class RoundKey(NamedTuple):
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
     verify; `constrained` whether masks or biases come before acceptance; `taken` are the pending entries that the draft
-    takes in; with `has_rows` the host brings rows of the tree's tokens before the base verifies; `key_ranges` are those
-    of the drafter's engines, in order, and of the one that verifies.
+    takes in; `key_ranges` are those of the drafter's engines, in order, and of the one that verifies.
     """
 
     batch: int
@@ -30,7 +29,6 @@ class RoundKey(NamedTuple):
     adapts: bool
     constrained: bool
     taken: int
-    has_rows: bool = False
     key_ranges: tuple[int, ...] = ()
 
     @property
@@ -86,16 +84,14 @@ class RoundKinds:
             *self._draft.engines(bucket, served, taken),
             (verification.shape(bucket, nodes, widest, adapts), nodes),
         ]
-        has_rows = self._base.token_rows.size > 0
-        kind = RoundKey(bucket, served, acceptance, adapts, constrained, taken, has_rows), engines
+        kind = RoundKey(bucket, served, acceptance, adapts, constrained, taken), engines
         self._made[batch, plan, plain, adapts, constrained, taken] = kind
         return kind
 
 
 def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
-    """By what the launches of a round are known: one, or with masks or biases, or rows of the tree's tokens, more."""
-    layout, acceptance = ((key, TREE_LAYOUT),) * key.has_rows, ((key, ACCEPTANCE),) * key.constrained
-    return (*layout, (key, BASE_VERIFY), *acceptance) if layout or acceptance else (key,)
+    """By what the launches of a round are known: one, or with masks or biases two."""
+    return ((key, BASE_VERIFY), (key, ACCEPTANCE)) if key.constrained else (key,)
 
 
 class Round:
@@ -118,21 +114,15 @@ class Round:
         if key.constrained and not plan.is_given:
             self._laid_out = LaidOut(base, self._tree.nodes.tokens, self._tree.nodes.parents)
             laid_out.append(self._laid_out.show)
-        parts = [before]
-        if key.has_rows:
-            before[TREE_LAYOUT], laid_out = in_order(laid_out), []
-            parts.append({})
-        parts[-1][BASE_VERIFY] = in_order([*laid_out, verify])
+        if rows := base.token_rows.stages(self._tree.nodes.tokens):
+            before |= {"tree layout": in_order(laid_out), **rows}
+            laid_out = []
+        before[BASE_VERIFY] = in_order([*laid_out, verify])
+        self.stages: dict[str, Callable[[], None]] = before | {ACCEPTANCE: accept}
+        #: What is launched as one, with its key: all stages, or with masks or biases first those before acceptance.
+        self.parts: list[tuple[Hashable, Mapping[str, Callable[[], None]]]] = [(key, self.stages)]
         if key.constrained:
-            parts.append({})
-        parts[-1][ACCEPTANCE] = accept
-        self.stages = {name: stage for part in parts for name, stage in part.items()}
-        #: What is launched as one, with its key: all stages, or first those up to what the host has to bring.
-        self.parts: list[tuple[Hashable, Mapping[str, Callable[[], None]]]] = [*zip(part_keys(key), parts, strict=True)]
-
-    def bring_rows(self) -> None:
-        """Bring the embeddings of each layer of the tree's tokens, once it is laid out."""
-        self._base.token_rows.follow(self._tree.token_rows, self._tree.nodes.tokens)
+            self.parts = [*zip(part_keys(key), (before, {ACCEPTANCE: accept}), strict=True)]
 
     def give(self, trees: Sequence[GivenTree]) -> None:
         """Bring the candidates of each slot; for a plan that takes given ones, before its stages run."""

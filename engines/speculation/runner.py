@@ -31,7 +31,7 @@ from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
-from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DraftPlan
+from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.drafter import Drafter, NoDrafter, StepReadback
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, RoundKinds, part_keys
@@ -175,13 +175,10 @@ class DecodingRunner:
         current = self.prepare_round(batch, plan, rules is not None)
         if trees is not None:
             current.give(trees)
-        first, *others = current.parts
+        first, *second = current.parts
         self._steps.run(*first)
-        for each in others:
-            if BASE_VERIFY in each[1]:
-                current.bring_rows()
-            else:
-                self.base.sampling.obey(rules, trees=None if rules is None else current.nodes(trees or ()))
+        for each in second:
+            self.base.sampling.obey(rules, trees=None if rules is None else current.nodes(trees or ()))
             self._steps.run(*each)
         self._latest_round, lengths = current, self.base.lengths
         for slot in range(batch):

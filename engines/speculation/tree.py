@@ -20,8 +20,7 @@ from edgellm.kernels.tree.contract import Candidates, TreeNodes
 class VerifiedTree:
     """One tree of T nodes in each of B slots, what the base computes of it, and what was accepted.
 
-    `features` [B, T, F] compute are the base's; `emitted` [B, W+1] int32 holds how many tokens, and which. `token_rows`
-    [B, T, P] compute are the embeddings of each layer of the nodes (see `TokenRows`).
+    `features` [B, T, F] compute are the base's; `emitted` [B, W+1] int32 holds how many tokens, and which.
     """
 
     plan: DraftPlan
@@ -31,7 +30,6 @@ class VerifiedTree:
     features: Array
     accepted: Accepted
     emitted: Array
-    token_rows: Array
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class TreeLimits:
 def tree_bytes(config: DecoderConfig, limits: TreeLimits, dtype: str) -> int:
     """What the arrays of `VerifiedTrees` take, but for a few integers."""
     features = len(config.feature_layers) * config.hidden_size
-    computed = (config.hidden_size + config.rotary_columns + features + config.token_row_size) * ITEM_SIZES[dtype]
+    computed = (config.hidden_size + config.rotary_columns + features) * ITEM_SIZES[dtype]
     wide = (config.vocab_size + 6) * ITEM_SIZES["float32"]  # logits, and one of each of the node's own numbers
     return limits.slots * limits.nodes * (computed + wide + limits.nodes + limits.keys)
 
@@ -68,7 +66,6 @@ class VerifiedTrees:
         self._nodes = TreeNodes(integers(rows), integers(rows), integers(rows), ancestors, integers(rows))
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
-        self._token_rows = backend.zeros((rows * config.token_row_size,), "compute")
         self._mask = backend.zeros((rows * limits.keys,), "bool")
         logits, thresholds = (backend.zeros((size,), "float32") for size in (rows * config.vocab_size, rows))
         self._logits = NodeLogits(logits, thresholds, integers(rows))
@@ -99,7 +96,6 @@ class VerifiedTrees:
             leading(self._features, (*per_node, self._feature_size)),
             _views(self._accepted, per_path, per_path, (batch,)),
             leading(self._emitted, (batch, plan.longest + 1)),
-            leading(self._token_rows, (*per_node, config.token_row_size)),
         )
         return self._views[key]
 

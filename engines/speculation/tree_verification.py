@@ -10,7 +10,6 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
-from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines, in_order
@@ -177,8 +176,7 @@ class TreeVerification:
 
     def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
         bound = self._base.engine_weights() | tree.inputs._asdict() | {"logits": tree.logits.logits}
-        if self._base.token_rows.size:
-            bound[TOKEN_ROWS] = tree.token_rows
+        bound |= self._base.token_rows.bound(shape)
         if tree.features.shape[2]:
             bound["hidden_states"] = tree.features
         slots, states = slice(0, shape.batch), self._base.states

@@ -82,14 +82,15 @@ def test_rows_of_other_tokens_would_be_seen(
     runner: DecodingRunner, plan: DraftPlan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(runner, GREEDY, [plan])
-    monkeypatch.setattr(TokenRows, "follow", lambda *arguments: None)
+    bring = TokenRows.bring
+    monkeypatch.setattr(TokenRows, "bring", lambda rows, ids: bring(rows, ids) if len(ids) == 1 else None)  # of prompts
     assert answers(runner, GREEDY, [plan]) != expected
 
 
 def test_rows_are_those_of_the_file(directory: EngineDirectory) -> None:
     config, backend = directory.config, NumpyBackend(directory.config)
     with directory.checkpoint() as checkpoint:
-        rows = TokenRows(backend, config, checkpoint)
+        rows = TokenRows(backend, config, checkpoint, 1)
         table = load_file(checkpoint.files[0])["model.embed_tokens_per_layer.weight"]
     found = rows.of(np.array([[3, -1], [319, 3]], np.int32))
     np.testing.assert_array_equal(found[[0, 1, 1], [0, 0, 1]], table[[3, 319, 3]].astype(np.float32))
@@ -113,4 +114,4 @@ def test_a_table_that_does_not_fit_is_refused(make_checkpoint: Callable[..., Pat
         from edgellm.engines.families import decoder_config
 
         config = decoder_config(checkpoint.config)
-        TokenRows(NumpyBackend(config), config, checkpoint)
+        TokenRows(NumpyBackend(config), config, checkpoint, 1)
