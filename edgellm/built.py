@@ -6,8 +6,6 @@ from pathlib import Path
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
-from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import token_table
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.media.opening import open_texts, vision_directory
 from edgellm.text.template_budget import TemplateRaised
@@ -39,9 +37,7 @@ def read_built(path: Path) -> list[str]:
     _ = defaults.params
     for model, checkpoint in directory.checkpoints.items():
         with checkpoint() as opened:
-            config = directory.models[model]
-            table = token_table(config) if isinstance(config, DecoderConfig) else []
-            opened.check([*model_weights(config), *table], unread=("",))
+            opened.check(model_weights(directory.models[model]), unread=("",))
     if directory.config.is_embedding:
         return []
     if tokenizer.chat_template is None:

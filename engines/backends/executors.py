@@ -14,11 +14,12 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
 from edgellm.engines.model.segments import BETWEEN, segment_shapes
-from edgellm.engines.model.steps import Experts, LinearResidual
+from edgellm.engines.model.steps import Experts
 from edgellm.kernels.gpu import find_gpu
 
+#: What `DecoderConfig.layers_differ` says, in words.
+_DIFFERENT_LAYERS = "layers that share rows, or have heads, embeddings or factors of their own"
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
@@ -62,10 +63,11 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return f"kernels compute in float16 and bfloat16, not {dtype}"
     if isinstance(config, DraftConfig) and config.block is not None:
         return "the rows of a draft of blocks are written by kernels alone"
+    if isinstance(config, DecoderConfig) and config.layers_differ:
+        return f"TensorRT has nothing for {_DIFFERENT_LAYERS}"
     program = model_program(config, shape)
     for step in program.steps:
-        is_scaled = isinstance(step, LinearResidual) and step.factor is not None
-        if is_scaled or isinstance(step, (Experts, UnitNorm, InsertColumns, TokenGate)):
+        if isinstance(step, Experts):
             return f"TensorRT has nothing for {step.title}"
         if type(step) in BETWEEN:
             refusal = between_engines(step).refusal(step, program, shared_limit)
@@ -109,9 +111,7 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     lacking = {
         "mixtures of experts": config.mixture is not None,
         "recurrent layers": config.is_recurrent,
-        "embeddings of each layer and rows that layers share": config.layer_embedding_size + config.shared_rows > 0,
-        "layers of heads of different sizes, or multiplied by a number": config.layer_scalars
-        or bool(config.full_heads),
+        _DIFFERENT_LAYERS: config.layers_differ,
         "attention within a window": config.window is not None and shape.window_rows > 0,
         "rotary embeddings of neighbours": config.rotates_neighbours,
         "attention of an image's tokens to those behind them": looks_ahead(config, shape),

@@ -9,11 +9,11 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
-from edgellm.engines.families.gemma import read_gemma
+from edgellm.engines.families.gemma import GEMMA3, read_gemma
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 
-_FULL = "full_attention"
+_FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -21,22 +21,20 @@ _ROPE = {
 
 
 def read_gemma4(fields: ConfigFields) -> DecoderConfig:
-    """Every sixth layer attends to all, unless `layer_types` says otherwise, and the last always does. Heads of these
-    layers are in `global_head_dim` or, as transformers 5 writes it, in `per_layer_config`."""
-    types = fields.values.get("layer_types")
+    """Every sixth layer attends to all, unless `layer_types` says otherwise, and the last always does."""
+    types, layers = fields.values.get("layer_types"), layer_count(fields)
     if isinstance(types, list) and types:
         fields.values = fields.values | {"layer_types": [*types[:-1], _FULL]}
     if fields.values.get("rope_parameters") is None:
         fields.values = fields.values | {"rope_parameters": _ROPE}
-    _refuse(fields)
-    local_theta = fields.take_rope_of_windows("rope_local_base_freq")
-    cap = fields.values.get("final_logit_softcapping")
-    own: dict[str, Any] = {
-        "logits_cap": 0.0 if cap is None else fields.positive("final_logit_softcapping", largest=1e6)
-    }
-    layers = layer_count(fields)
-    own |= {"shared_rows": _count(fields, "num_kv_shared_layers", max(0, layers - 1))}
-    own |= {"layer_embedding_size": _count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256)}
+    if fields.switch("enable_moe_block"):
+        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B or 31B"
+        fields.refuse("enable_moe_block", True, reason)
+    fields.ignore("use_bidirectional_attention", "num_experts")
+    ahead = fields.values.get("use_bidirectional_attention")
+    if ahead not in (None, "vision"):  # of the tokens of an image, which do not come up
+        fields.refuse("use_bidirectional_attention", ahead, "supported is vision")
+    local_theta, cap = fields.take_rope_of_windows("rope_local_base_freq"), "final_logit_softcapping"
     config = read_gemma(
         fields,
         None,
@@ -47,43 +45,27 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
         layer_scalars=True,
         post_norms=True,
         attention_scale=1.0,
+        logits_cap=0.0 if fields.values.get(cap) is None else fields.positive(cap, largest=1e6),
         full_heads=_full_heads(fields),
-        **own,
+        values_are_keys=fields.switch("attention_k_eq_v"),
+        shared_rows=_count(fields, "num_kv_shared_layers", max(0, layers - 1)),
+        layer_embedding_size=_count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256),
     )
     rows = fields.size("vocab_size_per_layer_input", 262144)
     if config.layer_embedding_size and config.vocab_size not in (0, rows):
         fields.refuse("vocab_size_per_layer_input", rows, f"supported is vocab_size, {config.vocab_size}")
-    kinds = [config.layer_kind(index) for index in range(config.num_layers)]
-    first = config.num_layers - config.shared_rows
+    kinds, first = [config.layer_kind(index) for index in range(layers)], layers - config.shared_rows
     if not set(kinds[first:]) <= set(kinds[:first]):
         fields.wrong.append(
             f"num_kv_shared_layers is {config.shared_rows}: layer_types has a kind in these layers alone"
         )
-    wide = 2 * config.intermediate_size if fields.switch("use_double_wide_mlp") else 0
+    is_wide = fields.switch("use_double_wide_mlp") and config.shared_rows
     return replace(
         config,
         rotary_dim=config.full_heads[1],
         local_rope_theta=local_theta if config.layer_kinds else None,
-        shared_intermediate_size=wide if config.shared_rows else 0,
+        shared_intermediate_size=2 * config.intermediate_size if is_wide else 0,
     )
-
-
-def _refuse(fields: ConfigFields) -> None:
-    """What other sizes of Gemma 4 have, and this one is not."""
-    nearest = "which is not supported: take Gemma 4 E2B or E4B"
-    if fields.switch("enable_moe_block"):
-        fields.refuse("enable_moe_block", True, f"a mixture of experts beside an MLP, {nearest}")
-    if fields.switch("attention_k_eq_v"):
-        fields.refuse("attention_k_eq_v", True, f"values that are keys, {nearest}")
-    fields.ignore("use_bidirectional_attention", "num_experts")
-    if fields.values.get("use_bidirectional_attention") not in (
-        None,
-        False,
-        "vision",
-    ):  # of images, which do not come up
-        fields.refuse(
-            "use_bidirectional_attention", fields.values["use_bidirectional_attention"], "supported is vision"
-        )
 
 
 def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:
@@ -97,20 +79,23 @@ def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> in
 
 
 def _full_heads(fields: ConfigFields) -> tuple[int, int]:
-    """Key-value heads of layers that attend to all, and their elements."""
-    of_layers, key = fields.values.get("per_layer_config"), "num_key_value_heads"
-    given: Any = {"head_dim": fields.values.get("global_head_dim") or 512}
+    """Key-value heads of layers that attend to all, and their elements: in fields of their own or, as transformers 5
+    writes it, in `per_layer_config`."""
+    values, of_layers = fields.values, fields.values.get("per_layer_config")
+    given: Any = {"head_dim": values.get("global_head_dim") or 512}
+    if values.get("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
+        given |= {_KV_HEADS: values["num_global_key_value_heads"]}
     if of_layers is not None:
-        parts = list(of_layers.values()) if isinstance(of_layers, dict) else [None]
+        parts = [*of_layers.values()] if isinstance(of_layers, dict) else [None]
         given = parts[0] if parts else {}
-        if not isinstance(given, dict) or any(part != given for part in parts) or not set(given) <= {"head_dim", key}:
-            fields.refuse(
-                "per_layer_config", of_layers, f"supported are head_dim and {key}, one for all {_FULL} layers"
-            )
+        known = isinstance(given, dict) and set(given) <= {"head_dim", _KV_HEADS}
+        if not known or any(part != given for part in parts):
+            reason = f"supported are head_dim and {_KV_HEADS}, one for all {_FULL} layers"
+            fields.refuse("per_layer_config", of_layers, reason)
             given = {}
-    own = ConfigFields(fields.values | given, None, fields.family)
+    own = ConfigFields(values | given, None, fields.family)
     own.wrong = fields.wrong
-    return own.size(key), own.size("head_dim")
+    return own.size(_KV_HEADS), own.size("head_dim")
 
 
 GEMMA4_TEXT = Family(
@@ -118,20 +103,8 @@ GEMMA4_TEXT = Family(
     "Gemma4ForCausalLM",
     read_gemma4,
     {
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 512,
-        "tie_word_embeddings": True,
-        "hidden_act": "gelu_pytorch_tanh",
-        "eos_token_id": 1,
-        "bos_token_id": 2,
+        **GEMMA3.defaults,
+        **{"vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_act": "gelu_pytorch_tanh"},
     },
 )
 

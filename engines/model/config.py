@@ -136,9 +136,10 @@ class DecoderConfig:
     Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
     are others than in a window. The last `shared_rows` layers have no KV rows: each attends to those of the last layer
     of its kind before them, and its MLP has `shared_intermediate_size` rows, where that is another. With `value_norms`
-    value heads are divided by the root of the mean of their squares, with `layer_scalars` what a layer gives is
-    multiplied by a number of its own. Of a `layer_embedding_size` above 0 each token has so many elements for each
-    layer, embeddings of its own, by which a further residual block of the layer is gated (Gemma 4).
+    value heads are divided by the root of the mean of their squares, with `values_are_keys` layers that attend to all
+    project them as keys, before these are normed; with `layer_scalars` what a layer gives is multiplied by a number of
+    its own. Of a `layer_embedding_size` above 0 each token has so many elements for each layer, embeddings of its own,
+    by which a further residual block of the layer is gated (Gemma 4).
     """
 
     family: str
@@ -204,6 +205,7 @@ class DecoderConfig:
     shared_rows: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
     shared_intermediate_size: int = field(default=0, metadata=ADDED_LATER)
     value_norms: bool = field(default=False, metadata=ADDED_LATER)
+    values_are_keys: bool = field(default=False, metadata=ADDED_LATER)
     layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
     layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
 
@@ -252,6 +254,11 @@ class DecoderConfig:
     def local_rotary_dim(self) -> int:
         """What is rotated of a head in layers with a rotary base of their own; 0 where none has one."""
         return 0 if self.local_rope_theta is None else self.head_dim if self.full_heads else self.rotary_dim
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether layers share rows, or have heads, embeddings or factors of their own."""
+        return bool(self.full_heads or self.shared_rows or self.layer_embedding_size or self.layer_scalars)
 
     @property
     def token_row_size(self) -> int:

@@ -62,9 +62,10 @@ class LayerWeights(NamedWeights):
         (kv_heads, size), scale, rows_layer = config.kv_heads(index), config.attention_scale, config.rows_layer(index)
         query_size, kv_size = config.num_heads * size, kv_heads * size
         queries = query_size * (2 if config.attention_gate else 1)
-        parts = {"q_proj": queries, "k_proj": kv_size, "v_proj": kv_size}
+        of_values = "k_proj" if config.values_are_keys and not in_window else "v_proj"
+        parts = [("q_proj", queries), ("k_proj", kv_size), (of_values, kv_size)]
         if config.fused_projections:
-            parts = {"qkv_proj": sum(parts.values())}
+            parts = [("qkv_proj", queries + 2 * kv_size)]
         value = f"qkv_{rows_layer}" if config.shares_rows(rows_layer) else f"qkv{self.value_ending(index)}"
         widths = (query_size, kv_size) if config.joint_qk_norm else (size, size)
         names = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()

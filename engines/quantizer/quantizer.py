@@ -189,9 +189,9 @@ class _Run:
         checkpoint, options = self.checkpoint, self.options
         check_options(options, texts)
         config = checkpoint_decoder_config(checkpoint)
-        if config.value_norms or config.shared_rows or config.layer_embedding_size:
+        if config.layers_differ:
             raise UnsupportedModelError(
-                f"{checkpoint.path}: layers of {config.family} norm values, share rows or have embeddings of their "
+                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings or factors of their "
                 "own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another model"
             )
         checkpoint.check(decoder_weights(config), unread_tensors(config))

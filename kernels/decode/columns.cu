@@ -28,20 +28,13 @@ __device__ __forceinline__ void store8(float* target, const float (&values)[8]) 
 
 // values: rows of float, `stride` apart, whose parts of `size` columns are divided where they are by the root of the mean of
 // their squares + epsilon. Grid (parts, rows); what a lane writes it has read.
-struct UnitNorm {
-    float* values;
-    int stride, size, next_early;
-    float epsilon;
-};
-static_assert(sizeof(UnitNorm) == HOST_UNIT_NORM_BYTES, "as the host's structure");
-
-template <typename T> __global__ void __launch_bounds__(LANES) unit_norm(const __grid_constant__ UnitNorm arguments) {
-    if (arguments.next_early) launch_next_kernel();
+template <typename T>
+__global__ void __launch_bounds__(LANES) unit_norm(float* values, int stride, int size, float epsilon, int next_early) {
+    if (next_early) launch_next_kernel();
     wait_for_previous_kernel();
-    if (!arguments.next_early) launch_next_kernel();
-    const int size = arguments.size;
-    float* part = arguments.values + static_cast<size_t>(blockIdx.y) * arguments.stride + blockIdx.x * size;
-    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + arguments.epsilon);
+    if (!next_early) launch_next_kernel();
+    float* part = values + static_cast<size_t>(blockIdx.y) * stride + blockIdx.x * size;
+    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + epsilon);
     for (int column = threadIdx.x * 8; column < size; column += LANES * 8) {
         float eight[8];
         load8_float(part + column, eight);
@@ -66,34 +59,27 @@ __global__ void __launch_bounds__(LANES) insert_columns(const float* columns, fl
 
 // output [rows, width] of T = gate [rows, width] of T, times share times the sum of `projected`, rows of float, behind an RMS
 // norm by weight + offset, and scale times `own`, rows of T: both `stride` apart. Grid (1, rows).
-struct TokenGate {
-    const void *gate, *projected, *own, *weight;
-    void* output;
-    int width, stride;
-    float epsilon, offset, scale, share;
-};
-static_assert(sizeof(TokenGate) == HOST_TOKEN_GATE_BYTES, "as the host's structure");
-
-template <typename T> __global__ void __launch_bounds__(LANES) token_gate(const __grid_constant__ TokenGate arguments) {
+template <typename T>
+__global__ void __launch_bounds__(LANES)
+    token_gate(const T* gate, const float* projected, const T* own, const T* weight, T* output, int width, int stride,
+               float epsilon, float offset, float scale, float share) {
     launch_next_kernel();
     wait_for_previous_kernel();
-    const size_t row = blockIdx.y, first = row * arguments.width;
-    const float* projected = static_cast<const float*>(arguments.projected) + row * arguments.stride;
-    const T *own = static_cast<const T*>(arguments.own) + row * arguments.stride, *gate = static_cast<const T*>(arguments.gate);
-    const float mean = sum_of_squares(projected, arguments.width) / static_cast<float>(arguments.width);
-    const float factor = rsqrtf(mean + arguments.epsilon);
-    for (int column = threadIdx.x * 8; column < arguments.width; column += LANES * 8) {
-        float through[8], before[8], weight[8], gates[8];
+    const size_t row = blockIdx.y, first = row * width;
+    projected += row * stride, own += row * stride;
+    const float factor = rsqrtf(sum_of_squares(projected, width) / static_cast<float>(width) + epsilon);
+    for (int column = threadIdx.x * 8; column < width; column += LANES * 8) {
+        float through[8], before[8], weights[8], gates[8];
         load8_float(projected + column, through);
         unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(own + column)), before);
-        unpack8<T>(__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(arguments.weight) + column)), weight);
+        unpack8<T>(__ldg(reinterpret_cast<const uint4*>(weight + column)), weights);
         unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(gate + first + column)), gates);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const float normed = through[j] * factor * (weight[j] + arguments.offset);
-            through[j] = gates[j] * (fmaf(arguments.scale, before[j], normed) * arguments.share);
+            const float normed = through[j] * factor * (weights[j] + offset);
+            through[j] = gates[j] * (fmaf(scale, before[j], normed) * share);
         }
-        *reinterpret_cast<uint4*>(static_cast<T*>(arguments.output) + first + column) = pack8<T>(through);
+        *reinterpret_cast<uint4*>(output + first + column) = pack8<T>(through);
     }
 }
 

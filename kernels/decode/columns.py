@@ -14,32 +14,9 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 _LANES = 32
 
 
-class _UnitNorm(ctypes.Structure):
-    """`UnitNorm` of columns.cu."""
-
-    _fields_ = [
-        ("values", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("stride", "size", "next_early")),
-        ("epsilon", ctypes.c_float),
-    ]
-
-
-class _TokenGate(ctypes.Structure):
-    """`TokenGate` of columns.cu."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("gate", "projected", "own", "weight", "output")),
-        *((name, ctypes.c_int) for name in ("width", "stride")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "share")),
-    ]
-
-
-_MACROS = (("HOST_UNIT_NORM_BYTES", ctypes.sizeof(_UnitNorm)), ("HOST_TOKEN_GATE_BYTES", ctypes.sizeof(_TokenGate)))
-
-
 def column_kernel(name: str, kind: str) -> Kernel:
     """A kernel of columns.cu, for a dtype by its name on the device."""
-    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", _MACROS)
+    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", ())
 
 
 class CudaColumns:
@@ -57,9 +34,9 @@ class CudaColumns:
                 f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
                 "float32, and whole parts in eights"
             )
-        arguments = _UnitNorm(values.pointer + first * ITEM_SIZES["float32"], stride, size, next_early, epsilon)
-        grid = (stride - first) // size, rows_of(values), 1
-        return Launch(self.module, column_kernel("unit_norm", self._type), grid, _LANES, 0, (arguments,))
+        place = ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"])
+        numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
+        return self._launch("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
 
     def insert_columns(self, columns: DeviceArray, rows: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.insert_columns`."""
@@ -70,32 +47,30 @@ class CudaColumns:
                 f"columns {columns.dtype} {list(columns.shape)} have no place in {rows.dtype} {list(rows.shape)}; "
                 "expected as many rows of float32, and columns in eights"
             )
-        numbers = ctypes.c_int(width), ctypes.c_int(stride)
-        arguments = *(ctypes.c_void_p(each.pointer) for each in (columns, rows)), *numbers
-        grid = -(-width // (8 * _LANES)), rows_of(rows), 1
-        return Launch(self.module, column_kernel("insert_columns", self._type), grid, _LANES, 0, arguments)
+        arguments = *map(ctypes.c_void_p, addresses(columns, rows)), ctypes.c_int(width), ctypes.c_int(stride)
+        return self._launch("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
 
     def token_gate(
         self, gate: DeviceArray, projected: NormedInput, own: DeviceArray, scale: float, output: DeviceArray
     ) -> Launch:
         """See `NumpyDecodeKernels.token_gate`."""
         width, rows, stride, first = gate.shape[-1], rows_of(gate), own.shape[-1], projected.first
-        values, fit = projected.values, width == projected.columns and projected.weight is not None
-        shapes_fit = values.shape[-1] == stride and rows == rows_of(values) == rows_of(own)
+        values, fits = projected.values, width == projected.columns and projected.weight is not None
+        fits &= values.shape[-1] == stride and rows == rows_of(values) == rows_of(own)
+        fits &= not (width % 8 or stride % 8 or first % 8)
         dtypes = values.dtype, gate.dtype, own.dtype, output.dtype
-        in_eights = not (width % 8 or stride % 8 or first % 8)
-        if not (fit and shapes_fit and in_eights) or dtypes != ("float32", *(self.dtype,) * 3):
+        if not fits or dtypes != ("float32", *(self.dtype,) * 3):
             raise KernelError(
                 f"gates {gate.dtype} {list(gate.shape)}, projected {values.dtype} {list(values.shape)} and embeddings "
                 f"{own.dtype} {list(own.shape)} do not fit; expected {self.dtype}, float32 and {self.dtype} of as many "
                 "rows, and columns in eights with a norm"
             )
         check_room("output", output, rows, width)
-        arguments = _TokenGate(
-            *addresses(gate),
-            values.pointer + first * ITEM_SIZES["float32"],
-            own.pointer + first * ITEM_SIZES[self.dtype],
-            *addresses(projected.weight, output),
-            *(width, stride, projected.epsilon, projected.offset, scale, TOKEN_SHARE),
-        )
-        return Launch(self.module, column_kernel("token_gate", self._type), (1, rows, 1), _LANES, 0, (arguments,))
+        places = values.pointer + first * ITEM_SIZES["float32"], own.pointer + first * ITEM_SIZES[self.dtype]
+        pointers = *addresses(gate), *places, *addresses(projected.weight, output)
+        numbers = map(ctypes.c_float, (projected.epsilon, projected.offset, scale, TOKEN_SHARE))
+        arguments = *map(ctypes.c_void_p, pointers), ctypes.c_int(width), ctypes.c_int(stride), *numbers
+        return self._launch("token_gate", 1, rows, arguments)
+
+    def _launch(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:
+        return Launch(self.module, column_kernel(name, self._type), (blocks, rows, 1), _LANES, 0, arguments)

@@ -600,7 +600,7 @@ VARIATIONS = {
         rope=_GEMMA4_ROPE,
         **_LONG,
     ),
-    # As the larger ones: nothing of each layer's own, and no rows are shared.
+    # As the larger ones: nothing of each layer's own, no rows are shared, and values are keys where all is attended to.
     "gemma4_plain": Variation(
         "gemma4_text",
         {
@@ -608,7 +608,7 @@ VARIATIONS = {
             "num_attention_heads": 4,
             "hidden_size_per_layer_input": 0,
             "layer_types": _BOTH,
-            "num_key_value_heads": 2,
+            **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
         },
         rope=_GEMMA4_ROPE,
         dtype="bfloat16",
