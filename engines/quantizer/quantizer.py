@@ -191,8 +191,8 @@ class _Run:
         config = checkpoint_decoder_config(checkpoint)
         if config.layers_differ:
             raise UnsupportedModelError(
-                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings or factors of their "
-                "own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another model"
+                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings or factors of "
+                "their own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another"
             )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)

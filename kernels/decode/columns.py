@@ -36,7 +36,7 @@ class CudaColumns:
             )
         place = ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"])
         numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
-        return self._launch("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
+        return self._of_rows("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
 
     def insert_columns(self, columns: DeviceArray, rows: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.insert_columns`."""
@@ -48,7 +48,7 @@ class CudaColumns:
                 "expected as many rows of float32, and columns in eights"
             )
         arguments = *map(ctypes.c_void_p, addresses(columns, rows)), ctypes.c_int(width), ctypes.c_int(stride)
-        return self._launch("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
+        return self._of_rows("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
 
     def token_gate(
         self, gate: DeviceArray, projected: NormedInput, own: DeviceArray, scale: float, output: DeviceArray
@@ -70,7 +70,7 @@ class CudaColumns:
         pointers = *addresses(gate), *places, *addresses(projected.weight, output)
         numbers = map(ctypes.c_float, (projected.epsilon, projected.offset, scale, TOKEN_SHARE))
         arguments = *map(ctypes.c_void_p, pointers), ctypes.c_int(width), ctypes.c_int(stride), *numbers
-        return self._launch("token_gate", 1, rows, arguments)
+        return self._of_rows("token_gate", 1, rows, arguments)
 
-    def _launch(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:
+    def _of_rows(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:
         return Launch(self.module, column_kernel(name, self._type), (blocks, rows, 1), _LANES, 0, arguments)

@@ -27,7 +27,6 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, columns, linear, tiled_linear
-from edgellm.kernels.decode.contract import MAX_HEAD_SIZE
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
 from edgellm.kernels.prefill import launcher as prefill
@@ -54,9 +53,12 @@ class Made(NamedTuple):
     next_early: bool
 
 
-def lets_next_start(expression: str, argument: Any) -> bool:
+def lets_next_start(expression: str, arguments: Any) -> bool:
     """By what a kernel is given: a struct, or for layer norms the words of their contract, whose seventh says so."""
-    return bool(argument[6] if expression.startswith("encoder::norm<") else getattr(argument, "next_early", True))
+    if expression.startswith("decode::unit_norm<"):
+        return bool(arguments[-1].value)
+    first = arguments[0]
+    return bool(first[6] if expression.startswith("encoder::norm<") else getattr(first, "next_early", True))
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
             self, module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, *more: Any
         ) -> None:
             arguments, *_ = more
-            found.append(Made(str(kernel), grid, shared, lets_next_start(kernel.expression, arguments[0])))
+            found.append(Made(str(kernel), grid, shared, lets_next_start(kernel.expression, arguments)))
 
         def overlap_previous(self) -> None:
             pass
@@ -173,10 +175,8 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
 def test_kernels_take_every_step_of_published_models(name: str, shared_limit: int) -> None:
     """Those of all families that have no mixtures of experts, with windows that slide, on every device."""
     config = decoder_config(PUBLISHED[name][0])
-    if config.full_heads and config.full_heads[1] > MAX_HEAD_SIZE:
-        pytest.skip(f"attention has no kernels yet for heads of {config.full_heads[1]}")
-    few = 6 if config.shared_rows else 4  # of which the last shares its rows
-    config = replace(config, num_layers=few, layer_kinds=config.layer_kinds[:few], shared_rows=few // 6)
+    few, shared = (12, 6) if config.shared_rows else (4, 0)  # of both kinds
+    config = replace(config, num_layers=few, layer_kinds=config.layer_kinds[:few], shared_rows=shared)
     rows = 0 if config.window is None else 8192
     for shape in base_shapes():
         if shape.phase != "prefill" or shared_limit != RTX:

@@ -369,6 +369,12 @@ def test_gemma_4() -> None:
     assert (by_itself.rope_scaling, by_itself.token_row_size) == (config.rope_scaling, 0)
     one_size = without(GEMMA_4_E2B, "global_head_dim") | {"per_layer_config": {"4": {"head_dim": 512}}}
     assert decoder_config(one_size) == config
+    keys = decoder_config(GEMMA_4_E4B | {"attention_k_eq_v": True, "num_global_key_value_heads": 4})
+    assert [keys.kv_heads(index) for index in (0, 5)] == [(2, 256), (4, 512)]
+    parts = {spec.name: [name for name, _ in spec.parts] for spec in decoder_weights(keys)}
+    for index, last in ((4, "v"), (5, "k")):
+        layer = f"model.layers.{index}.self_attn."
+        assert parts[f"{layer}qkv_proj.weight"] == [f"{layer}{each}_proj.weight" for each in ("q", "k", last)]
     text = without(GEMMA_4_E2B, "architectures", "tie_word_embeddings", "torch_dtype")
     whole = {"text_config": text, "vision_config": {}, "audio_config": {}, "torch_dtype": "bfloat16"}
     whole |= {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True}
@@ -378,7 +384,6 @@ def test_gemma_4() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"attention_k_eq_v": True}, "values that are keys, which is not supported: take Gemma 4 E2B or E4B"),
         ({"enable_moe_block": True}, "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B"),
         ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all", supported is vision'),
         ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100, supported is vocab_size, 262144"),
