@@ -259,6 +259,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     divides = config.num_heads % config.num_kv_heads == 0
     require(divides, "num_heads", f"expected a multiple of 'num_kv_heads', {config.num_kv_heads}")
     _check_rows(values, config)
+    is_normed = config.post_norms or not config.layer_scalars
+    require(is_normed, "layer_scalars", "expected false where layers are not normed behind what they add")
     head_size = config.full_heads[1] if config.full_heads else config.head_dim
     fits = config.rotary_dim % 2 == 0 and config.rotary_dim <= head_size
     require(fits, "rotary_dim", f"expected an even number up to {head_size}, the elements of a head")

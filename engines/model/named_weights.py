@@ -69,8 +69,10 @@ class NamedWeights:
     ) -> Linear:
         """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
         fill one behind the other; one of them may do so twice."""
-        folder, pairs = name[: name.rfind(".") + 1], rows.items() if isinstance(rows, Mapping) else rows
-        parts = [(name, rows)] if isinstance(pairs, int) else [(f"{folder}{part}", size) for part, size in pairs]
+        folder, parts = name[: name.rfind(".") + 1], [(name, rows)] if isinstance(rows, int) else []
+        if not isinstance(rows, int):
+            pairs = rows.items() if isinstance(rows, Mapping) else rows
+            parts = [(f"{folder}{part}", size) for part, size in pairs]
 
         def spec(kind: str, *width: int) -> WeightSpec:
             sources = tuple((f"{self._source}{self._named(part)}.{kind}", (size, *width)) for part, size in parts)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -30,13 +31,8 @@ def in_order(launches: Sequence[Callable[[], object]]) -> Callable[[], None]:
     return run
 
 
-class HostStage(NamedTuple):
+class HostStage(partial[None]):
     """A stage in which the host takes part, so that it waits for what was enqueued before: no capture holds it."""
-
-    enqueue: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.enqueue()
 
 
 class Planned(NamedTuple):

@@ -3,8 +3,6 @@ file, since the table is as large as all other weights together, and a step need
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
@@ -14,7 +12,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import token_table
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.row_steps import TOKEN_ROWS
-from edgellm.engines.runners.captured_steps import HostStage
+from edgellm.engines.runners.captured_steps import HostStage, Stages
 from edgellm.kernels.arrays import Array, leading
 
 
@@ -48,10 +46,10 @@ class TokenRows:
         if self._size:
             self._backend.upload(self._place(*token_ids.shape), self.of(token_ids))
 
-    def stages(self, token_ids: Array) -> dict[str, HostStage]:
+    def stages(self, token_ids: Array) -> Stages:
         """What brings those of tokens [B, T] on the device: a step whose tokens were drawn there, or a tree that was
         laid out there, waits for the host to know them."""
-        return {"token rows": HostStage(partial(self._follow, token_ids))} if self._size else {}
+        return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
 
     def bound(self, shape: EngineShape) -> dict[str, Array]:
         """What engines of a shape are bound to: the input `TOKEN_ROWS` [B, T, size]."""

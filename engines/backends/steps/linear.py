@@ -308,8 +308,6 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
     if refused:
         return refused
-    if isinstance(step, LinearResidual) and step.factor is not None and step.norm is None:
-        return "a residual is multiplied where what is added to it is normed"
     if (columns := step.linear.weight.shape[1]) % 8:
         return f"widths must be multiples of 8, not {columns}"
     norms = [step.norm] if isinstance(step, LinearResidual) else [each for given in step.inputs for each in given.norms]
