@@ -35,10 +35,11 @@ class TokenRows:
             self._table = checkpoint.raw(spec.name)
 
     def of(self, token_ids: np.ndarray) -> np.ndarray:
-        """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for padding (-1).
-        Raises CheckpointError for a value that has no place in it."""
-        rows = self._table[np.maximum(token_ids, 0)]
-        rows[token_ids < 0] = 0
+        """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
+        none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
+        is_token = (token_ids >= 0) & (token_ids < len(self._table))
+        rows = self._table[np.where(is_token, token_ids, 0)]
+        rows[~is_token] = 0
         return converted(self._info, rows, self._backend.compute_dtype)
 
     def bring(self, token_ids: np.ndarray) -> None:

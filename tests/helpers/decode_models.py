@@ -378,6 +378,11 @@ ODD = {
     "wide_heads": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
     "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=64, num_heads=6, num_kv_heads=2),
     "heads_of_80": replace(LLAMA, head_dim=80, rotary_dim=80, num_heads=7, num_kv_heads=1, qk_norm=True),
+    "heads_of_gemma4": replace(
+        SCALED["gemma4"],
+        **{"num_heads": 8, "num_kv_heads": 1, "head_dim": 256, "full_heads": (1, 512), "rotary_dim": 512},
+        attention_scale=0.05,
+    ),
     "many_heads_a_group": replace(LLAMA, num_heads=16, num_kv_heads=1),
     "more_units_than_blocks": replace(LLAMA, hidden_size=1544, intermediate_size=4104, vocab_size=40_001, num_layers=1),
 }

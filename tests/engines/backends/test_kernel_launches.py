@@ -184,6 +184,20 @@ def test_kernels_take_every_step_of_published_models(name: str, shared_limit: in
             assert choice is not None, (shape, reason)
 
 
+@pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-E4B"])
+def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
+    """Of its widths and heads of 256 and 512, dense and packed, with rows that layers share."""
+    config = decoder_config(PUBLISHED[name][0])
+    config = replace(config, num_layers=12, layer_kinds=config.layer_kinds[:12], shared_rows=6)
+    for (tokens, kv_cache), packed in product(
+        ((1, "compute"), (8, "int8"), (60, "compute")), ({}, packed_layers(config))
+    ):
+        kind = "decode" if tokens == 1 else "verify"
+        shape = EngineShape(kind, 1, tokens, 4096, 4096, tokens, kv_cache=kv_cache, window_rows=1088)
+        prepared(config, shape, ORIN, False, packed=packed)
+    check(launches, ORIN)
+
+
 @GPUS
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
 def test_no_step_of_heads_of_256_is_left_to_tensorrt(

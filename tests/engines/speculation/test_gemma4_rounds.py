@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.runners.captured_steps import HostStage
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, given, tree
+from edgellm.engines.speculation.round import RoundKey
 from edgellm.engines.speculation.runner import DecodingRunner
 
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
@@ -54,7 +57,7 @@ def directory(
     return EngineDirectory.open(folder / "engines")
 
 
-@pytest.fixture(scope="module", params=["numpy", "fixed"])
+@pytest.fixture(scope="module", params=["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
 def runner(
     request: pytest.FixtureRequest, directory: EngineDirectory, open_eagle: Callable[..., object]
 ) -> Iterator[DecodingRunner]:
@@ -87,6 +90,26 @@ def test_rows_of_other_tokens_would_be_seen(
     assert answers(runner, GREEDY, [plan]) != expected
 
 
+@pytest.mark.parametrize("fixed", ["fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_what_the_host_brings_splits_a_step(
+    directory: EngineDirectory, open_eagle: Callable[..., Any], fixed: str
+) -> None:
+    """All captures are made beforehand, around the stages of the host, which are no failures of them."""
+    with open_eagle(directory, fixed) as runner:
+        runner.plan_captures([tree(4, 4, 16)])
+        while runner.capture_next():
+            pass
+        assert not runner.uncaptured
+        steps = [launches for key, launches in runner.base.steps.captures.items() if key[0] != "choice"]
+        assert steps
+        for launches in steps:
+            assert [isinstance(launch, HostStage) for launch in launches] == [True, False]
+        rounds = [launches for key, launches in runner._steps.captures.items() if isinstance(key, RoundKey)]
+        assert rounds
+        for launches in rounds:
+            assert [isinstance(launch, HostStage) for launch in launches] == [False, True, False]
+
+
 def test_rows_are_those_of_the_file(directory: EngineDirectory) -> None:
     config, backend = directory.config, NumpyBackend(directory.config)
     with directory.checkpoint() as checkpoint:
@@ -94,7 +117,7 @@ def test_rows_are_those_of_the_file(directory: EngineDirectory) -> None:
         table = load_file(checkpoint.files[0])["model.embed_tokens_per_layer.weight"]
     found = rows.of(np.array([[3, -1], [319, 3]], np.int32))
     np.testing.assert_array_equal(found[[0, 1, 1], [0, 0, 1]], table[[3, 319, 3]].astype(np.float32))
-    assert found.shape == (2, 2, 4 * 32) and not found[0, 1].any()
+    assert found.shape == (2, 2, 4 * 32) and not found[0, 1].any() and not rows.of(np.array([320])).any()
     backend.compute_dtype = "bfloat16"
     halves = rows.of(np.array([7], np.int32)).view(np.uint16).astype(np.uint32) << 16
     np.testing.assert_allclose(halves.view(np.float32)[0], table[7], rtol=2**-8)
