@@ -28,6 +28,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.model.config import DFLASH, DRAFT_HEAD, HEADS, DecoderConfig, DraftBlock, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
@@ -55,11 +56,24 @@ WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", 
 class RandomTensors:
     """Stands for a checkpoint: what a backend with `RandomWeights` fills its buffers with.
 
-    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`.
+    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`. The
+    `table` [V, P] of tokens' own embeddings is zeros, which take no memory.
     """
 
     scales: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    table: tuple[int, int] = (0, 0)
+
+    def info(self, name: str) -> TensorInfo:
+        """Of the table."""
+        return TensorInfo(name, "bfloat16", self.table, Path(name), 0, 0)
+
+    def layout(self, name: str, shape: tuple[int, ...]) -> None:
+        """It is not packed."""
+
+    def raw(self, name: str) -> np.ndarray:
+        """Its values' bits."""
+        return np.zeros(self.table, np.uint16)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -73,7 +87,7 @@ class RandomDirectory(EngineDirectory):
     layouts: PackedLayouts = field(default_factory=dict)
 
     def checkpoint(self) -> Any:
-        return RandomTensors()
+        return RandomTensors(table=(self.config.vocab_size, self.config.token_row_size))
 
 
 class RandomDraft(EngineDraft):
@@ -263,7 +277,7 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
         "post_norms": False,
         "rope_scaling": None,
         **{"full_heads": (), "rotary_dim": base.local_rotary_dim or base.rotary_dim, "value_norms": False},
-        **{"shared_rows": 0, "layer_scalars": False, "layer_embedding_size": 0},
+        **{"shared_rows": 0, "layer_scalars": False, "layer_embedding_size": 0, "values_are_keys": False},
     }
     return DraftConfig(
         generation="3",
@@ -323,10 +337,10 @@ def random_backend(kind: str, directory: RandomDirectory) -> Any:
 def random_runner(directory: RandomDirectory, kind: str = "tensorrt") -> Iterator[Any]:
     """A runner of a directory's model with random weights, closed at the end: a `DecodingRunner` if it
     has a draft."""
-    backend, tensors = random_backend(kind, directory), RandomTensors()
+    backend = random_backend(kind, directory)
     runner: Any
     if directory.draft is None:
-        runner = BaseEngineRunner(backend, directory.config, directory.limits, tensors)
+        runner = BaseEngineRunner(backend, directory.config, directory.limits, directory.checkpoint())
     else:
         runner = DecodingRunner.open(backend, directory)
     try:
