@@ -50,7 +50,7 @@ class NumpyTree:
         """The candidates of all levels of a block; see the contract."""
         sizes = _check("expand_block", level, logits, candidates, expansion)
         batch, places, top_k = sizes["B"], level.number, sizes["K"]
-        values = np.ascontiguousarray(logits[:, :places]).reshape(batch * places, sizes["U"])
+        values = np.ascontiguousarray(logits[:, 1 : places + 1]).reshape(batch * places, sizes["U"])
         found = [part.reshape(batch, places, -1) for part in self._continuations(level, values, expansion)]
         for number in range(1, places + 1):
             own, nodes = level._replace(number=number), 1 if number == 1 else top_k

@@ -23,6 +23,7 @@ from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.operations import Scoring
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 
 #: A GPU's distance from float32 may be this many times that of the rounding below. A tiny Qwen2 with an adapter had 0.8
@@ -103,14 +104,13 @@ class RoundedOperations(NumpyOperations):
         keys: np.ndarray,
         values: np.ndarray,
         mask: np.ndarray | None,
-        scale: float,
-        sinks: np.ndarray | None = None,
+        scoring: Scoring[np.ndarray],
     ) -> np.ndarray:
-        assert sinks is None
+        assert scoring.sinks is None and not scoring.cap
         mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
         batch, heads, tokens, size = query.shape
         kv_heads = keys.shape[1]
-        grouped = self._round(query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads, tokens, size)
+        grouped = self._round(query * np.float32(scoring.scale)).reshape(batch, kv_heads, heads // kv_heads, tokens, size)
         keys, values = (cache[:, :, None, : mask.shape[3]] for cache in (keys, values))
         scores = np.where(mask[:, :, None], self._round(grouped @ keys.swapaxes(-1, -2)), np.float32(-1e30))
         scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
