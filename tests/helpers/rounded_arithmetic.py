@@ -110,9 +110,8 @@ class RoundedOperations(NumpyOperations):
         mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
         batch, heads, tokens, size = query.shape
         kv_heads = keys.shape[1]
-        grouped = self._round(query * np.float32(scoring.scale)).reshape(
-            batch, kv_heads, heads // kv_heads, tokens, size
-        )
+        scaled = self._round(query * np.float32(scoring.scale))
+        grouped = scaled.reshape(batch, kv_heads, heads // kv_heads, tokens, size)
         keys, values = (cache[:, :, None, : mask.shape[3]] for cache in (keys, values))
         scores = np.where(mask[:, :, None], self._round(grouped @ keys.swapaxes(-1, -2)), np.float32(-1e30))
         largest, sinks = scores.max(axis=-1, keepdims=True), scoring.sinks
