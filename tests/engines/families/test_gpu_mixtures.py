@@ -83,8 +83,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_agree_with_numpy(family: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
     """A prompt of 100 tokens, in chunks of many rows and of few. Most logits are within the dtype's tolerance, or as
-    far away as by NumPy's rounded arithmetic: where two experts score alike, rounding may choose the other one, and those
-    that follow from it are farther away."""
+    far away as by NumPy's rounded arithmetic: where two experts score alike, rounding may choose the other one, and
+    what follows from it is farther away."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **MIXTURES[family])
     limits = EngineLimits(max_batch=2, prefill_chunk=80, kv_capacity=192)
     build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype)
