@@ -14,18 +14,7 @@ from typing import Any
 from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
 from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.backends.planned_engines import planned_engines
-from edgellm.engines.building.checks import (
-    EMBEDDINGS,
-    check_image_rows,
-    check_limits,
-    check_places,
-    check_settings,
-    choose_limits,
-    choose_platforms,
-    leaves_out_embedding,
-    plan_bytes_bound,
-    with_window_rows,
-)
+from edgellm.engines.building import checks
 from edgellm.engines.building.draft_weights import with_packed_draft
 from edgellm.engines.building.inputs import (
     BuildInputs,
@@ -73,7 +62,7 @@ def build_engine_directory(
     vision: str | Path | None = None,
     all_plans: bool = False,
     head: str = HEADS[0],
-    embedding: str = EMBEDDINGS[0],
+    embedding: str = checks.EMBEDDINGS[0],
     tool_format: str | None = None,
     draft_vocabulary: str | Path | None = None,
     draft_weights: str = DRAFT_WEIGHTS[0],
@@ -104,9 +93,9 @@ def build_engine_directory(
     started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
-    check_places(source, target, force)
-    check_settings(dtype, attention, weights, head, embedding, draft_weights)
-    platforms, note = ((), "") if kernels and not targets else choose_platforms(targets)
+    checks.check_places(source, target, force)
+    checks.check_settings(dtype, attention, weights, head, embedding, draft_weights)
+    platforms, note = ((), "") if kernels and not targets else checks.choose_platforms(targets)
     cuda = check_compiler(kernels, cuda) if kernels else None
     vision = None if vision is None else Path(vision)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
@@ -118,7 +107,7 @@ def build_engine_directory(
             packing = time.perf_counter()
             inputs = with_packed_draft(inputs, draft_weights, dtype, staged.path, partial(progress, "draft"))
             packing = time.perf_counter() - packing
-            embeds = leaves_out_embedding(
+            embeds = checks.leaves_out_embedding(
                 inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
             )
             inputs = with_packed_head(inputs, head, embeds, dtype)
@@ -131,7 +120,7 @@ def build_engine_directory(
             report = _begun(target, inputs, dtype, limits, weights, note)
             plans = choose_plans(report, inputs.models, platforms, all_plans, packed)
             copied = inputs.head_bytes + (inputs.weight_bytes if weights == "copy" else 0)
-            needed = copied + plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
+            needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
             check_space(staged.path, needed + len(kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
             report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
             progress("check", 1, 1)
@@ -174,7 +163,7 @@ def read_build(
     drafted = None if leaves_out else choose_draft(source, config, draft, known)
     inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
     block = 0 if inputs.draft is None or inputs.draft.block is None else inputs.draft.block.size
-    limits = known or choose_limits(
+    limits = known or checks.choose_limits(
         config,
         **asked
         | {
@@ -187,9 +176,9 @@ def read_build(
             "beyond_trained_context": beyond_trained_context,
         },
     )
-    limits = replace(with_window_rows(config, limits), draft_block=block)
-    check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
-    check_image_rows(encoder, vision is not None, limits)
+    limits = replace(checks.with_window_rows(config, limits), draft_block=block)
+    checks.check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
+    checks.check_image_rows(encoder, vision is not None, limits)
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
         narrow = "bfloat16" if config.post_norms else "float16"
         dtype = narrow if config.dtype == "float32" else config.dtype

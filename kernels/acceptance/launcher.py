@@ -6,20 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.kernels.acceptance.contract import (
-    DRAFT_STREAM,
-    MAXIMUM_ACCEPTED,
-    MAXIMUM_TREE_SIZE,
-    RESIDUAL_STREAM,
-    TARGET_STREAM,
-    TEST_STREAM,
-    AcceptanceKernels,
-    Accepted,
-    Chain,
-    NodeLogits,
-    Pending,
-    TypicalBounds,
-)
+from edgellm.kernels.acceptance import contract
+from edgellm.kernels.acceptance.contract import AcceptanceKernels, Accepted, Chain, NodeLogits, Pending, TypicalBounds
 from edgellm.kernels.acceptance.twin import check_alike
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
@@ -42,13 +30,13 @@ _ELEMENTS = {16: "uint4", 4: "unsigned", 2: "unsigned short"}
 def _source(name: str, *expressions: str) -> ModuleSource:
     macros = {
         "ROW_BYTES": _ROW_BYTES,
-        "MAXIMUM_TREE_SIZE": MAXIMUM_TREE_SIZE,
-        "MAXIMUM_ACCEPTED": MAXIMUM_ACCEPTED,
+        "MAXIMUM_TREE_SIZE": contract.MAXIMUM_TREE_SIZE,
+        "MAXIMUM_ACCEPTED": contract.MAXIMUM_ACCEPTED,
         "CACHES_PER_LAUNCH": _CACHES_PER_LAUNCH,
-        "TARGET_STREAM": TARGET_STREAM,
-        "DRAFT_STREAM": DRAFT_STREAM,
-        "TEST_STREAM": TEST_STREAM,
-        "RESIDUAL_STREAM": RESIDUAL_STREAM,
+        "TARGET_STREAM": contract.TARGET_STREAM,
+        "DRAFT_STREAM": contract.DRAFT_STREAM,
+        "TEST_STREAM": contract.TEST_STREAM,
+        "RESIDUAL_STREAM": contract.RESIDUAL_STREAM,
     }
     headers = (("acceptance/arguments.cuh", cuda_header(AcceptanceKernels)), SAMPLING_HEADER)
     return ModuleSource(name, (f"acceptance/{name}.cu",), expressions, (*macros.items(), *SAMPLING_MACROS), headers)

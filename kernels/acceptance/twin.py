@@ -6,15 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from edgellm.kernels.acceptance.contract import (
-    DRAFT_STREAM,
-    AcceptanceKernels,
-    Accepted,
-    Chain,
-    NodeLogits,
-    Pending,
-    TypicalBounds,
-)
+from edgellm.kernels.acceptance import contract
+from edgellm.kernels.acceptance.contract import AcceptanceKernels, Accepted, Chain, NodeLogits, Pending, TypicalBounds
 from edgellm.kernels.acceptance.distribution import Distribution, Draws, divided, is_typical
 from edgellm.kernels.acceptance.walks import accept_chains, deepest_path, walk, walk_all, write_accepted
 from edgellm.kernels.arrays import Array
@@ -116,7 +109,7 @@ class NumpyAcceptance:
         scaled, thresholds = divided(logits, temperature), np.empty(sizes["B"], np.float32)
         self._sampling.filter_threshold(scaled, rows, thresholds)
         probabilities = Distribution(scaled, thresholds, temperature).probabilities()
-        draws = Draws(records(rows), positions + np.int32(step), DRAFT_STREAM)
+        draws = Draws(records(rows), positions + np.int32(step), contract.DRAFT_STREAM)
         chain.tokens[:, step] = chain.draft_to_target[draws.by_weight(probabilities)]
         chain.probabilities[:, step] = probabilities
 
