@@ -13,10 +13,10 @@ from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher, check_workspace
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables
 from edgellm.kernels.tree import contract
-from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Given, HiddenRows, Level, TreeKernels, TreeNodes
+from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Level, TreeKernels
 from edgellm.kernels.tree.log_softmax import CHUNK
 
 _KEY_BYTES = 8
@@ -104,17 +104,7 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(dtype, embedding), f"draft_block<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
 
-    def prepare_proposal(
-        self,
-        level: Level,
-        committed: DeviceArray,
-        tables: ModelTables,
-        candidates: Candidates,
-        hidden: HiddenRows,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
         """What the draft model reads in the propose step of a level; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
@@ -126,17 +116,7 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
-    def prepare_verification(
-        self,
-        level: Level,
-        state: SequenceState,
-        tables: ModelTables,
-        candidates: Candidates,
-        tree: TreeNodes,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
         """The tree to verify and what the base model reads of it; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, state, tables, candidates, tree, inputs, expansion, given)

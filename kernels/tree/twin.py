@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts, rows_of
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.sampling.twin import look_up
 from edgellm.kernels.tree import contract
-from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Given, HiddenRows, Level, TreeKernels, TreeNodes
+from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Given, Level, TreeKernels, TreeNodes
 from edgellm.kernels.tree.log_softmax import LogSoftmax
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -76,17 +76,7 @@ class NumpyTree:
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), last[:, None, :, None], out=inputs.attention_mask)
         look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
 
-    def prepare_proposal(
-        self,
-        level: Level,
-        committed: np.ndarray,
-        tables: ModelTables,
-        candidates: Candidates,
-        hidden: HiddenRows,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
         """What the draft model reads in the propose step of a level; see the contract."""
         sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion, given)
         number = level.number
@@ -106,17 +96,7 @@ class NumpyTree:
         places = committed.astype(np.int64) + tables.position_offsets + (number - 1)
         look_up(tables, tokens, places[:, None], inputs)
 
-    def prepare_verification(
-        self,
-        level: Level,
-        state: SequenceState,
-        tables: ModelTables,
-        candidates: Candidates,
-        tree: TreeNodes,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
         """The tree to verify and what the base model reads of it; see the contract."""
         sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion, given)
         count, start = contract.candidate_count(level.number, sizes["K"]), state.kvcache_start_index
