@@ -29,20 +29,12 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
-from edgellm.kernels.decode.contract import (
-    AttentionScratch,
-    AttentionStep,
-    AttentionWeights,
-    Kept,
-    LinearWeights,
-    NormedInput,
-)
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import InputPermutation
 
 
 class NormLinearArgument(ctypes.Structure):
@@ -157,15 +149,7 @@ class CudaDecodeKernels:
             return not linear.is_packed
         return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
 
-    def norm_linear(
-        self,
-        inputs: Sequence[NormedInput],
-        linear: LinearWeights,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        next_early: bool = True,
-    ) -> Launch:
+    def norm_linear(self, inputs, linear, output, scale=1.0, kept=None, next_early=True):
         """See `NumpyDecodeKernels.norm_linear`.
 
         `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished. Of
@@ -249,14 +233,7 @@ class CudaDecodeKernels:
         kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else geometry.name, linear)
         return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
-    def attention(
-        self,
-        qkv: DeviceArray,
-        weights: AttentionWeights,
-        step: AttentionStep,
-        scratch: AttentionScratch,
-        context: DeviceArray,
-    ) -> Launch:
+    def attention(self, qkv, weights, step, scratch, context):
         """See `NumpyDecodeKernels.attention`."""
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
@@ -305,9 +282,7 @@ class CudaDecodeKernels:
         grid = -(-width // (8 * THREADS)), rows, 1
         return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
 
-    def norm_residual(
-        self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None
-    ) -> Launch:
+    def norm_residual(self, normed, residual, output, selected=None):
         """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
         are selected."""
         rows, width = rows_of(normed.values), normed.columns
@@ -328,15 +303,7 @@ class CudaDecodeKernels:
         )
         return Launch(self.module, norm_kernel("norm_residual", self._type), (1, rows, 1), THREADS, 0, (arguments,))
 
-    def norm(
-        self,
-        normed: NormedInput,
-        output: DeviceArray,
-        column: int = 0,
-        kept: Kept | None = None,
-        next_early: bool = True,
-        arranged: InputPermutation | None = None,
-    ) -> Launch:
+    def norm(self, normed, output, column=0, kept=None, next_early=True, arranged=None):
         """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
         rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]
         order, scales = arranged or (None, None)
