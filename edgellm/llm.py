@@ -77,27 +77,9 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "queue_limit")}
         metrics = Metrics()
-        open_runtime = partial(
-            SpecDecodeRuntime,
-            engine_directory,
-            multimodal_engine_directory,
-            adapters,
-            drafting,
-            backend=backend,
-            executor=executor,
-            kv_cache=kv_cache,
-            revision=revision,
-            update=update,
-            build=build,
-            mmproj=mmproj,
-            snapshots=snapshots,
-            snapshot_budget=snapshot_budget,
-            preemption_budget=preemption_budget,
-            state_budget=state_budget,
-            progress=progress,
-            metrics=metrics,
-        )
+        open_runtime = partial(SpecDecodeRuntime, **given, metrics=metrics)
         self._own(EngineThread(open_runtime, metrics, queue_limit))
 
     def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:

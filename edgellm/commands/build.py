@@ -17,8 +17,8 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
+from edgellm.engines.building.builder import BuildSettings, build_engine_directory
+from edgellm.engines.building.checks import EMBEDDINGS, AskedLimits, planned_targets
 from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
 from edgellm.engines.building.planning import add_targets, refresh_plans
 from edgellm.engines.building.plans import BuildReport
@@ -204,7 +204,7 @@ def build(given: BuildOptions) -> None:
                 mmproj = str(checkpoint_of(mmproj, None, False, display)[0])
         if given.vision is not None and is_gguf_file(checkpoint):
             mmproj = NO_ENCODER
-        asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
+        asked = given.arguments_of(AskedLimits) | ({"has_draft": False} if given.no_mtp else {})
         with (
             checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
             draft_folder(draft) as draft_checkpoint,
@@ -213,11 +213,11 @@ def build(given: BuildOptions) -> None:
             report = build_engine_directory(
                 folder,
                 engine_dir,
+                limits=asked,
+                targets=planned,
                 **given.arguments_of(
-                    build_engine_directory,
-                    limits=asked,
+                    BuildSettings,
                     weights=given.weights or ("copy" if folder == checkpoint else "link"),
-                    targets=planned,
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,

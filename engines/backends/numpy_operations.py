@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations, Scoring
-from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
-from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.decode.numpy_twins import capped
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -225,14 +222,7 @@ class NumpyOperations(Operations[np.ndarray]):
     def pairs_apart(self, x: np.ndarray, rotary: int) -> np.ndarray:
         return pairs_apart(x, rotary)
 
-    def kv_cache_update(
-        self,
-        cache: np.ndarray,
-        update: np.ndarray,
-        start_index: np.ndarray,
-        scales: np.ndarray | None = None,
-        wraps: bool = False,
-    ) -> np.ndarray:
+    def kv_cache_update(self, cache, update, start_index, scales=None, wraps=False):
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
             if wraps:
@@ -243,15 +233,7 @@ class NumpyOperations(Operations[np.ndarray]):
             write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
         return cache
 
-    def attention(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray | None,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def attention(self, query, keys, values, mask, scoring, *scales):
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
@@ -269,34 +251,14 @@ class NumpyOperations(Operations[np.ndarray]):
                     context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink, cap)
         return context.reshape(query.shape)
 
-    def short_convolution(
-        self,
-        step: ShortConvolution,
-        value: np.ndarray,
-        columns: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        parents: np.ndarray | None,
-        tokens: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def short_convolution(self, step, value, columns, weight, bias, parents, tokens):
         convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
         output, inputs = convolved(value, convolution, bias, columns, parents)
         if tokens is not None:
             take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
         return output, inputs
 
-    def update_matrices(
-        self,
-        step: GatedDelta,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        matrices: np.ndarray,
-        a_log: np.ndarray,
-        dt_bias: np.ndarray,
-        skip: np.ndarray | None,
-        parents: np.ndarray | None,
-        tokens: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def update_matrices(self, step, rows, projected, matrices, a_log, dt_bias, skip, parents, tokens):
         if skip is None:
             gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
         else:
@@ -308,45 +270,17 @@ class NumpyOperations(Operations[np.ndarray]):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count), skip=skip)
         return output.reshape(*rows.shape[:2], -1), gates
 
-    def experts(
-        self,
-        step: Experts,
-        x: np.ndarray,
-        scores: np.ndarray,
-        correction: np.ndarray | None,
-        gate_up: tuple[Any, np.ndarray | None],
-        down: tuple[Any, np.ndarray | None],
-    ) -> np.ndarray:
+    def experts(self, step, x, scores, correction, gate_up, down):
         return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
 
-    def window_attention(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray,
-        start_index: np.ndarray,
-        window: int,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
             return np.arange(first, start + query.shape[2]), hidden
 
         return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
 
-    def attention_ahead(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        start_index: np.ndarray,
-        last_seen: np.ndarray,
-        window: int | None,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def attention_ahead(self, query, keys, values, start_index, last_seen, window, scoring, *scales):
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
             positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
             hidden = positions > last_seen[b][:, None]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
-from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, DecoderConfig
+from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
     DRAFT_RANGES,
     KV_CACHES,
@@ -62,56 +62,70 @@ _PLAN_BYTES_PER_LAYER = 1 << 20
 _JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
 
 
-def choose_limits(
-    config: DecoderConfig,
-    max_batch: int | None = None,
-    prefill_chunk: int | None = None,
-    kv_capacity: int | None = None,
-    beyond_trained_context: bool = False,
-    has_draft: bool = False,
-    draft_top_k: int | None = None,
-    draft_steps: int | None = None,
-    verify_tree_size: int | None = None,
-    adapter_ranks: Sequence[int] = (),
-    max_lora_rank: int | None = None,
-    lora_slots: int | None = None,
-    vision: VisionConfig | None = None,
-    max_image_patches: int | None = None,
-    kv_cache: str = KV_CACHES[0],
-    is_packed: bool = False,
-    is_mtp: bool = False,
-    draft_block: int = 0,
-) -> EngineLimits:
-    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
+@dataclass(frozen=True)
+class AskedLimits:
+    """What limits are to be, None for what fits the model, and what is known of it.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
     each sequence. `vision` is the model's vision encoder, `kv_cache` one of `KV_CACHES`; `is_packed`: the model has
     packed weights, as devices have that are short of memory; `is_mtp`: its draft is the head that ships with it;
     `draft_block` are the tokens of the block that its draft fills in one pass, if it does.
     """
+
+    max_batch: int | None = None
+    prefill_chunk: int | None = None
+    kv_capacity: int | None = None
+    beyond_trained_context: bool = False
+    has_draft: bool = False
+    draft_top_k: int | None = None
+    draft_steps: int | None = None
+    verify_tree_size: int | None = None
+    adapter_ranks: Sequence[int] = ()
+    max_lora_rank: int | None = None
+    lora_slots: int | None = None
+    vision: VisionConfig | None = None
+    max_image_patches: int | None = None
+    kv_cache: str = KV_CACHES[0]
+    is_packed: bool = False
+    is_mtp: bool = False
+    draft_block: int = 0
+
+
+def choose_limits(config: DecoderConfig, **given: Any) -> EngineLimits:
+    """Limits as `AskedLimits` of these keywords say, with defaults that fit the model where nothing is asked for;
+    BuildError for numbers out of range."""
+    asked = AskedLimits(**given)
+    kv_capacity, prefill_chunk, block, ranks = (
+        asked.kv_capacity,
+        asked.prefill_chunk,
+        asked.draft_block,
+        asked.adapter_ranks,
+    )
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
     if prefill_chunk is None:
-        wide = is_packed and config.intermediate_size > _WIDE
+        wide = asked.is_packed and config.intermediate_size > _WIDE
         fitting = min(WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
-    asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
-    usual = (MTP_DEFAULTS if is_mtp else DRAFT_DEFAULTS) if has_draft else dict.fromkeys(asked, 0)
-    if draft_block:
-        tree = max(BLOCK_LEAST_TREE, draft_block)
-        usual = {"draft_top_k": BLOCK_TOP_K, "draft_steps": draft_block - 1, "verify_tree_size": tree}
-    chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in asked.items()}
-    batch = 1 if max_batch is None else max_batch
-    if max_lora_rank is None:
-        max_lora_rank = max(adapter_ranks, default=0)
-    if lora_slots is None:
-        lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
-    chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots, "draft_block": draft_block}
-    rows = choose_image_rows(vision, max_image_patches)
-    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
+    usual = MTP_DEFAULTS if asked.is_mtp else DRAFT_DEFAULTS
+    if not asked.has_draft:
+        usual = dict.fromkeys(usual, 0)
+    if block:
+        usual = {"draft_top_k": BLOCK_TOP_K, "draft_steps": block - 1, "verify_tree_size": max(BLOCK_LEAST_TREE, block)}
+    chosen: dict[str, Any] = {name: _given(getattr(asked, name), value) for name, value in usual.items()}
+    batch = _given(asked.max_batch, 1)
+    rank = chosen["max_lora_rank"] = _given(asked.max_lora_rank, max(ranks, default=0))
+    chosen["lora_slots"] = _given(asked.lora_slots, min(max(batch, len(ranks)), LARGEST_LORA_SLOTS) if rank else 0)
+    chosen |= {"draft_block": block, "kv_cache": asked.kv_cache}
+    rows = choose_image_rows(asked.vision, asked.max_image_patches)
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows)
     limits = with_window_rows(config, limits)
-    check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
+    check_limits(config, limits, asked.beyond_trained_context, asked.has_draft, ranks)
     return limits
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
@@ -231,28 +245,6 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
         )
     if not 1 <= slots <= LARGEST_LORA_SLOTS:
         raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
-
-
-def check_settings(
-    dtype: str | None,
-    attention: str,
-    weights: str = WEIGHT_MODES[0],
-    head: str = HEADS[0],
-    embedding: str = EMBEDDINGS[0],
-    draft_weights: str = DRAFT_WEIGHTS[0],
-) -> None:
-    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head,
-    embedding or kind of a draft's weights."""
-    for option, value, choices in (
-        ("--dtype", dtype, (None, *DTYPES)),
-        ("--attention", attention, ATTENTION_SETTINGS),
-        ("--weights", weights, WEIGHT_MODES),
-        ("--head", head, HEADS),
-        ("--embedding", embedding, EMBEDDINGS),
-        ("--draft-weights", draft_weights, DRAFT_WEIGHTS),
-    ):
-        if value not in choices:
-            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(filter(None, choices))}")
 
 
 def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:

@@ -126,18 +126,17 @@ def _context_program(config: DraftConfig, shape: EngineShape) -> Program:
 
 def _block_program(config: DraftConfig, shape: EngineShape) -> Program:
     """One pass of a draft over a block behind the rows of the base's features; `attention_mask` says which of the block
-    each of its tokens sees. Its output are the `logits` [B, selected, Vd] float32 of the places that are guessed."""
+    each of its tokens sees. Its output are the `logits` [B, T, Vd] float32 of its places."""
     decoder, value = config.decoder, "inputs_embeds"
     steps: list[Step] = []
     for index, layer in enumerate(_block_layers(config)):
-        selects = shape.selected < shape.tokens and index == decoder.num_layers - 1
         steps += layer.attention(index, (Input(value, (layer.norm("input_layernorm"),)),))
-        steps += layer.residual(value, selects)
+        steps += layer.residual(value, False)
         value = steps[-1].output
     final = LayerWeights(decoder, "", config.checkpoint_prefix).norm("norm")
     steps.append(NormLinear("logits", (Input(value, (final,)),), _head(config)))
     inputs = token_inputs(shape, config.hidden_size, decoder.rotary_dim)
-    outputs: Edge = {"logits": ((shape.batch, shape.selected, config.draft_vocab_size), "float32")}
+    outputs: Edge = {"logits": ((shape.batch, shape.tokens, config.draft_vocab_size), "float32")}
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
 
 

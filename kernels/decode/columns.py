@@ -1,12 +1,13 @@
-"""The kernels of columns.cu on the GPU: parts of rows, columns of rows, and tokens' own embeddings."""
+"""The kernels of columns.cu on the GPU: parts of rows, columns of rows, and tokens' own embeddings. Methods have the
+arguments of their twins in `numpy_twins`."""
 
 from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of
-from edgellm.kernels.decode.contract import TOKEN_SHARE, NormedInput
+from edgellm.kernels.decode.contract import TOKEN_SHARE
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
@@ -26,7 +27,7 @@ class CudaColumns:
     dtype: str
     _type: str
 
-    def unit_norm(self, values: DeviceArray, first: int, size: int, epsilon: float, next_early: bool = True) -> Launch:
+    def unit_norm(self, values, first, size, epsilon, next_early=True):
         """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
         stride = values.shape[-1]
         if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:
@@ -38,7 +39,7 @@ class CudaColumns:
         numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
         return self._of_rows("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
 
-    def insert_columns(self, columns: DeviceArray, rows: DeviceArray) -> Launch:
+    def insert_columns(self, columns, rows):
         """See `NumpyDecodeKernels.insert_columns`."""
         width, stride = columns.shape[-1], rows.shape[-1]
         are_floats = columns.dtype == rows.dtype == "float32"
@@ -50,9 +51,7 @@ class CudaColumns:
         arguments = *map(ctypes.c_void_p, addresses(columns, rows)), ctypes.c_int(width), ctypes.c_int(stride)
         return self._of_rows("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
 
-    def token_gate(
-        self, gate: DeviceArray, projected: NormedInput, own: DeviceArray, scale: float, output: DeviceArray
-    ) -> Launch:
+    def token_gate(self, gate, projected, own, scale, output):
         """See `NumpyDecodeKernels.token_gate`."""
         width, rows, stride, first = gate.shape[-1], rows_of(gate), own.shape[-1], projected.first
         values, fits = projected.values, width == projected.columns and projected.weight is not None

@@ -25,7 +25,7 @@ from edgellm.kernels.decode.arguments import (
     own_rows,
     rows_of,
 )
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, Kept, LinearWeights, activation_number, padded_columns
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, LinearWeights, activation_number, padded_columns
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
@@ -109,14 +109,7 @@ class CudaTiledKernels:
         self.module, self.dtype = module, dtype
         self.gpu = capacity_of(module)
 
-    def linear(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        output: DeviceArray,
-        scale: float = 1.0,
-        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
-    ) -> Launch:
+    def linear(self, x, linear, output, scale=1.0, tiling=None):
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
         return self._launch("linear", x, linear, arguments, tiling)
@@ -127,16 +120,7 @@ class CudaTiledKernels:
         arguments.activation = activation_number(activation)
         return self._launch("gate_up", x, linear, arguments)
 
-    def linear_residual(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        residual: DeviceArray | None,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: DeviceArray | None = None,
-    ) -> Launch:
+    def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         """See `NumpyTiledKernels.linear_residual`."""
         rows = linear.weight.shape[0]
         arguments = self._arguments(x, linear, output, rows, scale, selected)

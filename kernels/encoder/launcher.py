@@ -80,16 +80,7 @@ class CudaEncoder(Launcher):
     def __init__(self, module: KernelModule) -> None:
         super().__init__(module, EncoderKernels)
 
-    def norm(
-        self,
-        values: DeviceArray,
-        weight: DeviceArray,
-        bias: DeviceArray | None,
-        epsilon: float,
-        offset: float,
-        output: DeviceArray,
-        next_early: bool = True,
-    ) -> Launch:
+    def norm(self, values, weight, bias, epsilon, offset, output, next_early=True):
         """Layer norm or RMS norm; see the contract."""
         arguments = (values, weight, bias, epsilon, offset, output, next_early)
         sizes, packed = self._packed("norm", *arguments)
@@ -135,15 +126,7 @@ class CudaEncoder(Launcher):
         kernel = row_kernel("heads.cu", "prepare_heads", qkv.dtype, heads.dtype)
         return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
 
-    def attention(
-        self,
-        heads: DeviceArray,
-        window: int,
-        visible: DeviceArray | None,
-        scale: float,
-        context: DeviceArray,
-        tiles: int | None = None,
-    ) -> Launch:
+    def attention(self, heads, window, visible, scale, context, tiles=None):
         """Attention within windows; see the contract. `tiles`: other than the fastest."""
         sizes, packed = self._packed("attention", heads, window, visible, scale, context)
         _check_aligned("attention", 8, heads, context)

@@ -21,16 +21,7 @@ _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 class NumpyEncoder:
     """See `edgellm.kernels.encoder.contract.EncoderKernels`."""
 
-    def norm(
-        self,
-        values: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        epsilon: float,
-        offset: float,
-        output: np.ndarray,
-        next_early: bool = True,
-    ) -> NumpyLaunch:
+    def norm(self, values, weight, bias, epsilon, offset, output, next_early=True):
         """Layer norm or RMS norm; see the contract."""
         _check("norm", values, weight, bias, epsilon, offset, output, next_early)
 
@@ -92,9 +83,7 @@ class NumpyEncoder:
 
         return NumpyLaunch(compute)
 
-    def attention(
-        self, heads: np.ndarray, window: int, visible: np.ndarray | None, scale: float, context: np.ndarray
-    ) -> NumpyLaunch:
+    def attention(self, heads, window, visible, scale, context):
         """Attention within windows; see the contract."""
         _check("attention", heads, window, visible, scale, context)
 

@@ -130,17 +130,13 @@ class CudaSampling(Launcher):
         sizes, packed = self._packed("argmax", logits, tokens, state)
         self._launch_rows(Kernel(self._step, "argmax"), sizes, packed, self._best, self._finished, early=True)
 
-    def constrain_logits(
-        self, logits: DeviceArray, mask_rows: DeviceArray, masks: DeviceArray, bias: DeviceArray, rows: SamplingRows
-    ) -> None:
+    def constrain_logits(self, logits, mask_rows, masks, bias, rows):
         """Masks, then biases, in place; it overlaps the kernel before it and lets the next one do so. See the
         contract."""
         sizes, packed = self._packed("constrain_logits", logits, mask_rows, masks, bias, rows)
         self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed)
 
-    def process_logits(
-        self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray
-    ) -> None:
+    def process_logits(self, logits, token_counts, rows, processed):
         """Penalties, then temperature; see the contract."""
         sizes, packed = self._packed("process_logits", logits, token_counts, rows, processed)
         self._launch_rows(Kernel(DRAWING, "process_logits"), sizes, packed)
@@ -151,15 +147,7 @@ class CudaSampling(Launcher):
         for name in ("filter_range", "filter_histogram", "filter_select"):
             self._launch_rows(Kernel(DRAWING, name), sizes, packed, self._filter_rows)
 
-    def sample(
-        self,
-        processed: DeviceArray,
-        thresholds: DeviceArray,
-        rows: SamplingRows,
-        positions: DeviceArray,
-        tokens: DeviceArray,
-        state: SequenceState | None = None,
-    ) -> None:
+    def sample(self, processed, thresholds, rows, positions, tokens, state=None):
         """Draw a token of each row by Gumbel-max; a `state` takes it. See the contract."""
         sizes, packed = self._packed("sample", processed, thresholds, rows, positions, tokens, state)
         self._launch_rows(Kernel(DRAWING, "sample"), sizes, packed, self._best, self._finished)

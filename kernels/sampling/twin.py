@@ -45,9 +45,7 @@ class NumpySampling:
         if state is not None:
             _advance(tokens, state)
 
-    def constrain_logits(
-        self, logits: np.ndarray, mask_rows: np.ndarray, masks: np.ndarray, bias: np.ndarray, rows: np.ndarray
-    ) -> None:
+    def constrain_logits(self, logits, mask_rows, masks, bias, rows):
         """Masks, then biases, in place; rows without either cost nothing. See the contract."""
         sizes = _check("constrain_logits", logits, mask_rows, masks, bias, rows)
         per_slot = sizes["B"] // sizes["S"]
@@ -63,9 +61,7 @@ class NumpySampling:
                 if np.isnan(values.max()):  # what is forbidden among them is -inf, like the rest
                     np.putmask(values, np.isnan(values) & (limits < 0), _MINUS_INFINITY)
 
-    def process_logits(
-        self, logits: np.ndarray, token_counts: np.ndarray, rows: np.ndarray, processed: np.ndarray
-    ) -> None:
+    def process_logits(self, logits, token_counts, rows, processed):
         """Penalties, then temperature; neutral settings cost nothing. See the contract."""
         sizes = _check("process_logits", logits, token_counts, rows, processed)
         if processed is not logits:
@@ -85,15 +81,7 @@ class NumpySampling:
         for row, values in enumerate(processed):
             thresholds[row] = _threshold(values, known[row // per_slot])
 
-    def sample(
-        self,
-        processed: np.ndarray,
-        thresholds: np.ndarray,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        tokens: np.ndarray,
-        state: SequenceState | None = None,
-    ) -> None:
+    def sample(self, processed, thresholds, rows, positions, tokens, state=None):
         """Draw a token of each row by Gumbel-max; a `state` takes them. See the contract."""
         sizes = _check("sample", processed, thresholds, rows, positions, tokens, state)
         known, per_slot = records(rows), sizes["B"] // sizes["S"]
