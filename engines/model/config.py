@@ -306,12 +306,6 @@ class DecoderConfig:
             return index
         return next(own for own in reversed(range(first)) if self.layer_kind(own) == self.layer_kind(index))
 
-    def shares_rows(self, index: int) -> bool:
-        """Whether other layers attend to a layer's rows."""
-        return any(
-            self.rows_layer(later) == index for later in range(self.num_layers - self.shared_rows, self.num_layers)
-        )
-
     def inner_size(self, index: int) -> int:
         """Rows of a layer's MLP, of its gate or its ups alone."""
         is_shared = index >= self.num_layers - self.shared_rows

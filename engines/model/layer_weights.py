@@ -66,7 +66,8 @@ class LayerWeights(NamedWeights):
         parts = [("q_proj", queries), ("k_proj", kv_size), (of_values, kv_size)]
         if config.fused_projections:
             parts = [("qkv_proj", queries + 2 * kv_size)]
-        value = f"qkv_{rows_layer}" if config.shares_rows(rows_layer) else f"qkv{self.value_ending(index)}"
+        ending = self.value_ending(index)
+        value = f"qkv{ending}"
         widths = (query_size, kv_size) if config.joint_qk_norm else (size, size)
         names = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
         prefix = f"model.layers.{rows_layer}."
@@ -76,7 +77,7 @@ class LayerWeights(NamedWeights):
         q_norm, k_norm = norms if norms and not behind else (None, None)
         if rows_layer != index:  # keys and values are there from that layer, and are written once more, as they are
             linear = self.linear("self_attn.q_proj", queries, len(inputs) * config.hidden_size, config.attention_bias)
-            queried = f"queries{self.value_ending(index)}"
+            queried = f"queries{ending}"
             before: list[Step] = [NormLinear(queried, inputs, linear, keep=keep), InsertColumns(value, queried, value)]
         else:
             qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
@@ -85,7 +86,7 @@ class LayerWeights(NamedWeights):
                 behind.append(UnitNorm(value, value, query_size + kv_size, size, config.rms_norm_eps))
         is_local = in_window and config.local_rope_theta is not None
         attention = Attention(
-            f"context{self.value_ending(index)}",
+            f"context{ending}",
             value,
             rows_layer,
             (config.num_heads, kv_heads, size),
@@ -107,8 +108,10 @@ class LayerWeights(NamedWeights):
         return [*before, *behind, attention]
 
     def value_ending(self, index: int) -> str:
-        """What ends the names of values whose width follows from the heads: those of one name are alike."""
-        return "_wide" if self._config.kv_heads(index)[1] != self._config.head_dim else ""
+        """What ends the names of values that layers of one kind have: of another they may be of another width, and
+        those of the last layer with rows are taken by the layers that share these."""
+        config = self._config
+        return "_full" if config.layers_differ and config.layer_kind(index) == "attention" else ""
 
     def key_value_rows(self, index: int, taken: Input, keep: Keep | None) -> list[Step]:
         """The steps that write keys and values of what is `taken` into the layer's rows; nothing attends."""
