@@ -29,6 +29,7 @@ from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
+from edgellm.watching import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -384,6 +385,17 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self._runtime.count_tokens(Request.of(None, prompt, **options))
         return self._runtime.count_tokens(Request.of(prompt, **options))  # type: ignore[arg-type]
+
+    def watch(
+        self,
+        stream: Any,
+        question: str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Any,
+    ) -> Watch:
+        """Ask about the newest frame of a stream again and again: an iterator of answers, described with `Watch`."""
+        return Watch(self, stream, question, params, adapter, **options)
 
     def _session(self, *arguments: Any, **options: Any) -> Session:
         return Session(self._submit, *arguments, **options)

@@ -175,6 +175,11 @@ class OpenedModel:
         return self._defaults.params
 
     @property
+    def media_tokens(self) -> frozenset[int]:
+        """The ids of the tokens that stand for media in prompts."""
+        return frozenset() if self._media is None else self._media.token_ids
+
+    @property
     def drafting(self) -> DraftingConfig | None:
         """How requests are drafted; None: plainly."""
         return self._drafters.setting
