@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from edgellm.media.camera import Camera as Camera
     from edgellm.media.camera import Frame as Frame
     from edgellm.opened_model import SHIPPED_MODEL as SHIPPED_MODEL
+    from edgellm.prefilled import PrefilledStates as PrefilledStates
     from edgellm.requests import Chunk as Chunk
     from edgellm.requests import Messages as Messages
     from edgellm.requests import Request as Request
@@ -99,6 +100,7 @@ _NAMES = {
     "llm": "LLM",
     "media.camera": "Camera Frame",
     "opened_model": "SHIPPED_MODEL",
+    "prefilled": "PrefilledStates",
     "requests": f"{_REQUESTS} Usage",
     "runtime": "SpecDecodeRuntime",
     "sampling_params": "SamplingParams",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
+from edgellm.decoding.slot_table import HeldSlots
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
 from edgellm.drafting.ratings import DraftingReport
@@ -124,7 +125,7 @@ class OpenedModel:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
-            self._drafters = Drafters(self.directory, self._runner)
+            self._drafters, self._held = Drafters(self.directory, self._runner), HeldSlots(self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:
                 self._states = StateKeeper(self._runner, state_budget)
@@ -351,5 +352,5 @@ class OpenedModel:
         return KVContents(self._states, cut, self.directory.config.has_whole_media)
 
     def _least_used_slot(self) -> int:
-        """The slot whose contents were used longest ago."""
-        return min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
+        """The slot whose contents were used longest ago, of those that are not held."""
+        return min(range(self._held.usable()), key=lambda slot: self._contents[slot].last_use)
