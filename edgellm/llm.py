@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 #: `Session`, or `AsyncSession`.
 Conversing = TypeVar("Conversing")
-#: A `CachedPrompt`, a `DraftingReport` or None, a `PrefilledStates`, and None; of `AsyncLLM` what gives them when it is awaited.
+#: A `CachedPrompt`, a `DraftingReport` or None, a `PrefilledStates`, and None; of `AsyncLLM` what gives them when it is
+#: awaited.
 Cached = TypeVar("Cached")
 Report = TypeVar("Report")
 Prefilled = TypeVar("Prefilled")

@@ -12,6 +12,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.states import (
     PRESENT,
     Edge,
+    KVRows,
     LayerState,
     WindowRows,
     exchange_sizes,
@@ -177,8 +178,8 @@ class ModelStates:
             raise EngineError(f"layer {layer} keeps no keys and values: name layers of attention")
         if rows.dtype != "compute":
             raise EngineError(
-                f"layer {layer} keeps its keys and values as {rows.dtype}, which nobody else reads: open the model with "
-                "kv_cache='compute'"
+                f"layer {layer} keeps its keys and values as {rows.dtype}, which nobody else reads: open the model "
+                "with kv_cache='compute'"
             )
         if isinstance(rows, WindowRows) and tokens > rows.reach:  # behind it a step begins at the ring's first row
             raise EngineError(
