@@ -30,7 +30,6 @@ from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
-from edgellm.watching import Watch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
+    from edgellm.watching import Watch
 
 
 #: `Session`, or `AsyncSession`.
@@ -404,6 +404,8 @@ class LLM(
         **options: Any,
     ) -> Watch:
         """Ask about the newest frame of a stream again and again: an iterator of answers, described with `Watch`."""
+        from edgellm.watching import Watch
+
         return Watch(self, stream, question, params, adapter, **options)
 
     def _session(self, *arguments: Any, **options: Any) -> Session:
