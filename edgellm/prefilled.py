@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-from weakref import finalize
 
-from edgellm.engines.runners.states import ModelStates
-from edgellm.errors import is_whole, require
 from edgellm.kernels.dlpack import SharedArray
 
 
@@ -33,24 +28,6 @@ class PrefilledStates:
     keys: tuple[SharedArray, ...]
     values: tuple[SharedArray, ...]
 
-    @classmethod
-    def of_slot(
-        cls,
-        states: ModelStates,
-        slot: int,
-        token_ids: Sequence[int],
-        reused: int,
-        layers: Sequence[int],
-        hold: Callable[[], Callable[[], None]],
-    ) -> PrefilledStates:
-        """Those of a slot, which `hold` holds from now on. Raises EngineError, and holds nothing, for layers that have
-        none."""
-        holder = _Holder()
-        pairs = [states.shared_rows(slot, layer, len(token_ids), holder) for layer in layers]
-        finalize(holder, hold()).atexit = False
-        keys, values = zip(*pairs, strict=True)
-        return cls(tuple(token_ids), reused, tuple(layers), keys, values)
-
     def close(self) -> None:
         """Let go of the arrays."""
         self.keys = self.values = ()
@@ -62,15 +39,5 @@ class PrefilledStates:
         self.close()
 
 
-class _Holder:
+class Reader:
     """Lives as long as somebody reads the rows of a slot."""
-
-
-def checked_layers(layers: Any, count: int) -> list[int]:
-    """Layers of a model with so many, all by default; RequestError for what are none."""
-    if layers is None:
-        return list(range(count))
-    is_list = isinstance(layers, (list, tuple, range)) and len(layers) > 0
-    expected = f"a list of whole numbers from 0 to {count - 1}, or None for all"
-    require(is_list and all(is_whole(each, 0, count - 1) for each in layers), "layers", layers, expected)
-    return list(layers)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, overload
+from weakref import finalize
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.embedding import EmbeddingRequest, require_embeddings
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, EngineError, require
+from edgellm.errors import EdgeLLMError, EngineError, is_whole, require
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
-from edgellm.prefilled import PrefilledStates, checked_layers
-from edgellm.requests import Request, Response, check_choices, request_list, require_request
+from edgellm.prefilled import PrefilledStates, Reader
+from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
@@ -197,8 +197,10 @@ class SpecDecodeRuntime(OpenedModel):
         several, it is one of the last, to which the rows move. Raises what `prepare` does, EngineError where no slot is
         free, for a layer without keys and values, rows of int8, and prompts that are longer than a layer's window.
         """
-        sequence, wanted = self.prepare(request), checked_layers(layers, self.directory.config.num_layers)
-        runner = self._open_runner()
+        sequence, runner, count = self.prepare(request), self._open_runner(), self.directory.config.num_layers
+        layers = range(count) if layers is None else layers
+        are_layers = is_list(layers) and all(is_whole(each, 0, count - 1) for each in layers)
+        require(are_layers and len(layers) > 0, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
         with self._exclusive():
             slots, last = self.loop().slots, self._held.usable() - 1
             if not slots.has_place(sequence):
@@ -217,8 +219,10 @@ class SpecDecodeRuntime(OpenedModel):
                 runner.swap_rows(0, last)
                 self._contents[0], self._contents[last] = self._contents[last], self._contents[0]
             runner.backend.synchronize()
-            hold, reused = partial(self._held.hold, last), sequence.reused_tokens
-            return PrefilledStates.of_slot(runner.base.states, last, sequence.prompt_ids, reused, wanted, hold)
+            reader, ids = Reader(), tuple(sequence.prompt_ids)
+            pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
+            finalize(reader, self._held.hold(last)).atexit = False
+            return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), *zip(*pairs, strict=True))
 
     def following_logits(
         self, token_ids: Sequence[int], first: int, take: Callable[[np.ndarray], None], adapter: str | None = None

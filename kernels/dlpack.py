@@ -19,31 +19,19 @@ _KINDS = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6}
 _NAME = b"dltensor"
 
 
-class _Device(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int32), ("ordinal", ctypes.c_int32)]
-
-
-class _DataType(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("dimensions", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _ManagedTensor(ctypes.Structure):
-    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+class ManagedTensor(ctypes.Structure):
+    """DLManagedTensor, with the structures in it spread out."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *(("device_kind", ctypes.c_int32), ("device", ctypes.c_int32), ("dimensions", ctypes.c_int32)),
+        *(("kind", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)),
+        *(("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64))),
+        *(("byte_offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", _Deleter)),
+    ]
 
 
 _is_valid = ctypes.pythonapi.PyCapsule_IsValid
@@ -75,8 +63,8 @@ for _function in (_delete, _drop):  # readers may call them while Python is bein
 
 
 class SharedArray:
-    """A view of an `array` (NumPy's of the host, or a GPU's), of the first `shape` of its elements along each axis,
-    that `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written.
+    """A view of an `array`, NumPy's or a GPU's, of the first `shape` of its elements along each axis, that
+    `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written.
 
     `strides` are in elements, `dtype` a key of `ITEM_SIZES`. It, and everything that was made of it, keep `owner`.
     """
@@ -106,12 +94,11 @@ class SharedArray:
             raise BufferError(
                 f"this memory is of the device {self._device} and is not copied: copy what you read of it"
             )
-        sizes = (ctypes.c_int64 * len(self.shape))(*self.shape), (ctypes.c_int64 * len(self.shape))(*self.strides)
-        kind = self.dtype.rstrip("0123456789")
-        value = _DataType(_KINDS[kind], 8 * ITEM_SIZES[self.dtype], 1)
+        places = ctypes.c_int64 * len(self.shape)
+        sizes = places(*self.shape), places(*self.strides)
         shape, strides = (ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) for each in sizes)
-        tensor = _Tensor(self.pointer, _Device(*self._device), len(self.shape), value, shape, strides, 0)
-        managed = _ManagedTensor(tensor, None, _delete)
+        value = _KINDS[self.dtype.rstrip("0123456789")], 8 * ITEM_SIZES[self.dtype], 1
+        managed = ManagedTensor(self.pointer, *self._device, len(self.shape), *value, shape, strides, 0, None, _delete)
         address = ctypes.addressof(managed)
         _under_way[address] = (managed, sizes, self)
         return _new(address, _NAME, _drop)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import ImageError, MissingDependencyError, require, require_kind
+from edgellm.sampling_params import as_float
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_input import Channels, ImageSource
@@ -41,7 +42,7 @@ class Camera:
     are "BGR".
 
     `frame` is the newest (None: none yet), `frames` how many came. Where the source ends, `ended` is true and its last
-    frame stays; what it raises is raised by `newest`. Close it, or use it as a context manager. Any thread may ask.
+    frame stays; what it raises is raised by `raise_failure`. Close it, or use it as a context manager.
     """
 
     def __init__(self, source: Any, *, rate: float | None = None, channels: Channels = "RGB") -> None:
@@ -49,47 +50,37 @@ class Camera:
         expected = "a device's number, a path, URL or pipeline, or an iterable of images"
         is_given = is_opened or (isinstance(source, Iterable) and not isinstance(source, bytes))
         require_kind(is_given, "source", source, expected)
-        is_rate = rate is None or (isinstance(rate, (int, float)) and rate > 0)
-        require(is_rate, "rate", rate, "frames a second, more than 0, or None")
-        require(channels in ("RGB", "BGR"), "channels", channels, "'RGB' or 'BGR'")
+        require(rate is None or as_float(rate) > 0, "rate", rate, "frames a second, more than 0, or None")
         if is_opened:
             capture, own_rate = _opened(source)
             source, rate, channels = _captured(capture), rate or own_rate, "BGR"
         self.frame: Frame | None = None
-        self.frames, self.ended = 0, False
-        #: Notified of every frame, and of the end.
-        self.changed = threading.Condition()
-        self._failure: Exception | None = None
-        self._releases = is_opened
+        self.frames, self.ended, self.closed = 0, False, False
+        self._changed, self._failure = threading.Condition(), None
         self._source, self._channels, self._period = source, channels, 0.0 if rate is None else 1.0 / rate
         self._thread = threading.Thread(target=self._run, name="edgellm-camera", daemon=True)
         self._thread.start()
 
-    def newest(self, after: float = float("-inf"), timeout: float | None = None) -> Frame | None:
-        """The newest frame, once there is one that was taken later than `after`; None where none came within `timeout`
-        seconds, or comes any more. Raises what the source raised."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.ended or self._is_newer(after), timeout)
-            if self._is_newer(after):
-                return self.frame
-            self.raise_failure()
-            return None
+    def wait(self, condition: Callable[[], object], timeout: float | None = None) -> None:
+        """Wait until something is so, for `timeout` seconds at most: it is asked for with each frame, at the end, and
+        by `wake`."""
+        with self._changed:
+            self._changed.wait_for(condition, timeout)
+
+    def wake(self) -> None:
+        """Let those who `wait` look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def raise_failure(self) -> None:
         """Raise what the source raised, if it did."""
         if self._failure is not None:
             raise self._failure
 
-    def wake(self) -> None:
-        """Let those who wait for `changed` look again."""
-        with self.changed:
-            self.changed.notify_all()
-
     def close(self) -> None:
         """Take no more frames."""
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
+        self.ended = self.closed = True
+        self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)  # a source that waits for its device for longer is left alone
 
@@ -99,32 +90,26 @@ class Camera:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _is_newer(self, after: float) -> bool:
-        return self.frame is not None and self.frame.taken > after
-
     def _run(self) -> None:
+        due = time.perf_counter()
         try:
-            due = time.perf_counter()
             for number, item in zip(count(), self._source, strict=False):
-                is_pair = isinstance(item, tuple)
-                taken, image = cast("tuple[float, Any]", item) if is_pair else (time.perf_counter(), item)
-                due = max(due, taken)
-                with self.changed:
-                    self.changed.wait_for(lambda: self.ended, max(0.0, due - time.perf_counter()))
-                    if self.ended:
-                        return
-                    taken = taken if is_pair or not self._period else time.perf_counter()
-                    self.frame, self.frames = Frame(number, taken, image, self._channels), number + 1
-                    self.changed.notify_all()
+                taken, image = item if isinstance(item, tuple) else (None, item)
+                due = max(due, time.perf_counter() if taken is None else taken)
+                self.wait(lambda: self.closed, max(0.0, due - time.perf_counter()))
+                if self.closed:
+                    return
+                self.frame, self.frames = (
+                    Frame(number, due if taken is None else taken, image, self._channels),
+                    number + 1,
+                )
+                self.wake()
                 due += self._period
         except Exception as error:  # whoever asks for a frame is told
             self._failure = error
         finally:
-            if self._releases:
-                self._source.close()
-            with self.changed:
-                self.ended = True
-                self.changed.notify_all()
+            self.ended = True
+            self.wake()
 
 
 def _opened(source: int | str | Path) -> tuple[Any, float | None]:
@@ -147,7 +132,7 @@ def _opened(source: int | str | Path) -> tuple[Any, float | None]:
             f"OpenCV cannot open {name!r}: expected a camera that nobody else uses, a video that it can decode, or a "
             "pipeline that ends in appsink (cv2.getBuildInformation() says whether it was built with GStreamer)"
         )
-    capture.set(cv2.CAP_PROP_BUFFERSIZE, 1)
+    capture.set(cv2.CAP_PROP_BUFFERSIZE, 1)  # else frames wait there
     rate = capture.get(cv2.CAP_PROP_FPS) if is_file else 0.0
     return capture, rate if rate > 0 else None
 

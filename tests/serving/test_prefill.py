@@ -187,8 +187,8 @@ def host_values(shared: SharedArray) -> np.ndarray:
 
     capsule = shared.__dlpack__(stream=1)
     address = dlpack._pointer(id(capsule), b"dltensor")
-    tensor = dlpack._ManagedTensor.from_address(address).tensor
-    assert (tensor.device.kind, tensor.dimensions, tensor.dtype.bits) == (dlpack.CUDA, 4, 16)
+    tensor = dlpack.ManagedTensor.from_address(address)
+    assert (tensor.device_kind, tensor.dimensions, tensor.bits) == (dlpack.CUDA, 4, 16)
     shape, strides = ([axis[i] for i in range(4)] for axis in (tensor.shape, tensor.strides))
     found = np.empty(shape, np.float16)
     for head in range(shape[1]):

@@ -72,24 +72,27 @@ def test_a_camera_keeps_the_newest() -> None:
 
     began = time.perf_counter()
     with Camera(source(), rate=200.0) as camera:
-        while camera.frames < 3:
-            frame = camera.newest()
-        assert camera.newest(camera.frame.taken, timeout=0.01) is None
+        camera.wait(lambda: camera.frames == 3)
+        frame = camera.frame
+        camera.wait(lambda: camera.frames > 3, timeout=0.01)
+        assert camera.frame is frame and not camera.ended
         threading.Timer(0.02, gate.set).start()
-        latest = camera.newest(after=camera.frame.taken)
+        camera.wait(lambda: camera.ended)
+        latest = camera.frame
         assert (latest.number, latest.image[0, 0, 0]) == (3, 7) and latest.taken > frame.taken >= began
         with pytest.raises(OSError, match="unplugged"):
-            camera.newest(after=latest.taken)
-        assert camera.ended and camera.newest() is latest
+            camera.raise_failure()
 
 
 def test_times_hold_frames_back_and_closing_ends_the_wait() -> None:
     now = time.perf_counter()
     with Camera([(now, "a.png"), (now + 0.05, "b.png"), (now + 60, "c.png")]) as camera:
-        assert camera.newest().image == "a.png"
-        assert (camera.newest(after=now).image, camera.frame.taken) == ("b.png", now + 0.05)
+        camera.wait(lambda: camera.frames == 1)
+        assert camera.frame.image == "a.png"
+        camera.wait(lambda: camera.frames == 2)
+        assert (camera.frame.image, camera.frame.taken) == ("b.png", now + 0.05)
         assert 0.05 <= time.perf_counter() - now < 5
-    assert camera.ended and camera.newest(after=camera.frame.taken) is None
+    assert camera.ended and camera.frame.image == "b.png"
 
 
 def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -104,8 +107,8 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
     for wrong in ({"every": -1}, {"deadline": 0}, {"latency_budget_ms": float("nan")}, {"choice": "Yes"}):
         with pytest.raises(RequestError, match=next(iter(wrong))):
             llm.watch([], BOAT, **wrong)
-    with pytest.raises(RequestError, match="question"):
-        llm.watch([], " ")
+    with pytest.raises(RequestError, match="not a text part"):
+        next(llm.watch([scene("toys")], 7))
 
 
 def test_opencv_plays_a_file_at_its_rate(tmp_path: Path) -> None:
@@ -117,8 +120,8 @@ def test_opencv_plays_a_file_at_its_rate(tmp_path: Path) -> None:
     clip.release()
     began = time.perf_counter()
     with Camera(path) as camera:
-        while not camera.ended:
-            frame = camera.newest(timeout=0.01)
+        camera.wait(lambda: camera.ended)
+    frame = camera.frame
     assert time.perf_counter() - began >= 0.1
     assert (frame.number, frame.channels, frame.image.shape) == (2, "BGR", (48, 64, 3))
     assert abs(int(frame.image[9, 9, 0]) - 240) < 9
@@ -136,7 +139,7 @@ def test_a_stream_is_answered_by_its_newest_frames(llm: LLM) -> None:
         # The newest frame when it was asked, but for what the machine's other work delays.
         assert answer.asked - answer.frame.taken < PERIOD + 0.15
         assert answer.age == pytest.approx(answer.asked - answer.frame.taken + (answer.ended - answer.asked))
-        assert answer.response.usage.reused_tokens >= 50  # the instruction's
+        assert answer is answers[0] or answer.response.usage.reused_tokens >= 50  # the instruction's
 
 
 def test_another_question_reuses_the_image(llm: LLM) -> None:
