@@ -241,7 +241,7 @@ def _scaled(pixels: np.ndarray, share: float) -> np.ndarray:
 def _choosing(llm: Any, choice: Sequence[str]) -> dict[str, Any]:
     """The keywords under which an answer is one of these texts: its only token where each is one, else a structure."""
     require_kind(isinstance(choice, (list, tuple)), "choice", choice, "a list of texts")
-    ids = [token for text in choice for token in llm.tokenizer.encode(text)]
+    ids = [token for text in choice for token in llm.tokenizer.encode(text, add_special_tokens=False)]
     if [llm.tokenizer.decode([token]) for token in ids] == list(choice):
         return {"allowed_token_ids": ids, "max_tokens": 1}
     return {"structure": list(choice)}
