@@ -112,6 +112,7 @@ class OpenedModel:
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
         self._contents: list[KVContents] = []
+        self._held = HeldSlots()
         self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
         self._keeper: RowKeeper | None = None
@@ -125,7 +126,7 @@ class OpenedModel:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
-            self._drafters, self._held = Drafters(self.directory, self._runner), HeldSlots(self._runner)
+            self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:
                 self._states = StateKeeper(self._runner, state_budget)
@@ -353,4 +354,4 @@ class OpenedModel:
 
     def _least_used_slot(self) -> int:
         """The slot whose contents were used longest ago, of those that are not held."""
-        return min(range(self._held.usable()), key=lambda slot: self._contents[slot].last_use)
+        return min(range(self._held.usable(self._open_runner())), key=lambda slot: self._contents[slot].last_use)

@@ -202,7 +202,7 @@ class SpecDecodeRuntime(OpenedModel):
         are_layers = is_list(layers) and all(is_whole(each, 0, count - 1) for each in layers)
         require(are_layers and len(layers) > 0, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
         with self._exclusive():
-            slots, last = self.loop().slots, self._held.usable() - 1
+            slots, last = self.loop().slots, self._held.usable(runner) - 1
             if not slots.has_place(sequence):
                 raise EngineError("no slot can take the adapter of a prefill: ask again later")
             computed = slots.admit(sequence)

@@ -31,17 +31,17 @@ class HeldSlots:
     Sequences have the slots in front of all that are held, so the last ones are to be held first.
     """
 
-    def __init__(self, runner: DecodingRunner) -> None:
-        self._runner, self._held = runner, set[int]()
+    def __init__(self) -> None:
+        self._held: set[int] = set()
         self._returned: deque[int] = deque()
 
-    def usable(self) -> int:
-        """How many of the first slots are not held; EngineError where none is. Of the engine's thread."""
+    def usable(self, runner: DecodingRunner) -> int:
+        """How many of the runner's first slots are not held; EngineError where none is. Of the engine's thread."""
         while self._returned:
-            if (lost := self._runner.backend.lost()) is not None:  # waits for readers that still run on the device
+            if (lost := runner.backend.lost()) is not None:  # waits for readers that still run on the device
                 raise lost
             self._held.discard(self._returned.popleft())
-        usable = min(self._held, default=self._runner.limits.max_batch)
+        usable = min(self._held, default=runner.limits.max_batch)
         if not usable:
             raise EngineError(
                 "all slots of the model hold states that prefill() handed out: let go of these (and of what was made "
@@ -74,7 +74,7 @@ class SlotTable:
         states: StateKeeper | None = None,
         held: HeldSlots | None = None,
     ) -> None:
-        self._held = held or HeldSlots(runner)
+        self._held = held or HeldSlots()
         self.runner, self._contents, self._snapshots, self._encode = runner, contents, snapshots, encode
         self.drafter, self._keeper, self._states = drafter or Policy(), keeper, states
         #: The sequences that have a slot, in the slots' order.
@@ -87,7 +87,7 @@ class SlotTable:
         Raises AdapterError for an adapter that is not loaded, EngineError where all slots are held.
         """
         slots = [self.running.index(each) for each in leaving]
-        has_slot = len(self.running) - len(slots) < self._held.usable()
+        has_slot = len(self.running) - len(slots) < self._held.usable(self.runner)
         return has_slot and self.runner.base.has_adapter_place(sequence.adapter, *slots)
 
     def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
@@ -237,7 +237,7 @@ class SlotTable:
         """Let the next slot hold the rows that are best for a sequence's text, of all that idle slots hold, and be
         bound to its adapter."""
         shortened = sequence.conversation if sequence.dropped.turns else None
-        idle = range(slot, self._held.usable())
+        idle = range(slot, self._held.usable(self.runner))
         adapter, system = sequence.adapter_digest, sequence.system_tokens
         taken, copied = choose_slot(self._contents, idle, tokens, adapter, shortened, system)
         if taken != slot:

@@ -56,7 +56,8 @@ class Camera:
             source, rate, channels = _captured(capture), rate or own_rate, "BGR"
         self.frame: Frame | None = None
         self.frames, self.ended, self.closed = 0, False, False
-        self._changed, self._failure = threading.Condition(), None
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
         self._source, self._channels, self._period = source, channels, 0.0 if rate is None else 1.0 / rate
         self._thread = threading.Thread(target=self._run, name="edgellm-camera", daemon=True)
         self._thread.start()

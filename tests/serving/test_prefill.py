@@ -6,6 +6,7 @@ import asyncio
 import gc
 import lzma
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,17 +70,17 @@ def test_memory_is_the_models_own_and_every_reader_holds_the_slot(llm: LLM) -> N
         keys.__dlpack__(copy=True)
     with pytest.raises(BufferError, match="is not copied"):
         keys.__dlpack__(dl_device=(2, 0))
-    held = llm.call(lambda runtime: runtime._held).result()
+    usable = llm.call(lambda runtime: partial(runtime._held.usable, runner)).result()
     capsule, part = values.__dlpack__(), rows[0, 0, 3:]
     del rows, keys, values
     states.close()
     for reader in ("capsule", "part"):
         gc.collect()
-        assert held.usable() == 1, reader
+        assert usable() == 1, reader
         if reader == "capsule":
             del capsule  # which nobody has taken
     del part
-    assert held.usable() == 2
+    assert usable() == 2
     assert not dlpack._under_way
 
 
@@ -140,7 +141,9 @@ def test_what_has_no_such_rows_is_refused_by_name(llm: LLM) -> None:
     with LLM(llm.directory.path, backend="numpy", kv_cache="int8") as packed:
         with pytest.raises(EngineError, match=r"as int8, .* open the model with kv_cache='compute'"):
             packed.prefill(PROMPT)
-        assert len(packed.handle(OTHERS)) == 3 and packed.call(lambda runtime: runtime._held.usable()).result() == 2
+        assert len(packed.handle(OTHERS)) == 3
+        runtime = packed.call(lambda runtime: runtime).result()
+        assert runtime._held.usable(runtime._open_runner()) == 2
     lfm = make_runner("lfm2")
     with pytest.raises(EngineError, match="layer 0 keeps no keys and values: name layers of attention"):
         lfm.base.states.shared_rows(0, 0, 4, None)
