@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
-    from edgellm.watching import Watch
+    from edgellm.watching import Watch, WatchOptions
 
 
 #: `Session`, or `AsyncSession`.
@@ -401,7 +401,7 @@ class LLM(
         question: str,
         params: SamplingParams | None = None,
         adapter: str | None = None,
-        **options: Any,
+        **options: Unpack[WatchOptions],
     ) -> Watch:
         """Ask about the newest frame of a stream again and again: an iterator of answers, described with `Watch`."""
         from edgellm.watching import Watch

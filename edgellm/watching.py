@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -16,9 +16,12 @@ from PIL import Image
 from edgellm.errors import require, require_kind
 from edgellm.media.camera import Camera, Frame
 from edgellm.multimodal.image_input import read_image
-from edgellm.requests import Request, Response
+from edgellm.requests import Request, RequestOptions, Response
 from edgellm.sampling_params import SamplingParams, as_float
 from edgellm.snapshots.contents import common_beginning
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("edgellm.watching")
 
@@ -49,6 +52,18 @@ class WatchedAnswer:
         return self.ended - self.frame.taken
 
 
+class WatchOptions(RequestOptions, total=False):
+    """Keywords of a watch: they are described with `Watch`, those of the requests with `Request`."""
+
+    every: float
+    cancels: bool
+    fixed: bool
+    system: str | None
+    choice: Sequence[str] | None
+    latency_budget_ms: float | None
+    least_difference: float
+
+
 class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
     """Asks a model about the newest frame of a stream: an iterator of `WatchedAnswer`s, which ends with the stream.
 
@@ -63,7 +78,7 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
     `system` is the fixed instruction in front (None: the model's own, "": none). The question follows the image, so
     that another question reuses the image's rows; one that is `fixed` stands before it, so that another frame reuses
     the question's: `response.usage.reused_tokens` tells. `choice` are the texts that an answer may be: where each is
-    one token, so is the answer. Other keywords are those of `LLM.stream_chat`.
+    one token, so is the answer. Other keywords are those of `Request`.
 
     With `latency_budget_ms` images are as large as they may be for the first token to come within so many milliseconds
     from the frame on, as is measured here with the first frame, by some requests before its answer. A frame that
@@ -79,26 +94,20 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         question: str,
         params: SamplingParams | None = None,
         adapter: str | None = None,
-        *,
-        every: float = 0.0,
-        deadline: float | None = None,
-        cancels: bool = False,
-        fixed: bool = False,
-        system: str | None = None,
-        choice: Sequence[str] | None = None,
-        latency_budget_ms: float | None = None,
-        least_difference: float = 0.0,
-        **options: Any,
+        **options: Unpack[WatchOptions],
     ) -> None:
         """`llm` is an `LLM`, whose module imports this one."""
-        for name, value in (("every", every), ("least_difference", least_difference)):
+        self._every, self._least_difference = options.pop("every", 0.0), options.pop("least_difference", 0.0)
+        self._deadline, self._budget = options.pop("deadline", None), options.pop("latency_budget_ms", None)
+        self._cancels, self._fixed = options.pop("cancels", False), options.pop("fixed", False)
+        self._system, choice = options.pop("system", None), options.pop("choice", None)
+        for name, value in (("every", self._every), ("least_difference", self._least_difference)):
             require(0 <= as_float(value) < math.inf, name, value, "a number of at least 0")
-        for name, limit in (("deadline", deadline), ("latency_budget_ms", latency_budget_ms)):
+        for name, limit in (("deadline", self._deadline), ("latency_budget_ms", self._budget)):
             require(limit is None or 0 < as_float(limit) < math.inf, name, limit, "more than 0, or None")
         self.question, self._llm, self._params, self._adapter = question, llm, params, adapter
-        self._options = options if choice is None else {**options, **_choosing(llm, choice)}
-        self._every, self._deadline, self._cancels, self._fixed = every, deadline, cancels, fixed
-        self._system, self._budget, self._least_difference = system, latency_budget_ms, least_difference
+        self._options: dict[str, Any] = {**options, **({} if choice is None else _choosing(llm, choice))}
+        Request.of(None, question, params, adapter, **self._options)  # refuses what is wrong now
         self.notes: list[str] = []
         self.cancelled = 0
         #: When was asked last, and when that frame was taken.

@@ -109,6 +109,8 @@ def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM)
             llm.watch([], BOAT, **wrong)
     with pytest.raises(RequestError, match="not a text part"):
         next(llm.watch([scene("toys")], 7))
+    with pytest.raises(TypeError, match="latency_budget"):
+        llm.watch([], BOAT, latency_budget=7)
 
 
 def test_opencv_plays_a_file_at_its_rate(tmp_path: Path) -> None:
