@@ -4,7 +4,7 @@
 
 Needs torch and transformers (5.23 or later, which has pi0). The prompt is that of the golden model `gemma`
 (`tests/goldens/decoder`), Gemma's architecture, on which PaliGemma and so pi0 stand. The file holds `token_ids` [N] and
-of transformers' `past_key_values` `keys` and `values` [layers, heads, N, D / 16] float32: every 16th element of a row.
+of transformers' `past_key_values` `keys` and `values` [layers, heads, N, D / 64] float32: every 64th element of a row.
 
 Then the action part of pi0, tiny and with random weights, makes its actions of a noise in 10 steps twice: of the cache
 that transformers made, and of the rows of this package's NumPy runner as `torch.from_dlpack` sees them where they are.
@@ -26,7 +26,7 @@ from transformers import DynamicCache, GemmaForCausalLM, PI0Config, PI0ForCondit
 
 from edgellm.engines.runners.sampling_state import SamplingValues
 
-EVERY = 16
+EVERY = 64
 STEPS, _SEED = 10, 3800
 
 
