@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import lzma
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_answers import make_runner
-from golden_files import GOLDENS
-from safetensors.numpy import load
+from golden_files import golden_folder
+from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
 
 from edgellm.asynchronous import AsyncLLM
@@ -44,7 +43,7 @@ def seen(states: PrefilledStates) -> list[np.ndarray]:
 
 def test_rows_are_those_of_transformers() -> None:
     """`tools/goldens/make_policy.py` lets pi0's action part read such rows beside transformers' own."""
-    golden = load(lzma.decompress((GOLDENS / "policy.safetensors.xz").read_bytes()))
+    golden = load_file(golden_folder("policy") / "expected.safetensors")
     runner, ids = make_runner("gemma"), golden["token_ids"].tolist()
     runner.start(0, ids, 0, SamplingValues()).wait()
     for layer, expected in enumerate(zip(golden["keys"], golden["values"], strict=True)):

@@ -1,6 +1,6 @@
-"""Makes `tests/goldens/policy.safetensors.xz` with transformers, and lets an action part read this package's states.
+"""Makes `tests/goldens/policy` with transformers, and lets an action part read this package's states.
 
-    PYTHONPATH=.:tests/helpers python tools/goldens/make_policy.py tests/goldens/policy.safetensors
+    PYTHONPATH=.:tests/helpers python tools/goldens/make_policy.py tests/goldens/policy/expected.safetensors
 
 Needs torch and transformers (5.23 or later, which has pi0). The prompt is that of the golden model `gemma`
 (`tests/goldens/decoder`), Gemma's architecture, on which PaliGemma and so pi0 stand. The file holds `token_ids` [N] and
