@@ -120,6 +120,11 @@ class MediaEncoders:
         """What they take in bytes, by name."""
         return {name: size for encoder in self.by_name.values() for name, size in encoder.memory.items()}
 
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """The ids of the tokens that stand for media."""
+        return frozenset(encoder.kind.token_id for encoder in self.by_name.values())
+
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights of each, once memory was checked."""
         for encoder in self.by_name.values():
