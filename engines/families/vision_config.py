@@ -12,6 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import tiled_vision
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -186,6 +187,7 @@ _READERS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,
+    **tiled_vision.READERS,
 }
 
 
@@ -196,8 +198,10 @@ _TOWER_PREFIXES = (
     "model.vision_tower.",
     "vision_tower.vision_model.",
     "vision_tower.",
+    "model.vision_model.",
+    "vision_model.",
 )
-_PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.")
+_PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "connector.")
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
@@ -210,12 +214,12 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     if config is None:
         return None
     names = checkpoint.tensors
-    if config.image_side:
+    if config.feature_layers:
         tower, projector = first_prefix(_TOWER_PREFIXES, names), first_prefix(_PROJECTOR_PREFIXES, names)
     else:
         tower = projector = first_prefix(_QWEN_PREFIXES, names)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
-    unread = unused_tensors(config) if config.image_side else ()
+    unread = unused_tensors(config) if config.feature_layers else ()
     problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], vision=True, unread=unread)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)

@@ -1,4 +1,4 @@
-"""What the readers of vision encoders share: dimensions, towers of CLIP's and SigLIP's kind, the language model's say."""
+"""What the readers of vision encoders share: dimensions, and the towers of CLIP and SigLIP."""
 
 from __future__ import annotations
 

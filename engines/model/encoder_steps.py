@@ -49,6 +49,15 @@ class DropFirst(Step):
 
 
 @dataclass(frozen=True)
+class ScaledResidual(Step):
+    """output = residual + weight [K] times value, column by column (Touvron et al. 2021)."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    residual: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
 class AveragePool(Step):
     """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
     `size` of them, in reading order; summed in float32."""
