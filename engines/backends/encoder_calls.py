@@ -279,6 +279,8 @@ def _step_refusal(step: Step, limit: int) -> str | None:
 def _attention_refusal(step: EncoderAttention, limit: int) -> str | None:
     if (refusal := heads_refusal(step.head_size)) is not None:
         return refusal
+    if step.qk_norms is not None:
+        return "norms of queries and keys have no kernel"
     needed = attention_bytes(step.head_size, step.windows[1])
     return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
 

@@ -16,7 +16,7 @@ from edgellm.engines.families.vision_parts import (
 )
 from edgellm.engines.model.encoder_steps import DropFirst, EncoderAttention, Gather, Prepend, ScaledResidual
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, NormParts, Reshape, Step
+from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, embedding_rows
 
 #: Of the layer norm in a projector, which has that of its class.
@@ -72,12 +72,11 @@ def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
         qkv = tower.linear(f"{layer}attention.qkv_proj", parts, hidden, config.attention_bias)
         steps.append(NormLinear("qkv", (Input("hidden", (norm(f"{layer}layernorm_before"),)),), qkv))
-        if config.qk_norm:
-            norms = tuple(tower.rms_norm(f"{layer}attention.{part}_norm", hidden) for part in "qk")
-            steps.append(NormParts("qkv", "qkv", norms))
+        query, key = (tower.rms_norm(f"{layer}attention.{part}_norm", hidden) for part in "qk")
+        norms = (query, key) if config.qk_norm else None
         first, second = (f"{layer}mlp.fc1", config.intermediate_size, hidden), (f"{layer}mlp.fc2", hidden)
         steps += [
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows)),
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), qk_norms=norms),
             NormLinear(
                 "added", (Input("context"),), tower.linear(f"{layer}attention.projection_layer", hidden, hidden)
             ),

@@ -323,7 +323,10 @@ class ProgramGraph(Generic[Tensor]):
     def _encoder_attention(self, step: EncoderAttention) -> None:
         operations, heads, size = self._operations, step.heads, step.head_size
         count, rows = step.windows
-        x = operations.reshape(self._values[step.value], (count, rows, 3 * heads * size))
+        x = self._values[step.value]
+        if step.qk_norms is not None:
+            x = self._normed_parts(x, step.qk_norms, heads * size)
+        x = operations.reshape(x, (count, rows, 3 * heads * size))
         rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
         if step.rotary is not None:
             cos_sin = operations.to_compute(self._values[step.rotary])

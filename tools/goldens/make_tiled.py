@@ -3,12 +3,12 @@
     python tools/goldens/make_tiled.py tests/goldens/tiled
 
 Needs torch, torchvision, num2words and transformers 5. Each folder is a checkpoint with its tokenizer and a
-X
+`preprocessor_config.json` (weights are random and only described, `tests/helpers/golden_files.py`); `prompt.json`, a
 prompt with a marker for each of its pictures, and their sizes (`tests/helpers/synthetic_images.py` makes them); and
 `expected.safetensors`: the `token_ids` [T] that the model's processor writes, what the model makes of the parts of the
-pictures (`rows` [M, H], those of all parts), the float32 `logits` [T, V] and the tokens `greedy` [n] that follow, computed in
-float32. `cuts.json` has for pictures of other sizes, and other settings of the processor, the parts' grids in patches,
-the SHA-256 of all their rows as float32, and a few of these values.
+pictures (`rows` [M, H], those of all parts), the float32 `logits` [T, V] and the tokens `greedy` [n] that follow,
+computed in float32. `cuts.json` has for pictures of other sizes, and other settings of the processor, the parts' grids
+in patches, the SHA-256 of all their rows as float32, and a few of these values.
 
 Pictures are resized by Pillow (processors of the "pil" backend), LFM2-VL's by torchvision, as there is no other.
 """
@@ -100,7 +100,7 @@ _LFM2_VL = {
     "max_tiles": 6,
     "min_image_tokens": 2,
     "max_image_tokens": 6,
-    "max_pixels_tolerance": 1.5,
+    "max_pixels_tolerance": 1.25,
     "use_thumbnail": True,
     "do_image_splitting": True,
     "image_mean": _HALF,
@@ -114,26 +114,34 @@ _INTERNVL = {
     "image_std": [0.229, 0.224, 0.225],
 }
 _SIZES = [(480, 640), (37, 61), (61, 37), (1, 1), (5, 300), (700, 9), (64, 64), (301, 100), (120, 121)]
-_INTERN_VIT = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4]}
-_INTERNVL_MODEL: dict[str, Any] = {
-    "config": transformers.InternVLConfig,
-    "model_class": transformers.InternVLForConditionalGeneration,
-    "settings": {"image_seq_length": 4},
-    "tokens": ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
-    "image_token": "<IMG_CONTEXT>",
-    "processor": lambda image_processor, tokenizer: transformers.InternVLProcessor(
-        image_processor, tokenizer, transformers.InternVLVideoProcessor(), image_seq_length=4
-    ),
-    "image_processor": GotOcr2ImageProcessorPil,
-    "image_settings": _INTERNVL,
-    "prompt": "what is\n<IMG_CONTEXT>\nand <IMG_CONTEXT> now?\n",
-    "names": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
-}
+_INTERN_VIT = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True}
+
+
+def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Model:
+    return Model(
+        transformers.InternVLConfig,
+        transformers.InternVLForConditionalGeneration,
+        {**_TEXT, **text},
+        {**_INTERN_VIT, **vision},
+        {"image_seq_length": 4, "tie_word_embeddings": False},
+        ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+        "<IMG_CONTEXT>",
+        lambda image_processor, tokenizer: transformers.InternVLProcessor(
+            image_processor, tokenizer, transformers.InternVLVideoProcessor(), image_seq_length=4
+        ),
+        GotOcr2ImageProcessorPil,
+        _INTERNVL,
+        "what is\n<IMG_CONTEXT>\nand <IMG_CONTEXT> now?\n",
+        [(20, 40), (16, 16)],
+        names={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        **others,
+    )
+
 
 MODELS = {
     "smolvlm": Model(
@@ -157,7 +165,41 @@ MODELS = {
             ({**_SMOLVLM, "do_image_splitting": False}, _SIZES[:3]),
             ({**_SMOLVLM, "size": {"longest_edge": 16}}, _SIZES[:3]),
         ],
-    )
+    ),
+    "lfm2_vl": Model(
+        transformers.Lfm2VlConfig,
+        transformers.Lfm2VlForConditionalGeneration,
+        {
+            **_TEXT,
+            **{"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        },
+        {"model_type": "siglip2_vision_model", **_TOWER, "num_patches": 16, "vision_use_head": False},
+        {"downsample_factor": 2, "projector_hidden_size": 24},
+        [
+            *("<|image_start|>", "<|image_end|>", "<image>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row, column in _ROWS_AND_COLUMNS),
+        ],
+        "<image>",
+        transformers.Lfm2VlProcessor,
+        transformers.Lfm2VlImageProcessor,
+        _LFM2_VL,
+        "look\\n<image>\\n<image> what is it?\\n",
+        [(16, 32), (16, 24)],
+        [
+            (_LFM2_VL, [each for each in _SIZES if max(each) < 10 * min(each)]),  # it fails for strips
+            ({**_LFM2_VL, "use_thumbnail": False}, _SIZES[:3]),
+            ({**_LFM2_VL, "do_image_splitting": False}, _SIZES[:4]),
+        ],
+    ),
+    "internvl": _internvl(
+        {"model_type": "qwen3", "head_dim": 8},
+        {},
+        cuts=[(_INTERNVL, _SIZES), ({**_INTERNVL, "min_patches": 3, "max_patches": 12}, _SIZES[:6])],
+    ),
+    "internvl_rms": _internvl(
+        {"model_type": "qwen2"},
+        {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False, "use_mean_pooling": False},
+    ),
 }
 
 
