@@ -122,7 +122,7 @@ def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
     runner = open_vision(open_backend("numpy", directory), directory)
     found = np.concatenate([each.rows for each in runner.encode(golden.tiles)])
     assert found.shape == golden.expected["rows"].shape
-    assert relative_difference(found, golden.expected["rows"]) <= (2e-2 if golden.name in NEARLY else 1e-4)
+    assert relative_difference(found, golden.expected["rows"]) <= 1e-5
 
 
 def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
