@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -29,15 +29,6 @@ class Cut(NamedTuple):
     grid: tuple[int, int]
     sizes: tuple[Size, ...]
     whole: tuple[Size, ...] | None
-
-
-class CutRule(Protocol):
-    """A family's rule for cutting a picture of any size; tiles are squares of `side` pixels."""
-
-    @property
-    def side(self) -> int: ...
-    def cut(self, height: int, width: int) -> Cut:
-        """How a picture of that size is cut."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +169,8 @@ class TokenRule:
 
 
 #: The rules by their names in `ProcessorKind.cut`.
-_RULES: dict[str, type[LongestEdgeRule | NearestShapeRule | TokenRule]] = {
+CutRule = LongestEdgeRule | NearestShapeRule | TokenRule
+_RULES: dict[str, type[CutRule]] = {
     "longest edge": LongestEdgeRule,
     "nearest shape": NearestShapeRule,
     "tokens": TokenRule,
