@@ -19,6 +19,7 @@ from synthetic_images import synthetic_image
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.runners.media import MediaEmbeddings
@@ -48,7 +49,7 @@ NEARLY = {"lfm2_vl": 1.01 / 255 / 0.5}
 class Golden:
     """A checkpoint, its prompt and pictures, and what transformers made of them."""
 
-    def __init__(self, name: str, place: Path) -> None:
+    def __init__(self, name: str, place: Path, dtype: str = "float32") -> None:
         self.expected = load_file(FOLDER / name / "expected.safetensors")
         asked = json.loads((FOLDER / name / "prompt.json").read_text())
         self.prompt: str = asked["prompt"]
@@ -64,7 +65,7 @@ class Golden:
             "{% endfor %}{% endif %}{% if message.role == 'system' %}:{% endif %}{% endfor %}"
         )
         self.name, self.path, self.marker = name, place, MARKERS[name]
-        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), "float32")
+        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), dtype)
         processor = open_image_processor(place, self.vision, rows[0])
         self.tiles = [tile for image in self.images for tile in processor.prepare(image).tiles]
 
@@ -134,6 +135,22 @@ def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
     found = np.concatenate([each.rows for each in runner.encode(golden.tiles)])
     assert found.shape == golden.expected["rows"].shape
     assert relative_difference(found, golden.expected["rows"]) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["smolvlm", "lfm2_vl", "internvl"])
+def test_a_gpu_gives_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float16, on kernels."""
+    golden = Golden(name, tmp_path, "float16")
+    directory = EngineDirectory.open(golden.path)
+    backend = open_backend("tensorrt", directory)
+    runner, found = open_vision(backend, directory), []
+    for each in runner.encode(golden.tiles):
+        found.append(np.empty(each.rows.shape, np.float32))
+        float32_into(backend.download(each.rows), backend.compute_dtype, found[-1])
+    runner.close()
+    backend.close()
+    assert relative_difference(np.concatenate(found), golden.expected["rows"]) <= 0.01
 
 
 def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
