@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgellm.drafting.ratings import DraftingReport as DraftingReport
     from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
+    from edgellm.errors import AudioError as AudioError
     from edgellm.errors import ConstraintError as ConstraintError
     from edgellm.errors import ContextError as ContextError
     from edgellm.errors import EdgeLLMError as EdgeLLMError
@@ -80,7 +81,9 @@ class _CheckoutFolders:
 if not Path(__file__).with_name("engines").is_dir():
     sys.meta_path.insert(0, _CheckoutFolders)
 
-_ERRORS = "AdapterError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+_ERRORS = (
+    "AdapterError AudioError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+)
 _REQUESTS = (
     "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
 )

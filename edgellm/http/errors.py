@@ -10,6 +10,7 @@ from typing import Any
 
 from edgellm.errors import (
     AdapterError,
+    AudioError,
     ConstraintError,
     ContextError,
     DeviceLostError,
@@ -98,8 +99,9 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     if isinstance(error, ContextError):
         said = f"the maximum context length is {error.limit} tokens: {message}"  # words that clients look for
         return HTTPError(400, said, param=fields.get(""), code="context_length_exceeded")
-    if isinstance(error, ImageError):
-        return HTTPError(400, message, param=fields.get(""), code="invalid_image")
+    if isinstance(error, (ImageError, AudioError)):
+        code = "invalid_image" if isinstance(error, ImageError) else "invalid_audio"
+        return HTTPError(400, message, param=fields.get(""), code=code)
     if isinstance(error, (RequestError, ConstraintError, ChatTemplateError)):
         match = _FIELD.match(message)
         if match is None or match[1] not in fields:

@@ -16,7 +16,8 @@ from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, checked, http_error, wrong
 from edgellm.http.kept_responses import Items
-from edgellm.multimodal.image_input import image_of_url, readable_formats
+from edgellm.multimodal.image_input import readable_formats
+from edgellm.multimodal.sources import source_of_url
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import Structure, structure_of_response_format
@@ -339,7 +340,7 @@ class Fields:
         if described.get("detail") not in (None, "auto") and "image_url.detail" not in self.ignored:
             self.ignored.append("image_url.detail")
         try:
-            data = image_of_url(url)
+            data = source_of_url(url, "image")
         except Exception as error:
             raise http_error(error, {"": param}) from error
         assert isinstance(data, bytes)  # a data URL is never a path

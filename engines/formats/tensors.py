@@ -58,9 +58,11 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
-#: What begins a tensor of the vision encoder, or of what leads from it to the language model.
+#: What begins a tensor of an encoder of images or speech, or of what leads from it to the language model.
 VISION_PREFIXES = tuple(
-    f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")
+    f"{outer}{inner}"
+    for inner in ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
+    for outer in ("", "model.")
 )
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
@@ -73,8 +75,8 @@ _WRAPPINGS = (
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` describes a model with a vision part."""
-    return isinstance(config.get("vision_config"), dict)
+    """Whether a `config.json` describes a model with an encoder of images or speech."""
+    return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
 def vision_prefix(name: str) -> str | None:

@@ -12,7 +12,15 @@ from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    Unfold,
+)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
@@ -71,6 +79,7 @@ class ProgramGraph(Generic[Tensor]):
             Reshape: cls._reshape,
             AveragePool: cls._average_pool,
             Product: cls._product,
+            Unfold: cls._unfold,
             SideBySide: cls._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
@@ -378,6 +387,9 @@ class ProgramGraph(Generic[Tensor]):
         operations = self._operations
         product = operations.product(self._values[step.value], self._weights[step.weight.name])
         self._values[step.output] = operations.to_compute(operations.scale(product, step.scale))
+
+    def _unfold(self, step: Unfold) -> None:
+        self._values[step.output] = self._operations.unfold(step, self._values[step.value])
 
     def _side_by_side(self, step: SideBySide) -> None:
         parts = [self._values[value] for value in step.values]

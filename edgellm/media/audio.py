@@ -1,0 +1,117 @@
+"""`AudioEncoder`: the encoder of speech. It computes on the host, with NumPy in float32, whatever the backend is."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.numpy_backend import NumpyEngine
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.audio_encoders import audio_inputs, audio_program, audio_weights, read_audio
+from edgellm.engines.formats.tensors import convert
+from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
+from edgellm.errors import AudioError, EngineDirectoryError
+from edgellm.metrics import Metrics
+from edgellm.multimodal.audio_input import read_audio as read_samples
+from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_config
+from edgellm.multimodal.sources import source_of_url
+from edgellm.text.messages import MediaReference
+
+logger = logging.getLogger("edgellm.media")
+#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
+_CACHE_BYTES = 64 << 20
+
+
+class AudioEncoder:
+    """The encoder of speech of a model: prepares sounds and encodes them, window by window of its attention.
+
+    What a window's rows are follows from its features alone. So rows of windows that were heard before are kept by
+    their digests: of a sound that has grown, the last window alone is encoded anew. Each window is a span of the
+    prompt, and KV rows of those that stay are reused as those of a text are.
+    """
+
+    def __init__(self, backend: Backend, directory: EngineDirectory, metrics: Metrics) -> None:
+        self.kind = directory.config.media["audio"]
+        self._backend, self._directory, self._metrics = backend, directory, metrics
+        with closing(Checkpoint.open(directory.path)) as checkpoint:
+            self.config = audio_config(checkpoint, directory)
+        self.mel = read_mel_config(directory.path, self.config)
+        chunks = -(-directory.limits.kv_capacity // self.config.chunk_rows)
+        self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
+        self._weights: dict[str, np.ndarray] = {}
+        self._cache = EmbeddingCache(_CACHE_BYTES)
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """What it takes in bytes, by name: weights in float32 and the widest values between steps, of the host; rows
+        that are kept."""
+        config = self.config
+        weights = sum(math.prod(spec.shape) for spec in audio_weights(config)) * 4
+        places = config.window_chunks * config.mel_bins * config.chunk_frames // 16  # of the second convolution
+        host = {"audio weights": weights, "audio buffers": 2 * places * 9 * config.channels * 4}
+        return {"audio embeddings": _CACHE_BYTES} | (host if self._backend.name == "numpy" else {})
+
+    def load(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the weights."""
+        with closing(Checkpoint.open(self._directory.path)) as checkpoint:
+            self._weights = load_numpy_weights(checkpoint, audio_weights(self.config), progress)
+        if self._backend.name != "numpy":
+            logger.warning("speech is encoded on the host with NumPy; the language model computes on the GPU")
+
+    def prepare(self, reference: MediaReference) -> PreparedAudio:
+        """Read and prepare a sound. Any thread may call it; AudioError names the piece."""
+        try:
+            source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
+            return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
+        except AudioError as error:
+            raise AudioError(f"{reference.name}: {error}") from error
+
+    def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
+        """The rows of each window of each piece; those of windows that are not known are computed."""
+        started, found, reused = time.perf_counter(), [], 0
+        for piece in pieces:
+            known = 0
+            for features, digest in zip(piece.features, piece.digests, strict=True):
+                embeddings = self._cache.get(digest)
+                known += embeddings is not None
+                if embeddings is None:
+                    embeddings = self._encoded(features, digest)
+                    self._cache.put(embeddings)
+                found.append(embeddings)
+            reused += known == len(piece.digests)
+        tokens = sum(piece.tokens for piece in pieces)
+        self._metrics.heard(len(pieces), tokens, time.perf_counter() - started, reused)
+        return found
+
+    def close(self) -> None:
+        """Free all memory."""
+        self._cache.clear()
+        self._weights = {}
+
+    def _encoded(self, features: np.ndarray, digest: str) -> MediaEmbeddings:
+        engine = NumpyEngine(audio_program(self.config, features.shape[1]))
+        rows = np.empty((1, self.config.rows(features.shape[1]), self.config.out_hidden_size), np.float32)
+        engine.bind({**self._weights, **audio_inputs(self.config, features), "audio_embeddings": rows})
+        engine.enqueue()
+        own, _ = convert(rows[0], "float32", self._backend.compute_dtype)
+        array = self._backend.empty(own.shape, "compute")
+        self._backend.upload(array, own)
+        return MediaEmbeddings(array, (), digest)
+
+
+def audio_config(checkpoint: Checkpoint, directory: EngineDirectory) -> AudioConfig:
+    """The encoder of speech of a directory whose language model takes speech; raises EngineDirectoryError where it does
+    not belong to that."""
+    config = read_audio(checkpoint)
+    if config is None or config.out_hidden_size != directory.config.hidden_size:
+        raise EngineDirectoryError(f"{directory.path}: its encoder of speech is not that of its language model")
+    return config
