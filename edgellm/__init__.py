@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from edgellm.tool_calls.calls import ToolCall as ToolCall
     from edgellm.tool_calls.calls import ToolCallDelta as ToolCallDelta
     from edgellm.tool_calls.functions import function_tool as function_tool
+    from edgellm.transcription import SpeechStream as SpeechStream
+    from edgellm.transcription import Transcription as Transcription
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -104,6 +106,7 @@ _NAMES = {
     "snapshots.system_prompt": "CachedPrompt",
     "structure.description": "Structure",
     "text.output": "FinishReason",
+    "transcription": "SpeechStream Transcription",
     "tool_calls.calls": "ToolCall ToolCallDelta",
     "tool_calls.functions": "function_tool",
 }

@@ -19,6 +19,8 @@ from edgellm.multimodal.sources import check_bytes, file_bytes
 AudioSource = str | Path | bytes | tuple[np.ndarray, int]
 
 RATES = range(1000, 768_001)
+#: What a file may have before it is decoded, which few bytes of FLAC may promise.
+SOURCE_SAMPLES = 64_000_000
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 #: A resampling filter reaches over so many zeros of its sinc to either side, whose cutoff is this share of the lower
 #: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB.
@@ -26,7 +28,13 @@ _ZEROS, _CUTOFF, _BETA = 32, 0.945, 9.0
 
 
 def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
-    """The sound of a source as float32 samples [N] from -1 to 1 at `rate` Hz, channels averaged.
+    """The sound of a source as float32 samples [N] from -1 to 1 at `rate` Hz (see `heard`)."""
+    samples, own = heard(source, most_seconds)
+    return resampled(samples, own, rate)
+
+
+def heard(source: AudioSource, most_seconds: float = math.inf) -> tuple[np.ndarray, int]:
+    """The sound of a source as float32 samples [N] from -1 to 1, channels averaged, and their rate in Hz.
 
     `source` is a path or the bytes of a file (WAV; what else the package soundfile reads, where it is installed), or
     samples [N] or [N, channels] with their rate: floats, int16 or int32 (full scale is 1), or uint8 (128 is silence).
@@ -48,8 +56,8 @@ def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarra
         )
     if own not in RATES:
         raise AudioError(f"the rate is {own} Hz: expected {RATES[0]} to {RATES[-1]}")
-    _check_length(len(samples) if samples.ndim else 0, own, most_seconds)
-    return resampled(_mono(samples), own, rate)
+    _check_length(len(samples) if samples.ndim else 0, 1, own, most_seconds)
+    return _mono(samples), own
 
 
 def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
@@ -90,21 +98,21 @@ def _mono(samples: np.ndarray) -> np.ndarray:
         raise AudioError(f"{what} is no sound: expected samples [N] or [N, channels], at least one")
     if samples.ndim == 2 and samples.shape[1] > samples.shape[0]:
         raise AudioError(f"{what} has more channels than samples: the channels come last, transpose it")
-    if samples.dtype == np.uint8:
-        values = (samples.astype(np.float32) - 128) / 128
-    elif samples.dtype in (np.int16, np.int32):
-        values = samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)
-    elif samples.dtype.kind == "f":
-        values = samples.astype(np.float32)
-    else:
+    if samples.dtype.kind != "f" and samples.dtype not in (np.uint8, np.int16, np.int32):
         raise AudioError(f"{what}: expected floats from -1 to 1, int16, int32 or uint8. Convert it first, with astype")
+    values: np.ndarray = samples.astype(np.float32)
+    if samples.dtype.kind != "f":
+        middle = np.float32(128 if samples.dtype == np.uint8 else 0)
+        values = (values - middle) / np.float32(2 ** (8 * samples.dtype.itemsize - 1))
     values = values if values.ndim == 1 else values.mean(axis=1, dtype=np.float32)
     if not np.isfinite(values).all():
         raise AudioError(f"{what} has infinite values or NaN")
     return values
 
 
-def _check_length(samples: int, rate: int, most_seconds: float) -> None:
+def _check_length(samples: int, channels: int, rate: int, most_seconds: float) -> None:
+    if samples * channels > SOURCE_SAMPLES:
+        raise AudioError(f"the sound has {samples} samples of {channels} channels: the most is {SOURCE_SAMPLES} in all")
     if samples > most_seconds * rate:
         raise AudioError(
             f"the sound is {samples / rate:.2f} seconds long: the most that the context holds are {most_seconds:.2f}. "
@@ -127,7 +135,7 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
         )
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _check_length(file.frames, file.samplerate, most_seconds)
+            _check_length(file.frames, file.channels, file.samplerate, most_seconds)
             return file.read(dtype="float32", always_2d=True), file.samplerate
     except AudioError:
         raise
@@ -152,7 +160,7 @@ def _wav(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int] 
             if kind is None or not channels or not rate:
                 return None
             frames = size // (width * channels)
-            _check_length(frames, rate, most_seconds)
+            _check_length(frames, channels, rate, most_seconds)
             values = np.frombuffer(data, kind, frames * channels * width // np.dtype(kind).itemsize, start)
             if bits == 24:  # the upper three bytes of 32 bits
                 wide = np.zeros((frames * channels, 4), np.uint8)

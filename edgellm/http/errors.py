@@ -28,6 +28,8 @@ OLLAMA = "/api/"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 #: What paths of Anthropic's API begin with, and the types of its errors that are others.
 MESSAGES = "/v1/messages"
+#: Where sounds come in forms.
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _MESSAGE_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 #: The folders of a file: of its path the name alone is told.
 _FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/:;,'\"()]+/)+")

@@ -392,8 +392,7 @@ class ProgramGraph(Generic[Tensor]):
         self._values[step.output] = self._operations.unfold(step, self._values[step.value])
 
     def _side_by_side(self, step: SideBySide) -> None:
-        parts = [self._values[value] for value in step.values]
-        self._values[step.output] = self._operations.concatenate(parts, axis=2)
+        self._values[step.output] = self._operations.concatenate([self._values[each] for each in step.values], axis=2)
 
 
 def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:

@@ -1,0 +1,160 @@
+"""Speech as text: what a model that transcribes is asked, and what it says, also while somebody is still speaking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from edgellm.errors import RequestError, did_you_mean, require, require_kind
+from edgellm.requests import Request, Response
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+
+_LANGUAGES = (
+    "ar:Arabic yue:Cantonese zh:Chinese cs:Czech da:Danish nl:Dutch en:English fil:Filipino fi:Finnish fr:French "
+    "de:German el:Greek hi:Hindi hu:Hungarian id:Indonesian it:Italian ja:Japanese ko:Korean mk:Macedonian ms:Malay "
+    "fa:Persian pl:Polish pt:Portuguese ro:Romanian ru:Russian es:Spanish sv:Swedish th:Thai tr:Turkish vi:Vietnamese"
+)
+#: What Qwen3-ASR calls the languages that it was trained to be told, by their codes (ISO 639).
+LANGUAGES: Mapping[str, str] = dict(pair.split(":") for pair in _LANGUAGES.split())
+#: An answer is the word, a language or None, the mark, and what was said.
+_WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
+#: Before the mark there are at most so many characters.
+_LONGEST_HEAD = 64
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """What was said: the `text`, its `language` by name (None where the model named none), and the model's answer."""
+
+    text: str
+    language: str | None
+    response: Response
+
+
+def language_name(language: str | None) -> str | None:
+    """What the model calls a language, by its code or name; RequestError for one that it was not trained to be told."""
+    if language is None:
+        return None
+    require_kind(isinstance(language, str), "language", language, 'a code or a name, such as "en" or "English"')
+    known = LANGUAGES | {name.lower(): name for name in LANGUAGES.values()}
+    found = known.get(language.lower())
+    if found is None:
+        raise RequestError(f"there is no language {language!r:.80}{did_you_mean(language.lower(), list(LANGUAGES))}")
+    return found
+
+
+def transcription_request(
+    source: Any, language: str | None = None, prompt: str | None = None, said: str = "", **options: Any
+) -> Request:
+    """The request for what is said in a sound, as `read_audio` takes it; greedy unless the `options` say otherwise.
+
+    A `language` (a code or name; None: the model finds out) and what was `said` so far begin the answer. The `prompt`
+    has names and words to expect. The `options` are those of `Request.of`. Raises RequestError.
+    """
+    require_kind(isinstance(prompt, (str, type(None))), "prompt", prompt, "text with names and words to expect")
+    content = [{"type": "audio", "audio": source}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    if prompt:
+        messages.insert(0, {"role": "system", "content": prompt})
+    name = language_name(language)
+    if name is not None:
+        messages.append({"role": "assistant", "content": f"{_WORD}{name}{_MARK}{said}"})
+        options["continue_final_message"] = True
+    if options.get("params") is None:
+        options.setdefault("temperature", 0)
+    return Request.of(messages=messages, **options)
+
+
+class TranscriptReader:
+    """Parts an answer, in pieces as they come, into the language and what was said."""
+
+    def __init__(self, language: str | None = None) -> None:
+        """A `language` that was asked for stands before the answer, which then is what was said alone."""
+        self.language = language
+        self._held: str | None = None if language is not None else ""
+
+    def read(self, piece: str) -> str:
+        """What of the text was said, as far as a piece more tells; what may be the language is held back."""
+        if self._held is None:
+            return piece
+        self._held += piece
+        head, mark, said = self._held.partition(_MARK)
+        if mark:
+            language = head.removeprefix(_WORD).strip()
+            self.language = None if language.lower() in ("", _NO_LANGUAGE) else language
+            self._held = None
+            return said
+        may_be_head = len(self._held) <= _LONGEST_HEAD and self._held[: len(_WORD)] == _WORD[: len(self._held)]
+        return "" if may_be_head else self.end()
+
+    def end(self) -> str:
+        """What was held back, of an answer that has ended."""
+        held, self._held = self._held or "", None
+        return held
+
+
+def transcription_of(response: Response, language: str | None = None, said: str = "") -> Transcription:
+    """What an answer says; `language` and `said` as they were asked for."""
+    reader = TranscriptReader(language_name(language))
+    text = reader.read(response.text) + reader.end()
+    return Transcription((said + text).strip(), reader.language, response)
+
+
+class SpeechStream:
+    """Transcribes what somebody says while it goes on: give `hear` the samples as they come, and call `finish` then.
+
+    Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and their KV
+    rows; the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
+    `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what quiet parts of
+    all before it look like to the model, so that they are encoded anew, too. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        rate: int,
+        language: str | None = None,
+        prompt: str | None = None,
+        unfixed: int = 5,
+        **options: Any,
+    ) -> None:
+        """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
+        require(isinstance(unfixed, int) and unfixed >= 0, "unfixed", unfixed, "a whole number of tokens")
+        self._llm, self._rate, self._unfixed = llm, rate, unfixed
+        #: The language that was asked for, and the one that answers begin with since it is known.
+        self._asked = self._language = language_name(language)
+        self._prompt, self._options = prompt, options
+        self._samples: list[np.ndarray] = []
+        self._said = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long what was heard is."""
+        return sum(map(len, self._samples)) / self._rate
+
+    def hear(self, samples: np.ndarray) -> Transcription:
+        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, ContextError where the
+        whole is longer than the context holds."""
+        self._samples.append(np.array(samples))
+        found = self._transcribed(self._language, self._said)
+        if self._language is None and found.language in LANGUAGES.values():
+            self._language = found.language
+        ids = self._llm.tokenizer.encode(found.text)
+        kept = self._llm.tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
+        self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}") if self._language is not None else ""
+        return found
+
+    def finish(self) -> Transcription:
+        """What was said, written anew as a whole."""
+        return self._transcribed(self._asked, "")
+
+    def _transcribed(self, language: str | None, said: str) -> Transcription:
+        whole = np.concatenate(self._samples) if self._samples else np.zeros(0, np.float32)
+        request = transcription_request((whole, self._rate), language, self._prompt, said, **self._options)
+        with self._llm.submit(request) as generation:
+            return transcription_of(generation.result(), language, said)
