@@ -377,11 +377,16 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         )
 
     def transcribe(
-        self, source: Any, language: str | None = None, prompt: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        source: Any,
+        language: str | None = None,
+        prompt: str | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Transcription:
         """What is said in a sound: a path, the bytes of a file, or samples with their rate. See `transcription_request`
         for the rest, and `SpeechStream` for speech that goes on."""
-        request = transcription_request(source, language, prompt, **options)
+        request = transcription_request(source, language, prompt, adapter=adapter, **options)
         return transcription_of(self._answered(request, 1), language)
 
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:

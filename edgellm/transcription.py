@@ -41,7 +41,7 @@ def language_name(language: str | None) -> str | None:
     if language is None:
         return None
     require_kind(isinstance(language, str), "language", language, 'a code or a name, such as "en" or "English"')
-    known = LANGUAGES | {name.lower(): name for name in LANGUAGES.values()}
+    known = {**LANGUAGES} | {name.lower(): name for name in LANGUAGES.values()}
     found = known.get(language.lower())
     if found is None:
         raise RequestError(f"there is no language {language!r:.80}{did_you_mean(language.lower(), list(LANGUAGES))}")

@@ -25,6 +25,8 @@ _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 #: A resampling filter reaches over so many zeros of its sinc to either side, whose cutoff is this share of the lower
 #: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB.
 _ZEROS, _CUTOFF, _BETA = 32, 0.945, 9.0
+#: Weights are made for so many phases at a time.
+_PHASES = 256
 
 
 def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
@@ -77,18 +79,16 @@ def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
     padded = np.concatenate((np.zeros(reach, np.float32), samples, np.zeros(2 * reach + down, np.float32)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
     result = np.empty(count, np.float32)
-    offsets = np.arange(-reach, reach + 1)
-    for phase in range(min(up, count)):
-        place, beyond = divmod(phase * down, up)
-        times = offsets - beyond / up
-        weights = cutoff * np.sinc(cutoff * times) * np.i0(_BETA * np.sqrt(_inside(times / (reach + 1)))) / np.i0(_BETA)
-        outputs = result[phase::up]
-        outputs[:] = windows[place::down][: len(outputs)] @ (weights / weights.sum()).astype(np.float32)
+    for first in range(0, min(up, count), _PHASES):
+        places, beyond = np.divmod(np.arange(first, min(up, count, first + _PHASES)) * down, up)
+        times = np.arange(-reach, reach + 1) - beyond[:, None] / up
+        inside = np.sqrt(np.maximum(0.0, 1 - (times / (reach + 1)) ** 2))
+        weights = np.sinc(cutoff * times) * np.i0(_BETA * inside)
+        weights /= weights.sum(axis=1, keepdims=True)
+        for phase, (place, own) in enumerate(zip(places.tolist(), weights.astype(np.float32), strict=True), first):
+            outputs = result[phase::up]  # einsum, for threads of BLAS would wait for each other in small products
+            np.einsum("nk,k->n", windows[place::down][: len(outputs)], own, out=outputs)
     return result
-
-
-def _inside(share: np.ndarray) -> np.ndarray:
-    return np.maximum(0.0, 1 - share**2)
 
 
 def _mono(samples: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -40,6 +40,7 @@ class TranscribeOptions(
         least=0.1,
     )
     rate: int = option("Hz of raw samples, of 16 bits, little-endian, one channel.", default=16000, least=1000)
+    max_tokens: int | None = option("Most tokens of an answer [default: all that the context holds].", least=1)
     json_output: bool = option("Print a JSON object in place of the text.", "--json", rich_help_panel="Output")
 
 
@@ -57,23 +58,26 @@ def transcribe(given: TranscribeOptions) -> None:
     if given.every is not None and words != ["-"]:
         raise typer.BadParameter("takes samples from standard input: give '-' as FILE", param_hint="--every")
     settings = chosen_settings(given)
+    asked: dict[str, Any] = {"adapter": settings.adapter}
+    if given.max_tokens is not None:
+        asked["max_tokens"] = given.max_tokens
     with open_model_with(settings, None, chosen_adapters(settings)) as llm:
         if given.every is not None:
-            _follow(llm, given, settings.adapter)
+            _follow(llm, given, asked)
             return
         source = sys.stdin.buffer.read() if words == ["-"] else user_path(words[0])
-        found = llm.transcribe(source, given.language, given.prompt, adapter=settings.adapter)
+        found = llm.transcribe(source, given.language, given.prompt, **asked)
         _print(found, given.json_output)
 
 
-def _follow(llm: LLM, given: TranscribeOptions, adapter: str | None) -> None:
+def _follow(llm: LLM, given: TranscribeOptions, asked: dict[str, Any]) -> None:
     """Print what was said so far again and again, and at the end what was said in all."""
     import numpy as np
 
     from edgellm.transcription import SpeechStream
 
     assert given.every is not None
-    stream = SpeechStream(llm, given.rate, given.language, given.prompt, adapter=adapter)
+    stream = SpeechStream(llm, given.rate, given.language, given.prompt, **asked)
     size = max(1, round(given.every * given.rate)) * _SAMPLE_BYTES
     while data := sys.stdin.buffer.read(size):
         if not stream.seconds and data[:4] == b"RIFF":

@@ -243,8 +243,9 @@ class Service:
         with self._telling(asked.fields):
             if not asked.stream:
                 whole = await under_way.whole()
-                kind = PlainTextResponse if isinstance(whole, str) else JSONResponse
-                return kind(whole, headers=headers)
+                if isinstance(whole, str):
+                    return PlainTextResponse(whole, headers=headers)
+                return JSONResponse(whole, headers=headers)
             events = await under_way.begin(lambda error: self._told(error, {}))
         headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
         return StreamingResponse(events, media_type=writer.media_type, headers=headers)

@@ -93,7 +93,7 @@ class TranscriptionWriter(CompletionWriter):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._reader, self._said = TranscriptReader(self._asked.echoed["language"]), ""
+        self._reader, self._written = TranscriptReader(self._asked.echoed["language"]), ""
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any] | str:
         text = (self._reader.read(pieces[0].content) + self._reader.end()).strip()
@@ -118,10 +118,10 @@ class TranscriptionWriter(CompletionWriter):
 
     def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
         usage = self._tokens(responses)
-        yield event({"type": "transcript.text.done", "text": self._said.strip(), "usage": usage})
+        yield event({"type": "transcript.text.done", "text": self._written.strip(), "usage": usage})
 
     def _delta_event(self, text: str) -> Iterator[bytes]:
-        self._said += text
+        self._written += text
         if text:
             yield event({"type": "transcript.text.delta", "delta": text})
 

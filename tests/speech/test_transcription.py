@@ -117,6 +117,15 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     assert (code, json.loads(out)["text"]) == (0, expected), err
     assert edgellm("transcribe", speech_engines)[0] == 2
     assert edgellm("transcribe", "-m", speech_engines, path, "--every", 1)[0] == 2
+    spoken = np.rint(SPEECH * 32767).astype("<i2").tobytes()
+    follow = ("transcribe", "-m", speech_engines, "-", "--every", 1.25, "--language", "en", "--json", "--max-tokens", 9)
+    code, out, err = edgellm(*follow, stdin=spoken + b"x")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, err
+    assert [(each["seconds"], each["final"]) for each in lines] == [(1.25, False), (2.5, False), (3, False), (3, True)]
+    assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9).text
+    assert "takes raw samples of 16 bits" in edgellm(*follow, stdin=path.read_bytes())[2]
+    assert "standard input is empty" in edgellm(*follow)[2]
     code, _, err = edgellm("transcribe", speech_engines, tmp_path / "none.wav")
     assert code == 1 and "none.wav cannot be read" in err
 
