@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgellm.errors import RequestError, did_you_mean, require, require_kind
+from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind
 from edgellm.requests import Request, Response
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def transcription_request(
     has names and words to expect. The `options` are those of `Request.of`. Raises RequestError.
     """
     require_kind(isinstance(prompt, (str, type(None))), "prompt", prompt, "text with names and words to expect")
-    content = [{"type": "audio", "audio": source}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "audio", "audio": source}]}]
     if prompt:
         messages.insert(0, {"role": "system", "content": prompt})
     name = language_name(language)
@@ -108,10 +107,10 @@ def transcription_of(response: Response, language: str | None = None, said: str 
 class SpeechStream:
     """Transcribes what somebody says while it goes on: give `hear` the samples as they come, and call `finish` then.
 
-    Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and their KV
-    rows; the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
-    `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what quiet parts of
-    all before it look like to the model, so that they are encoded anew, too. Not thread-safe.
+    Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and KV rows;
+    the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
+    `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what all quiet
+    parts before it look like to the model, so that they are encoded anew, too. Not thread-safe.
     """
 
     def __init__(
@@ -124,11 +123,10 @@ class SpeechStream:
         **options: Any,
     ) -> None:
         """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
-        require(isinstance(unfixed, int) and unfixed >= 0, "unfixed", unfixed, "a whole number of tokens")
-        self._llm, self._rate, self._unfixed = llm, rate, unfixed
-        #: The language that was asked for, and the one that answers begin with since it is known.
+        require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
+        self._llm, self._rate, self._prompt, self._unfixed, self._options = llm, rate, prompt, unfixed, options
+        #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
-        self._prompt, self._options = prompt, options
         self._samples: list[np.ndarray] = []
         self._said = ""
 
@@ -144,9 +142,11 @@ class SpeechStream:
         found = self._transcribed(self._language, self._said)
         if self._language is None and found.language in LANGUAGES.values():
             self._language = found.language
-        ids = self._llm.tokenizer.encode(found.text)
-        kept = self._llm.tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
-        self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}") if self._language is not None else ""
+        if self._language is not None:
+            tokenizer = self._llm.tokenizer
+            ids = tokenizer.encode(found.text)
+            kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
+            self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # a part of a character
         return found
 
     def finish(self) -> Transcription:

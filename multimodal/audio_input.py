@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +15,16 @@ from edgellm.multimodal.sources import check_bytes, file_bytes
 
 #: A path, the bytes of a file, or samples [N] or [N, channels] with their rate in Hz.
 AudioSource = str | Path | bytes | tuple[np.ndarray, int]
-
 RATES = range(1000, 768_001)
-#: What a file may have before it is decoded, which few bytes of FLAC may promise.
+#: What a file may have before it is decoded, of which few bytes of FLAC may promise more.
 SOURCE_SAMPLES = 64_000_000
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+#: By the tag of a WAV file's coding and its bits, how NumPy reads a sample; PCM of 24 bits by bytes.
+_CODINGS = {(1, 8): "u1", (1, 16): "<i2", (1, 24): "u1", (1, 32): "<i4", (3, 32): "<f4", (3, 64): "<f8"}
+_EXTENSIBLE = 0xFFFE
 #: A resampling filter reaches over so many zeros of its sinc to either side, whose cutoff is this share of the lower
-#: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB.
-_ZEROS, _CUTOFF, _BETA = 32, 0.945, 9.0
-#: Weights are made for so many phases at a time.
-_PHASES = 256
+#: rate's half; the Kaiser window (Kaiser 1974) of that beta leaves ripples of -90 dB. So many phases' weights are made
+#: at a time.
+_ZEROS, _CUTOFF, _BETA, _PHASES = 32, 0.945, 9.0, 256
 
 
 def read_audio(source: AudioSource, rate: int, most_seconds: float) -> np.ndarray:
@@ -39,27 +37,23 @@ def heard(source: AudioSource, most_seconds: float = math.inf) -> tuple[np.ndarr
     """The sound of a source as float32 samples [N] from -1 to 1, channels averaged, and their rate in Hz.
 
     `source` is a path or the bytes of a file (WAV; what else the package soundfile reads, where it is installed), or
-    samples [N] or [N, channels] with their rate: floats, int16 or int32 (full scale is 1), or uint8 (128 is silence).
-    Raises AudioError for what is no sound, is damaged, empty, not finite, or longer than `most_seconds`, which is
-    checked before anything is decoded, and for a file that needs soundfile where that is missing.
+    samples with their rate: floats, int16 or int32 (full scale is 1), or uint8 (128 is silence). Raises AudioError for
+    what is no sound, is damaged, empty, not finite, or longer than `most_seconds`, which is checked before anything is
+    decoded, and for a file that needs soundfile where that is missing.
     """
-    if isinstance(source, tuple) and len(source) == 2:
-        samples, own = source
-        if not isinstance(samples, np.ndarray) or isinstance(own, bool) or not isinstance(own, (int, np.integer)):
-            raise AudioError(f"samples come as an array and a whole number of Hz, not as {shown(source)[:80]}")
-        own = int(own)
-    elif isinstance(source, (str, Path)):
-        samples, own = _decoded(file_bytes(Path(source), "audio"), str(source), most_seconds)
+    if isinstance(source, (str, Path)):
+        samples, rate = _decoded(file_bytes(Path(source), "audio"), str(source), most_seconds)
     elif isinstance(source, (bytes, bytearray, memoryview)):
-        samples, own = _decoded(bytes(source), "the sound", most_seconds)
+        samples, rate = _decoded(bytes(source), "the sound", most_seconds)
+    elif isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
+        samples, rate = source
     else:
-        raise AudioError(
-            f"a sound is a {type(source).__name__}: expected a path, the bytes of a file, or (samples, rate in Hz)"
-        )
-    if own not in RATES:
-        raise AudioError(f"the rate is {own} Hz: expected {RATES[0]} to {RATES[-1]}")
-    _check_length(len(samples) if samples.ndim else 0, 1, own, most_seconds)
-    return _mono(samples), own
+        expected = "expected a path, the bytes of a file, or (samples, rate in Hz)"
+        raise AudioError(f"a sound is a {type(source).__name__}: {expected}")
+    if not isinstance(rate, (int, np.integer)) or rate not in RATES:
+        raise AudioError(f"the rate is {shown(rate)} Hz: expected a whole number from {RATES[0]} to {RATES[-1]}")
+    _check_length(len(samples) if samples.ndim else 0, 1, int(rate), most_seconds)
+    return _mono(samples), int(rate)
 
 
 def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
@@ -93,17 +87,14 @@ def resampled(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
 
 def _mono(samples: np.ndarray) -> np.ndarray:
     """Finite float32 samples [N] of an array's values."""
-    what = f"the array {list(samples.shape)} of {samples.dtype}"
-    if samples.ndim not in (1, 2) or not samples.size:
-        raise AudioError(f"{what} is no sound: expected samples [N] or [N, channels], at least one")
-    if samples.ndim == 2 and samples.shape[1] > samples.shape[0]:
-        raise AudioError(f"{what} has more channels than samples: the channels come last, transpose it")
-    if samples.dtype.kind != "f" and samples.dtype not in (np.uint8, np.int16, np.int32):
+    what, kind = f"the array {list(samples.shape)} of {samples.dtype}", samples.dtype
+    if samples.ndim not in (1, 2) or not samples.size or samples.shape[-1] > max(samples.shape[0], 1):
+        raise AudioError(f"{what} is no sound: expected samples [N], at least one, or [N, channels], fewer of them")
+    if kind.kind != "f" and kind not in (np.uint8, np.int16, np.int32):
         raise AudioError(f"{what}: expected floats from -1 to 1, int16, int32 or uint8. Convert it first, with astype")
     values: np.ndarray = samples.astype(np.float32)
-    if samples.dtype.kind != "f":
-        middle = np.float32(128 if samples.dtype == np.uint8 else 0)
-        values = (values - middle) / np.float32(2 ** (8 * samples.dtype.itemsize - 1))
+    if kind.kind != "f":
+        values = (values - np.float32(128 if kind == np.uint8 else 0)) / np.float32(2 ** (8 * kind.itemsize - 1))
     values = values if values.ndim == 1 else values.mean(axis=1, dtype=np.float32)
     if not np.isfinite(values).all():
         raise AudioError(f"{what} has infinite values or NaN")
@@ -123,16 +114,16 @@ def _check_length(samples: int, channels: int, rate: int, most_seconds: float) -
 def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int]:
     """Samples [N, channels] of a file, and their rate."""
     check_bytes(len(data), what, "audio")
-    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
-        found = _wav(data, what, most_seconds)
-        if found is not None:
-            return found
-    soundfile = _soundfile()
-    if soundfile is None:
+    found = _wav(data, what, most_seconds) if data[:4] == b"RIFF" and data[8:12] == b"WAVE" else None
+    if found is not None:
+        return found
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: its library is missing
         raise AudioError(
             f"{what} is no WAV file of samples of 8 to 64 bits: FLAC and other kinds need the package soundfile "
             "(pip install soundfile)"
-        )
+        ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_length(file.frames, file.channels, file.samplerate, most_seconds)
@@ -144,48 +135,26 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
 
 
 def _wav(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int] | None:
-    """Samples [N, channels] of a WAV file, and their rate; None for a coding that is not read here."""
-    form: tuple[int, int, int, int] | None = None
-    for name, start, size in _chunks(data):
+    """Samples [N, channels] of a WAV file, and their rate; None for a coding that is not read here. A chunk that says
+    to be larger than the file ends with it, as where it was written to a pipe."""
+    place, form = 12, (0, 0, 0, 0)
+    while place + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, place)
+        start, size = place + 8, min(size, len(data) - place - 8)
         if name == b"fmt " and size >= 16:
             tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", data, start)
             if tag == _EXTENSIBLE and size >= 26:
                 (tag,) = struct.unpack_from("<H", data, start + 24)
             form = tag, channels, rate, bits
-        elif name == b"data" and form is not None:
+        elif name == b"data" and any(form):
             tag, channels, rate, bits = form
-            width = bits // 8
-            kinds = {_PCM: {8: "u1", 16: "<i2", 24: "u1", 32: "<i4"}, _FLOAT: {32: "<f4", 64: "<f8"}}
-            kind = kinds.get(tag, {}).get(bits)
-            if kind is None or not channels or not rate:
+            if (tag, bits) not in _CODINGS or not channels or not rate:
                 return None
-            frames = size // (width * channels)
+            frames = size // (bits // 8 * channels)
             _check_length(frames, channels, rate, most_seconds)
-            values = np.frombuffer(data, kind, frames * channels * width // np.dtype(kind).itemsize, start)
+            values = np.frombuffer(data[start : start + frames * channels * bits // 8], _CODINGS[tag, bits])
             if bits == 24:  # the upper three bytes of 32 bits
-                wide = np.zeros((frames * channels, 4), np.uint8)
-                wide[:, 1:] = values.reshape(-1, 3)
-                values = wide.view("<i4")[:, 0]
+                values = np.pad(values.reshape(-1, 3), ((0, 0), (1, 0))).view("<i4")[:, 0]
             return values.astype(values.dtype.newbyteorder("=")).reshape(frames, channels), rate
+        place = start + size + size % 2
     raise AudioError(f"{what} is a WAV file without a format or without samples: it is damaged")
-
-
-def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Name, place and size of each chunk; one that says to be larger than the file ends with it, as those do that were
-    written to a pipe."""
-    place = 12
-    while place + 8 <= len(data):
-        name, size = struct.unpack_from("<4sI", data, place)
-        size = min(size, len(data) - place - 8)
-        yield name, place + 8, size
-        place += 8 + size + size % 2
-
-
-@lru_cache(maxsize=1)
-def _soundfile():  # type: ignore[no-untyped-def]
-    """The package, None where it is not installed."""
-    try:
-        import soundfile
-    except (ImportError, OSError):  # OSError: its library is missing
-        return None
-    return soundfile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -11,14 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.formats.strict_formats import JSONObject, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import JSONObject, as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE
 
-#: What the published extractors have where the file does not say; `min_length` is in samples, `n_window` half of the
-#: frames of a chunk. All of these may differ but for the last.
-_NUMBERS = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "min_length": 8000, "n_window": 50}
-_LARGEST = {"sampling_rate": 192_000, "n_fft": 16384, "hop_length": 16384, "min_length": 10_000_000, "n_window": 10_000}
+#: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
+_SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 16384), "hop_length": (160, 16384)}
+_SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_window": (50, 4096)}
 _EXTRACTOR = "Qwen3ASRFeatureExtractor"
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
@@ -67,33 +65,28 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     """What the processor's file of a checkpoint asks for. Raises CheckpointError, UnsupportedModelError."""
     file = next((path / name for name in (PROCESSOR_FILE, PREPROCESSOR_FILE) if (path / name).exists()), None)
     if file is None:
-        raise CheckpointError(
-            f"{path / PREPROCESSOR_FILE} is missing: it says how sound becomes input. Copy it from the checkpoint's "
-            "source"
-        )
-    values: Mapping[str, object] = JSONObject.read(file, CheckpointError).values
+        missing = f"{path / PREPROCESSOR_FILE} is missing"
+        raise CheckpointError(f"{missing}: it says how sound becomes input. Copy it from the checkpoint's source")
+    values = JSONObject.read(file, CheckpointError).values
     inner = values.get("feature_extractor")
     values = inner if isinstance(inner, dict) else values
     kind = values.get("feature_extractor_type", _EXTRACTOR)
     if kind != _EXTRACTOR or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):
-        raise UnsupportedModelError(
-            f"{file}: feature_extractor_type is {as_json(kind)}, supported is {_EXTRACTOR} without dither and with "
-            "silence as padding"
-        )
+        expected = f"supported is {_EXTRACTOR} without dither and with silence as padding"
+        raise UnsupportedModelError(f"{file}: feature_extractor_type is {as_json(kind)}, {expected}")
     found = {}
-    for key, usual in (_NUMBERS | {"feature_size": config.mel_bins}).items():
+    for key, (usual, most) in _SIZES.items():
         value = usual if values.get(key) is None else values[key]
-        if not is_integer(value) or not is_number(value) or not 0 <= int(value) <= _LARGEST.get(key, config.mel_bins):
-            raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number such as {usual}")
-        found[key] = int(value)
-    agrees = found["feature_size"] == config.mel_bins and 2 * found["n_window"] == config.chunk_frames
-    if not agrees or not 0 < found["hop_length"] <= found["n_fft"] or found["min_length"] < found["n_fft"]:
+        if not is_integer(value) or not 0 < value <= most:
+            raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number from 1 to {most}")
+        found[key] = value
+    rate, transform, hop, least, bins, half = found.values()
+    if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
         raise CheckpointError(
             f"{file}: its sizes do not fit config.json, which has {config.mel_bins} bands and chunks of "
             f"{config.chunk_frames} frames: take both as they were published"
         )
-    sizes = ("sampling_rate", "n_fft", "hop_length", "min_length", "feature_size")
-    return MelConfig(*(found[name] for name in sizes))
+    return MelConfig(rate, transform, hop, least, bins)
 
 
 def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:

@@ -16,7 +16,7 @@ from edgellm.requests import Response
 from edgellm.transcription import LANGUAGES, TranscriptReader, language_name, transcription_request
 
 _FORMATS = ("json", "text", "verbose_json")
-_NO_TIMES = "the model says when nothing was said: no times are known, as subtitles and segments need them"
+_NO_TIMES = "the model does not say when anything was said, so that no times are known"
 #: A form's parts, and bytes of each but the file: far more than any field has.
 _MOST_PARTS, _MOST_BYTES = 64, 1 << 16
 
@@ -38,29 +38,27 @@ def transcription(body: bytes, model: ServedModel) -> ParsedRequest:
     params = params if "temperature" in texts else replace(params, temperature=0.0)
     fields.end()
     if shape not in _FORMATS:
-        expected = f"one of {', '.join(_FORMATS)}: {_NO_TIMES}"
-        raise wrong("response_format", shape, expected)
-    checked("language", language_name, language)
+        raise wrong("response_format", shape, f"one of {', '.join(_FORMATS)}: {_NO_TIMES}")
+    name = checked("language", language_name, language)
     try:
         sound = heard(form["file"])
     except Exception as error:
         raise http_error(error, {"": "file"}) from error
-    asked = transcription_request(sound, language, prompt, params=params, **request)
-    fields.pixels = sound[0].nbytes // 3  # a share of what images may take, too
-    echoed = {"language": language_name(language), "seconds": len(sound[0]) / sound[1], "format": shape}
-    named = {each: getattr(asked, each) for each in asked.__dataclass_fields__}
-    return fields.parsed({"": "file"}, named, echoed=echoed)
+    asked = transcription_request(sound, name, prompt, params=params, **request)
+    about: dict[str, Any] = {"ignored": tuple(fields.ignored), "fields": {"": "file"}}
+    about["pixels"] = sound[0].nbytes // 3  # sounds share the room that there is for images
+    echoed = {"language": name, "seconds": len(sound[0]) / sound[1], "format": shape}
+    return ParsedRequest((asked,), fields.name, fields.stream, echoed=echoed, **about)
 
 
 def parts_of_form(body: bytes) -> dict[str, bytes]:
     """The parts of a form (RFC 7578) by their names, of which the first line has what divides them. Raises HTTPError
     for what is no form, and for a name that is there twice."""
     divider, _, _ = body.partition(b"\r\n")
-    pieces = (b"\r\n" + body).split(b"\r\n" + divider)
+    pieces = (b"\r\n" + body).split(b"\r\n" + divider, _MOST_PARTS + 1)
     if not re.fullmatch(rb"--[^\r\n]{1,70}", divider) or not pieces[-1].startswith(b"--"):
-        raise HTTPError(400, "the body is no form of several parts: expected multipart/form-data", code="invalid_form")
-    if len(pieces) > _MOST_PARTS:
-        raise HTTPError(400, f"the form has more than {_MOST_PARTS} parts", code="invalid_form")
+        expected = f"expected multipart/form-data of at most {_MOST_PARTS} parts"
+        raise HTTPError(400, f"the body is no form of several parts: {expected}", code="invalid_form")
     found: dict[str, bytes] = {}
     for piece in pieces[1:-1]:
         head, _, content = piece.removeprefix(b"\r\n").partition(b"\r\n\r\n")
@@ -73,19 +71,13 @@ def parts_of_form(body: bytes) -> dict[str, bytes]:
 
 
 def _value(name: str, part: bytes) -> Any:
-    """A field's value: JSON has the types that a form has not."""
+    """A field's value, with the type that JSON has for it: a form has none."""
     try:
-        text = part[: _MOST_BYTES + 1].decode()
+        text = part[:_MOST_BYTES].decode()
     except UnicodeDecodeError as error:
         raise HTTPError(400, f"{name[:80]} is no text in UTF-8", param=name[:80]) from error
-    if len(part) > _MOST_BYTES:
-        raise HTTPError(400, f"{name[:80]} has more than {_MOST_BYTES} bytes", param=name[:80])
-    if name in ("language", "prompt", "model", "response_format") or not re.fullmatch(r"-?[\d.]+|true|false", text):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    is_typed = name in ("stream", "temperature") and re.fullmatch(r"-?\d+(\.\d+)?|true|false", text)
+    return json.loads(text) if is_typed else text
 
 
 class TranscriptionWriter(CompletionWriter):
@@ -108,7 +100,7 @@ class TranscriptionWriter(CompletionWriter):
         return {"task": "transcribe", "language": language, "duration": duration, "text": text}
 
     def begin(self) -> Iterator[bytes]:
-        return iter(())
+        yield from ()
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         yield from self._delta_event(self._reader.read(piece.content))

@@ -34,9 +34,8 @@ _CACHE_BYTES = 64 << 20
 class AudioEncoder:
     """The encoder of speech of a model: prepares sounds and encodes them, window by window of its attention.
 
-    What a window's rows are follows from its features alone. So rows of windows that were heard before are kept by
-    their digests: of a sound that has grown, the last window alone is encoded anew. Each window is a span of the
-    prompt, and KV rows of those that stay are reused as those of a text are.
+    Rows of windows that were heard before are kept by the digests of their features: of a sound that has grown, the
+    last window alone is encoded anew. Each is a span of the prompt, whose KV rows are reused as those of a text are.
     """
 
     def __init__(self, backend: Backend, directory: EngineDirectory, metrics: Metrics) -> None:
@@ -45,7 +44,7 @@ class AudioEncoder:
         with closing(Checkpoint.open(directory.path)) as checkpoint:
             self.config = audio_config(checkpoint, directory)
         self.mel = read_mel_config(directory.path, self.config)
-        chunks = -(-directory.limits.kv_capacity // self.config.chunk_rows)
+        chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
         self._weights: dict[str, np.ndarray] = {}
         self._cache = EmbeddingCache(_CACHE_BYTES)
@@ -112,6 +111,6 @@ def audio_config(checkpoint: Checkpoint, directory: EngineDirectory) -> AudioCon
     """The encoder of speech of a directory whose language model takes speech; raises EngineDirectoryError where it does
     not belong to that."""
     config = read_audio(checkpoint)
-    if config is None or config.out_hidden_size != directory.config.hidden_size:
+    if config.out_hidden_size != directory.config.hidden_size:
         raise EngineDirectoryError(f"{directory.path}: its encoder of speech is not that of its language model")
     return config

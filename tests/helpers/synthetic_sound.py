@@ -12,7 +12,7 @@ RATE = 16000
 SECONDS = (5.3, 0.3, 2.0)
 QUESTION = "What?"
 #: Of features and samples every so many-th is stored.
-SPARSE = 61
+SPARSE = 499
 
 
 def sound(seconds: float, rate: int = RATE) -> np.ndarray:
@@ -25,8 +25,8 @@ def sound(seconds: float, rate: int = RATE) -> np.ndarray:
 
 
 def places(tokens: int, vocabulary: int) -> np.ndarray:
-    """Which eight logits of each token are stored: [tokens, 8] int64."""
-    return (np.arange(tokens)[:, None] + vocabulary // 8 * np.arange(8)) % vocabulary
+    """Which three logits of each token are stored: [tokens, 3] int64."""
+    return (np.arange(tokens)[:, None] + vocabulary // 3 * np.arange(3)) % vocabulary
 
 
 def wav(samples: np.ndarray, rate: int = RATE) -> bytes:

@@ -14,7 +14,6 @@ from speech_models import expected_speech
 from synthetic_sound import RATE, SECONDS, SPARSE, sound, wav
 
 from edgellm.errors import AudioError
-from edgellm.multimodal import audio_input
 from edgellm.multimodal.audio_input import read_audio, resampled
 
 SAMPLES = sound(0.4)
@@ -82,16 +81,13 @@ def test_resampling_agrees_with_soxr() -> None:
 
 def test_a_file_of_another_kind_is_read_by_soundfile_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    audio_input._soundfile.cache_clear()
     for data in (b"fLaC" + bytes(40), riff(0x11, 16, bytes(64))):
         with pytest.raises(AudioError, match="FLAC and other kinds need the package soundfile"):
             read(data)
-    audio_input._soundfile.cache_clear()
 
 
 def test_flac_is_read_where_soundfile_is_installed() -> None:
     soundfile = pytest.importorskip("soundfile")
-    audio_input._soundfile.cache_clear()
     content = io.BytesIO()
     soundfile.write(content, np.stack((SAMPLES, SAMPLES), 1), RATE, format="FLAC", subtype="PCM_24")
     np.testing.assert_allclose(read(content.getvalue()), SAMPLES, atol=2**-22)
@@ -106,11 +102,11 @@ def test_flac_is_read_where_soundfile_is_installed() -> None:
     [
         ((SAMPLES[:, None, None], RATE), "is no sound"),
         ((SAMPLES[:0], RATE), "is no sound"),
-        ((SAMPLES.reshape(2, -1), RATE), "more channels than samples"),
+        ((SAMPLES.reshape(2, -1), RATE), "is no sound"),
         ((SAMPLES.astype(np.int64), RATE), "expected floats from -1 to 1"),
         ((np.float32([0.0, np.nan]), RATE), "infinite values or NaN"),
         ((SAMPLES, 10), "the rate is 10 Hz"),
-        ((SAMPLES, 16000.0), "a whole number of Hz"),
+        ((SAMPLES, 16000.0), r"the rate is 16000\.0 Hz"),
         (SAMPLES, "a sound is a ndarray"),
         (Path("/"), "is a folder: expected the file of a sound"),
         (b"RIFF\0\0\0\0WAVE" + bytes(3), "it is damaged"),

@@ -167,7 +167,7 @@ def test_what_a_form_asks_for_in_vain_is_named(fields: dict[str, str], message: 
         (form(b"x", file="y"), "'file' twice"),
         (form(None, model="ears"), "file is missing"),
         (form(b"no sound", model="ears"), r"is no (WAV file|sound)"),
-        (b"--a\r\n\r\nx\r\n" * 70 + b"--a--", "more than 64 parts"),
+        (b"--a\r\n\r\nx\r\n" * 70 + b"--a--", "at most 64 parts"),
     ],
 )
 def test_bodies_that_are_no_form_are_refused(body: bytes, message: str) -> None:

@@ -4,11 +4,11 @@
 
 Needs torch, transformers (5.23 or later), and soxr for the sound at another rate. `qwen3_asr` is the checkpoint, its
 weights only described (`tests/helpers/golden_files.py`), whose windows are of two seconds. `expected.safetensors`
-holds, for each of the sounds of `synthetic_sound.SECONDS` (i counts them), every 61st of its `features{i}` [128, F]
+holds, for each of the sounds of `synthetic_sound.SECONDS` (i counts them), every 499th of its `features{i}` [128, F]
 float32, `rows{i}` [M, H / 4] float32, a fourth of what encoder and projector make of it (`golden_files.every_fourth`);
-`token_ids` [T] int64 of the prompt of `synthetic_sound.QUESTION`, and of its float32 logits [T, V] `logits` [T, 8],
-those at `synthetic_sound.places`; `resampled` float32, every 61st sample of the first sound from 44,100 to 16,000 Hz by
-soxr.
+`token_ids` [T] int64 of the prompt of `synthetic_sound.QUESTION`, and of its float32 logits [T, V] `logits` [T, 3],
+those at `synthetic_sound.places`; `resampled` float32, every 499th sample of the first sound from 44,100 to 16,000
+Hz by soxr.
 """
 
 from __future__ import annotations
