@@ -42,8 +42,8 @@ class MelConfig:
 
 @dataclass(frozen=True, eq=False)
 class PreparedAudio:
-    """Sound as its encoder takes it: `features` [bins, F] float32 of each window of its attention, with their digests,
-    and how many `tokens` they stand for."""
+    """Sound as its encoder takes it: `features` [bins, F] float32 and digest of each window, and how many `tokens` they
+    stand for."""
 
     features: tuple[np.ndarray, ...]
     digests: tuple[str, ...]

@@ -12,14 +12,11 @@ from edgellm.commands import options
 from edgellm.commands.models import chosen_adapters, open_model_with
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
-from edgellm.errors import AudioError, RequestError
+from edgellm.errors import AudioError
 from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
     from edgellm.llm import LLM
-    from edgellm.transcription import Transcription
-
-_SAMPLE_BYTES = 2
 
 
 class TranscribeOptions(
@@ -53,44 +50,36 @@ def transcribe(given: TranscribeOptions) -> None:
     words = list(given.words or ())
     if given.model is None and words:
         given.engine_directory = user_path(words.pop(0))
-    if len(words) != 1 or (given.model is None and given.engine_directory is None):
+    if len(words) != 1:
         raise typer.BadParameter("name a model, and a sound or '-'", param_hint="FILE|-")
     if given.every is not None and words != ["-"]:
         raise typer.BadParameter("takes samples from standard input: give '-' as FILE", param_hint="--every")
     settings = chosen_settings(given)
-    asked: dict[str, Any] = {"adapter": settings.adapter}
-    if given.max_tokens is not None:
-        asked["max_tokens"] = given.max_tokens
+    asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
+    asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
     with open_model_with(settings, None, chosen_adapters(settings)) as llm:
         if given.every is not None:
-            _follow(llm, given, asked)
+            _follow(llm, given, given.every, asked)
             return
-        source = sys.stdin.buffer.read() if words == ["-"] else user_path(words[0])
-        found = llm.transcribe(source, given.language, given.prompt, **asked)
-        _print(found, given.json_output)
+        found = llm.transcribe(
+            sys.stdin.buffer.read() if words == ["-"] else user_path(words[0]), given.language, **asked
+        )
+        print(json.dumps({"text": found.text, "language": found.language}) if given.json_output else found.text)
 
 
-def _follow(llm: LLM, given: TranscribeOptions, asked: dict[str, Any]) -> None:
+def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, Any]) -> None:
     """Print what was said so far again and again, and at the end what was said in all."""
     import numpy as np
 
     from edgellm.transcription import SpeechStream
 
-    assert given.every is not None
-    stream = SpeechStream(llm, given.rate, given.language, given.prompt, **asked)
-    size = max(1, round(given.every * given.rate)) * _SAMPLE_BYTES
-    while data := sys.stdin.buffer.read(size):
-        if not stream.seconds and data[:4] == b"RIFF":
-            raise AudioError("standard input is a WAV file: --every takes raw samples of 16 bits, as arecord -t raw")
-        samples = np.frombuffer(data[: len(data) // _SAMPLE_BYTES * _SAMPLE_BYTES], "<i2")
-        if len(samples):
-            _print(stream.hear(samples), given.json_output, stream.seconds)
-    if not stream.seconds:
-        raise RequestError("standard input is empty: expected samples of 16 bits")
-    _print(stream.finish(), given.json_output, stream.seconds, is_final=True)
-
-
-def _print(found: Transcription, in_json: bool, seconds: float | None = None, is_final: bool = False) -> None:
-    about = {} if seconds is None else {"seconds": round(seconds, 3), "final": is_final}
-    written = {"text": found.text, "language": found.language, **about}
-    print(json.dumps(written, ensure_ascii=False) if in_json else found.text, flush=True)
+    stream = SpeechStream(llm, given.rate, given.language, **asked)
+    is_final = False
+    while not is_final:
+        data = sys.stdin.buffer.read(2 * max(1, round(every * given.rate)))
+        samples, is_final = np.frombuffer(data[: len(data) // 2 * 2], "<i2"), len(data) < 2
+        if (is_final and not stream.seconds) or (not stream.seconds and data[:4] == b"RIFF"):
+            raise AudioError("standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw")
+        found = stream.finish() if is_final else stream.hear(samples)
+        about = {"text": found.text, "language": found.language, "seconds": stream.seconds, "final": is_final}
+        print(json.dumps(about) if given.json_output else found.text, flush=True)

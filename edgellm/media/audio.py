@@ -17,7 +17,6 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.audio_encoders import audio_inputs, audio_program, audio_weights, read_audio
 from edgellm.engines.formats.tensors import convert
-from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
 from edgellm.errors import AudioError, EngineDirectoryError
 from edgellm.metrics import Metrics
@@ -36,34 +35,35 @@ class AudioEncoder:
 
     Rows of windows that were heard before are kept by the digests of their features: of a sound that has grown, the
     last window alone is encoded anew. Each is a span of the prompt, whose KV rows are reused as those of a text are.
+    Opening one checks all of its files. Raises EngineDirectoryError, CheckpointError, UnsupportedModelError.
     """
 
-    def __init__(self, backend: Backend, directory: EngineDirectory, metrics: Metrics) -> None:
+    def __init__(self, backend: Backend | None, directory: EngineDirectory, metrics: Metrics) -> None:
+        """Without a `backend` it is checked alone."""
         self.kind = directory.config.media["audio"]
         self._backend, self._directory, self._metrics = backend, directory, metrics
         with closing(Checkpoint.open(directory.path)) as checkpoint:
-            self.config = audio_config(checkpoint, directory)
-        self.mel = read_mel_config(directory.path, self.config)
-        chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
-        self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
+            self.config = config = read_audio(checkpoint)
+        if config.out_hidden_size != directory.config.hidden_size:
+            raise EngineDirectoryError(f"{directory.path}: its encoder of speech is not that of its language model")
+        self.mel = read_mel_config(directory.path, config)
+        chunks = -(-directory.limits.kv_capacity // config.rows(config.chunk_frames))
+        self._most_seconds = chunks * config.chunk_frames * self.mel.hop / self.mel.rate
         self._weights: dict[str, np.ndarray] = {}
         self._cache = EmbeddingCache(_CACHE_BYTES)
-
-    @property
-    def memory(self) -> Mapping[str, int]:
-        """What it takes in bytes, by name: weights in float32 and the widest values between steps, of the host; rows
-        that are kept."""
-        config = self.config
-        weights = sum(math.prod(spec.shape) for spec in audio_weights(config)) * 4
-        places = config.window_chunks * config.mel_bins * config.chunk_frames // 16  # of the second convolution
-        host = {"audio weights": weights, "audio buffers": 2 * places * 9 * config.channels * 4}
-        return {"audio embeddings": _CACHE_BYTES} | (host if self._backend.name == "numpy" else {})
+        # Of what is between steps, what the first convolution gives and the second one reads is widest.
+        weights = 4 * sum(math.prod(spec.shape) for spec in audio_weights(config))
+        widest = config.window_frames * config.mel_bins * config.channels * 4
+        host = {"audio weights": weights, "audio buffers": widest}
+        is_host = backend is None or backend.name == "numpy"
+        #: What it takes in bytes, by name: of the memory that the language model is in.
+        self.memory: Mapping[str, int] = {"audio embeddings": _CACHE_BYTES} | (host if is_host else {})
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights."""
         with closing(Checkpoint.open(self._directory.path)) as checkpoint:
             self._weights = load_numpy_weights(checkpoint, audio_weights(self.config), progress)
-        if self._backend.name != "numpy":
+        if "audio weights" not in self.memory:
             logger.warning("speech is encoded on the host with NumPy; the language model computes on the GPU")
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
@@ -78,15 +78,11 @@ class AudioEncoder:
         """The rows of each window of each piece; those of windows that are not known are computed."""
         started, found, reused = time.perf_counter(), [], 0
         for piece in pieces:
-            known = 0
-            for features, digest in zip(piece.features, piece.digests, strict=True):
-                embeddings = self._cache.get(digest)
-                known += embeddings is not None
-                if embeddings is None:
-                    embeddings = self._encoded(features, digest)
-                    self._cache.put(embeddings)
-                found.append(embeddings)
-            reused += known == len(piece.digests)
+            known = [self._cache.get(digest) for digest in piece.digests]
+            reused += None not in known
+            for each, features, digest in zip(known, piece.features, piece.digests, strict=True):
+                found.append(each or self._encoded(features, digest))
+                self._cache.put(found[-1])
         tokens = sum(piece.tokens for piece in pieces)
         self._metrics.heard(len(pieces), tokens, time.perf_counter() - started, reused)
         return found
@@ -97,6 +93,7 @@ class AudioEncoder:
         self._weights = {}
 
     def _encoded(self, features: np.ndarray, digest: str) -> MediaEmbeddings:
+        assert self._backend is not None
         engine = NumpyEngine(audio_program(self.config, features.shape[1]))
         rows = np.empty((1, self.config.rows(features.shape[1]), self.config.out_hidden_size), np.float32)
         engine.bind({**self._weights, **audio_inputs(self.config, features), "audio_embeddings": rows})
@@ -105,12 +102,3 @@ class AudioEncoder:
         array = self._backend.empty(own.shape, "compute")
         self._backend.upload(array, own)
         return MediaEmbeddings(array, (), digest)
-
-
-def audio_config(checkpoint: Checkpoint, directory: EngineDirectory) -> AudioConfig:
-    """The encoder of speech of a directory whose language model takes speech; raises EngineDirectoryError where it does
-    not belong to that."""
-    config = read_audio(checkpoint)
-    if config.out_hidden_size != directory.config.hidden_size:
-        raise EngineDirectoryError(f"{directory.path}: its encoder of speech is not that of its language model")
-    return config

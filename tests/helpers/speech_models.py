@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.media.audio import AudioEncoder
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
@@ -22,6 +23,16 @@ CHECKPOINT = golden_folder("speech") / "qwen3_asr"
 def expected_speech() -> dict[str, np.ndarray]:
     """The tensors that `tools/goldens/make_speech.py` describes."""
     return load_file(CHECKPOINT / "expected.safetensors")
+
+
+def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets the frames of each window that is encoded from now on."""
+    frames: list[int] = []
+    encode = AudioEncoder._encoded
+    monkeypatch.setattr(
+        AudioEncoder, "_encoded", lambda self, *given: frames.append(given[0].shape[1]) or encode(self, *given)
+    )
+    return frames
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import openai
 import pytest
 from command_line import Edgellm
 from http_server import ServerProcess, running
+from speech_models import encoded_frames
 from synthetic_sound import RATE, sound, wav
 
 from edgellm import LLM, SpeechStream
@@ -21,7 +22,6 @@ from edgellm.errors import ContextError, EdgeLLMError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
 from edgellm.http.transcriptions import parts_of_form, transcription
-from edgellm.media.audio import AudioEncoder
 from edgellm.transcription import TranscriptReader, language_name, transcription_request
 
 SPEECH = sound(3.0)
@@ -77,14 +77,7 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
 
 
 def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[int] = []
-    whole = AudioEncoder._encoded
-
-    def counting(self: AudioEncoder, features: np.ndarray, digest: str) -> Any:
-        encoded.append(features.shape[1])
-        return whole(self, features, digest)
-
-    monkeypatch.setattr(AudioEncoder, "_encoded", counting)
+    encoded = encoded_frames(monkeypatch)
     samples = sound(5.0)[::-1].copy()
     samples[:1600] = np.sin(np.arange(1600) * 0.7)  # the loudest comes first
     stream = SpeechStream(llm, RATE, "en", **SHORT)
@@ -124,8 +117,8 @@ def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path,
     assert code == 0, err
     assert [(each["seconds"], each["final"]) for each in lines] == [(1.25, False), (2.5, False), (3, False), (3, True)]
     assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9).text
-    assert "takes raw samples of 16 bits" in edgellm(*follow, stdin=path.read_bytes())[2]
-    assert "standard input is empty" in edgellm(*follow)[2]
+    assert "takes raw samples, as of arecord" in edgellm(*follow, stdin=path.read_bytes())[2]
+    assert "standard input is empty or a WAV file" in edgellm(*follow)[2]
     code, _, err = edgellm("transcribe", speech_engines, tmp_path / "none.wav")
     assert code == 1 and "none.wav cannot be read" in err
 
