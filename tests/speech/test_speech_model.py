@@ -172,3 +172,16 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
         check = lambda path, report: read_built(path)  # noqa: E731
         build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 32, 64), [], check=check)
     assert not (tmp_path / "engines").exists()
+
+
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_a_backend_hears_what_numpy_hears(llm: LLM, speech_engines: Path, backend: str) -> None:
+    asked = {**GREEDY, "logprobs": 8, "max_tokens": 1}
+    with LLM(speech_engines, backend=backend) as other:
+        for seconds in (2.0, 2.5, 2.5):  # of a window, of one that is known and another, of known ones
+            conversation = message(heard((sound(seconds), RATE)))
+            (found,), (expected,) = (each.chat(conversation, **asked).logprobs for each in (other, llm))
+            both = dict(found.top).keys() & dict(expected.top).keys()
+            assert len(both) >= 6
+            assert all(abs(dict(found.top)[each] - dict(expected.top)[each]) < 0.05 for each in both)
+        assert other.metrics()["speech"]["reused_sounds"] == 1
