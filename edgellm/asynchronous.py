@@ -269,8 +269,8 @@ class AsyncLLM(
     async def _ask(self, ask: Callable[[Request], Generation], request: Request) -> Generation:
         """Ask when the model is open, in a thread where that reads images: it would keep the event loop waiting."""
         await self.open()
-        shows_images = isinstance(request, Request) and request.shows_images
-        return await asked_in_thread(ask, request) if shows_images else ask(request)
+        shows_media = isinstance(request, Request) and request.shows_media
+        return await asked_in_thread(ask, request) if shows_media else ask(request)
 
     async def _asked_when_possible(
         self, request: Request, answers: Sequence[asyncio.Task[Any]]

@@ -30,6 +30,7 @@ from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
+from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -366,6 +367,19 @@ class LLM(
         return np.stack(
             [self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)).result() for each in ids]
         )
+
+    def transcribe(
+        self,
+        source: Any,
+        language: str | None = None,
+        prompt: str | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Transcription:
+        """What is said in a sound: a path, the bytes of a file, or samples with their rate. See `transcription_request`
+        for the rest, and `SpeechStream` for speech that goes on."""
+        request = transcription_request(source, language, prompt, adapter=adapter, **options)
+        return transcription_of(self._answered(request, 1), language)
 
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.

@@ -38,6 +38,7 @@ pytest_plugins = (
     "embedding_models",
     "hostile_runs",
     "multimodal_engines",
+    "speech_models",
 )
 
 # Asserts are rewritten and modules compiled once, not in every worker and every process that a test starts, also where

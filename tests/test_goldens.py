@@ -44,6 +44,7 @@ LIMITS = {
     "policy": 2_000,
     "published": 26_000,
     "quantized": 205_000,
+    "speech": 8_000,
     "tiled": 17_000,
     "torch_files": 8_000,
     "vision": 40_000,

@@ -17,6 +17,8 @@ OLLAMA = "/api/"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 #: What paths of Anthropic's API begin with, and the types of its errors that are others.
 MESSAGES = "/v1/messages"
+#: Where sounds come in forms.
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _MESSAGE_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 #: The folders of a file: of its path the name alone is told.
 _FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/:;,'\"()]+/)+")
@@ -88,8 +90,9 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     if isinstance(error, errors.ContextError):
         said = f"the maximum context length is {error.limit} tokens: {message}"  # words that clients look for
         return HTTPError(400, said, param=fields.get(""), code="context_length_exceeded")
-    if isinstance(error, errors.ImageError):
-        return HTTPError(400, message, param=fields.get(""), code="invalid_image")
+    if isinstance(error, (errors.ImageError, errors.AudioError)):
+        code = "invalid_image" if isinstance(error, errors.ImageError) else "invalid_audio"
+        return HTTPError(400, message, param=fields.get(""), code=code)
     if isinstance(error, (errors.RequestError, errors.ConstraintError, ChatTemplateError)):
         match = _FIELD.match(message)
         if match is None or match[1] not in fields:

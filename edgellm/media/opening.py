@@ -38,6 +38,15 @@ def open_encoders(
 
         kind = directory.config.image_kind(vision.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
+    if "audio" in directory.config.media:
+
+        def opened_audio() -> MediaEncoder:
+            from edgellm.media.audio import AudioEncoder
+
+            return AudioEncoder(backend, directory, metrics)
+
+        kind = directory.config.media["audio"]
+        encoders.append(LazyEncoder(kind, opened_audio, backend) if backend.computes_at_once else opened_audio())
     return MediaEncoders(encoders, directory.config, directory.path)
 
 
@@ -47,6 +56,8 @@ def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | Non
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     if vision_engines is not None:
         tokenizer.media, tokenizer.write_images = ("image",), image_writer(vision_engines, tokenizer)
+    if "audio" in directory.config.media:
+        tokenizer.media = (*tokenizer.media, "audio")
     return tokenizer, ModelDefaults(directory.path)
 
 

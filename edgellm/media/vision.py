@@ -13,9 +13,10 @@ from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import ImageError
 from edgellm.media.image_text import TextOfParts
 from edgellm.metrics import Metrics
-from edgellm.multimodal.image_input import image_of_url, read_image
+from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.sources import source_of_url
 from edgellm.multimodal.tiles import TiledImage
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.text.messages import MediaReference
@@ -66,7 +67,7 @@ class VisionEncoder:
     def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
         """Read and prepare an image. Any thread may call it; ImageError names the image."""
         try:
-            source = image_of_url(str(reference.source)) if reference.is_url else reference.source
+            source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error

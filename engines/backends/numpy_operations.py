@@ -17,6 +17,7 @@ import numpy as np
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.operations import Operations, Scoring
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.decode.numpy_twins import capped
@@ -303,6 +304,13 @@ class NumpyOperations(Operations[np.ndarray]):
         if rows.size and (rows.min() < 0 or rows.max() >= x.shape[1]):
             raise EngineError(f"the rows {rows.ravel().tolist()} are to be gathered of {x.shape[1]}")
         return x[np.arange(x.shape[0])[:, None], rows]
+
+    def unfold(self, step: Unfold, x: np.ndarray) -> np.ndarray:
+        (images, height, width), zeros = step.grid, (step.padding, step.padding)
+        padded = np.pad(x.reshape(images, height, width, -1), ((0, 0), zeros, zeros, (0, 0)))
+        places = np.lib.stride_tricks.sliding_window_view(padded, step.kernel, (1, 2))
+        places = places[:, :: step.stride, :: step.stride]
+        return places.reshape(1, math.prod(places.shape[:3]), -1)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

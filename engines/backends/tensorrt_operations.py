@@ -10,6 +10,7 @@ import numpy as np
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations, Scoring
@@ -258,6 +259,9 @@ class TensorRTOperations(Operations[Any]):
         layer.axis = 1
         layer.num_elementwise_dims = 1
         return self._layer(layer, "gather_rows")
+
+    def unfold(self, step: Unfold, x: Any) -> Any:
+        raise EngineError("no network for TensorRT is made of an encoder with convolutions: it runs on NumPy")
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))

@@ -38,7 +38,6 @@ from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -197,7 +196,7 @@ def read_build(
 
 
 def _has_vision_part(source: Path) -> bool:
-    return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
+    return isinstance(JSONObject.read(source / "config.json", CheckpointError).values.get("vision_config"), dict)
 
 
 def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:

@@ -39,7 +39,6 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
 from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
-from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import (
@@ -158,7 +157,7 @@ def read_vision_config(
     UnsupportedModelError.
     """
     with Checkpoint.open(checkpoint if vision_source is None else vision_source) as opened:
-        if not is_multimodal(opened.config):
+        if not isinstance(opened.config.get("vision_config"), dict):
             if vision_source is None:
                 return None
             raise CheckpointError(f"{opened.path} is no vision encoder: its config.json has no vision_config")

@@ -1,5 +1,5 @@
-"""Models with images whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3, SmolVLM,
-LFM2-VL, InternVL."""
+"""Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
+SmolVLM, LFM2-VL, InternVL, Qwen3-ASR."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from edgellm.engines.families.tiled_vision import INTERNVL_IMAGE_TOKEN, LFM2_VL_
 from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
 from edgellm.engines.model.config import DecoderConfig
 
-_LLAVA_IMAGE_TOKEN = 32000
+_LLAVA_IMAGE_TOKEN, _AUDIO_TOKEN = 32000, 151676
+#: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
+_ASR = {
+    **QWEN3.defaults,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 65536,
+}
 #: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
 _SMALL = {
     **MISTRAL.defaults,
@@ -30,6 +40,15 @@ _SMALL = {
     "rope_theta": 1000000000.0,
     "sliding_window": None,
 }
+
+
+def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
+    """Tokens of speech stand at consecutive positions."""
+    if "thinker_config" in fields.values:
+        fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
+    config = inner_family(fields, QWEN3).read(text_fields(fields, _ASR))
+    token = fields.token_id("audio_token_id", _AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
+    return replace(config, audio_token_id=token)
 
 
 def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
@@ -69,3 +88,4 @@ IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
 LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
+QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})

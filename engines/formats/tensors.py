@@ -76,8 +76,8 @@ _WRAPPINGS = (
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` describes a model with a vision part."""
-    return isinstance(config.get("vision_config"), dict)
+    """Whether a `config.json` describes a model with an encoder of images or speech."""
+    return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
 def vision_prefix(name: str) -> str | None:

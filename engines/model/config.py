@@ -106,7 +106,8 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
-    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. The
+    `audio_token_id` stands for each token of speech in a model that takes it.
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
@@ -208,6 +209,7 @@ class DecoderConfig:
     values_are_keys: bool = field(default=False, metadata=ADDED_LATER)
     layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
     layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
+    audio_token_id: int | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
@@ -217,7 +219,8 @@ class DecoderConfig:
     @property
     def media(self) -> dict[str, MediaKind]:
         """The kinds of media that its prompts can have, by their names."""
-        return {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+        kinds = {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+        return kinds if self.audio_token_id is None else kinds | {"audio": MediaKind("audio", self.audio_token_id)}
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""

@@ -1,4 +1,4 @@
-"""The steps of vision encoders alone."""
+"""The steps of encoders of images and speech alone."""
 
 from __future__ import annotations
 
@@ -68,6 +68,22 @@ class AveragePool(Step):
     width: int
     side: int
     size: int
+
+
+@dataclass(frozen=True)
+class Unfold(Step):
+    """output = what each place of a convolution reads, side by side: its linear layer then makes the convolution.
+
+    value [1, images * height * width, C] has the rows of each image of the `grid` (images, height, width). A `kernel`
+    (height, width) stands at every `stride`th place, with `padding` zeros before the first row and column and behind
+    the last: output [1, its places, C * kernel], the channel the slowest, as weights are published.
+    """
+
+    value: str = field(metadata=READS)
+    grid: tuple[int, int, int]
+    kernel: tuple[int, int]
+    stride: int = 1
+    padding: int = 0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from edgellm.engines.model.encoder_steps import (
     Prepend,
     Product,
     ScaledResidual,
+    Unfold,
 )
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
@@ -77,6 +78,7 @@ class ProgramGraph(Generic[Tensor]):
             AveragePool: cls._average_pool,
             ScaledResidual: cls._scaled_residual,
             Product: cls._product,
+            Unfold: cls._unfold,
             SideBySide: cls._side_by_side,
             UnitNorm: cls._unit_norm,
             InsertColumns: cls._insert_columns,
@@ -397,6 +399,8 @@ class ProgramGraph(Generic[Tensor]):
         product = operations.product(self._values[step.value], self._weights[step.weight.name])
         self._values[step.output] = operations.to_compute(operations.scale(product, step.scale))
 
+    def _unfold(self, step: Unfold) -> None:
+        self._values[step.output] = self._operations.unfold(step, self._values[step.value])
+
     def _side_by_side(self, step: SideBySide) -> None:
-        parts = [self._values[value] for value in step.values]
-        self._values[step.output] = self._operations.concatenate(parts, axis=2)
+        self._values[step.output] = self._operations.concatenate([self._values[each] for each in step.values], axis=2)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 
@@ -211,6 +212,9 @@ class Operations(Protocol[Tensor]):
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows of [B, T, H] named by `rows` [B, S] int32: [B, S, H]."""
+
+    def unfold(self, step: Unfold, x: Tensor) -> Tensor:
+        """What each place of a convolution reads of x (see `Unfold`)."""
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""

@@ -36,7 +36,7 @@ from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.file import read_snapshot
-from edgellm.text.messages import images_of_prompt
+from edgellm.text.messages import media_of_prompt
 from tools.demo_model.describe import describe_in_place
 
 FOLDER = golden_folder("tiled")
@@ -122,7 +122,7 @@ def test_prompts_have_the_ids_of_the_published_processors(golden: Golden) -> Non
     directory = EngineDirectory.open(golden.path)
     tokenizer, _ = open_texts(directory, directory)
     media = open_encoders(open_backend("numpy", directory), directory, directory, Metrics(), tokenizer)
-    pieces = media.prepare(images_of_prompt(golden.images))
+    pieces = media.prepare(media_of_prompt("image", golden.images))
     ids = media.expand(tokenizer.encode(golden.prompt, add_special_tokens=False), pieces)
     assert ids == golden.expected["token_ids"].tolist()
     spans = media.encode(ids, pieces).spans

@@ -38,7 +38,7 @@ _FAMILIES = (
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5"),
-    *("smolvlm", "idefics3", "lfm2_vl", "internvl"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
@@ -63,8 +63,8 @@ def fields_of(config: dict[str, Any]) -> dict[str, Any]:
 
 def parameters_of(config: transformers.PretrainedConfig) -> int:
     """Those of the language model, of an instance without values."""
-    multimodal = type(config) in transformers.AutoModelForImageTextToText._model_mapping
-    kind = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM
+    kind = next((each for each in kinds if type(config) in each._model_mapping), transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         model = kind.from_config(config)
     return sum(
