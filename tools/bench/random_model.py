@@ -40,7 +40,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
-from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
 #: Random values are drawn once and cut anew for each tensor.
@@ -176,11 +176,13 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
 
 
 def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero."""
+    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero; both
+    compute dtypes hold the scales."""
     random, values = np.random.default_rng(0), np.arange(1 << format.bits)
     codes, shape = random.integers(0, len(values), (rows, columns)).astype(np.uint8), (rows, format.groups(columns))
-    scale = np.float16(SCALE / values.std())
-    found = np.array([scale, -values.mean() * scale], np.float16)[: 1 + format.minima]
+    scale = SCALE / values.std()
+    found = rounded(np.array([scale, -values.mean() * scale], np.float32), "bfloat16").astype(np.float16)
+    found = found[: 1 + format.minima]
     if format.scaling != "levels":
         own = [np.full(shape, each, np.float32) for each in found]
         return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
