@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from edgellm.errors import TemplateError as TemplateError
     from edgellm.generation import Generation as Generation
     from edgellm.llm import LLM as LLM
+    from edgellm.media.camera import Camera as Camera
+    from edgellm.media.camera import Frame as Frame
     from edgellm.opened_model import SHIPPED_MODEL as SHIPPED_MODEL
+    from edgellm.prefilled import PrefilledStates as PrefilledStates
     from edgellm.requests import Chunk as Chunk
     from edgellm.requests import Messages as Messages
     from edgellm.requests import Request as Request
@@ -55,6 +58,8 @@ if TYPE_CHECKING:
     from edgellm.tool_calls.calls import ToolCall as ToolCall
     from edgellm.tool_calls.calls import ToolCallDelta as ToolCallDelta
     from edgellm.tool_calls.functions import function_tool as function_tool
+    from edgellm.watching import Watch as Watch
+    from edgellm.watching import WatchedAnswer as WatchedAnswer
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -93,7 +98,9 @@ _NAMES = {
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",
     "llm": "LLM",
+    "media.camera": "Camera Frame",
     "opened_model": "SHIPPED_MODEL",
+    "prefilled": "PrefilledStates",
     "requests": f"{_REQUESTS} Usage",
     "runtime": "SpecDecodeRuntime",
     "sampling_params": "SamplingParams",
@@ -103,6 +110,7 @@ _NAMES = {
     "text.output": "FinishReason",
     "tool_calls.calls": "ToolCall ToolCallDelta",
     "tool_calls.functions": "function_tool",
+    "watching": "Watch WatchedAnswer",
 }
 #: The module of each public name.
 _MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -16,6 +16,7 @@ from edgellm.embedding import EmbeddingRequest
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
 from edgellm.llm import LLM, ServedModel
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Chunk, Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.serving.batch_handling import failure_of, with_others
@@ -162,6 +163,7 @@ class AsyncLLM(
         AsyncSession,
         Awaited[CachedPrompt],
         Awaited[DraftingReport | None],
+        Awaited[PrefilledStates],
         Awaited[None],
         Awaited[np.ndarray],
     ]

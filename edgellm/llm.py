@@ -18,6 +18,7 @@ from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -38,13 +39,16 @@ if TYPE_CHECKING:
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
+    from edgellm.watching import Watch, WatchOptions
 
 
 #: `Session`, or `AsyncSession`.
 Conversing = TypeVar("Conversing")
-#: A `CachedPrompt`, a `DraftingReport` or None, and None; of `AsyncLLM` what gives them when it is awaited.
+#: A `CachedPrompt`, a `DraftingReport` or None, a `PrefilledStates`, and None; of `AsyncLLM` what gives them when it is
+#: awaited.
 Cached = TypeVar("Cached")
 Report = TypeVar("Report")
+Prefilled = TypeVar("Prefilled")
 Done = TypeVar("Done")
 
 
@@ -53,7 +57,7 @@ def _of_runtime(name: str) -> Any:
     return property(attrgetter(f"_runtime.{name}"))
 
 
-class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cached, Report, Done, Vectors]):
+class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cached, Report, Prefilled, Done, Vectors]):
     """What `LLM` and `AsyncLLM` have in common: how they are opened and asked, what they say of their model."""
 
     def __init__(
@@ -205,6 +209,10 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         """See `SpecDecodeRuntime.load_snapshot`."""
         return self._called(lambda runtime: runtime.load_snapshot(path, adapters))
 
+    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> Prefilled:
+        """See `SpecDecodeRuntime.prefill`; requests that came before are answered first."""
+        return self._called(lambda runtime: runtime.prefill(request, layers))
+
     def use_drafting(self, drafting: DraftingConfig | None) -> Done:
         """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
         return self._called(lambda runtime: runtime.use_drafting(drafting))
@@ -270,7 +278,9 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         }
 
 
-class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None, np.ndarray]):
+class LLM(
+    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray]
+):
     """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
     on the hub.
 
@@ -366,6 +376,19 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self._runtime.count_tokens(Request.of(None, prompt, **options))
         return self._runtime.count_tokens(Request.of(prompt, **options))  # type: ignore[arg-type]
+
+    def watch(
+        self,
+        stream: Any,
+        question: str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[WatchOptions],
+    ) -> Watch:
+        """Ask about the newest frame of a stream again and again: an iterator of answers, described with `Watch`."""
+        from edgellm.watching import Watch
+
+        return Watch(self, stream, question, params, adapter, **options)
 
     def _session(self, *arguments: Any, **options: Any) -> Session:
         return Session(self._submit, *arguments, **options)

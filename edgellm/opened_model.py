@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
+from edgellm.decoding.slot_table import HeldSlots
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
 from edgellm.drafting.ratings import DraftingReport
@@ -111,6 +112,7 @@ class OpenedModel:
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
         self._contents: list[KVContents] = []
+        self._held = HeldSlots()
         self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
         self._keeper: RowKeeper | None = None
@@ -122,7 +124,9 @@ class OpenedModel:
         opened = open_backend(backend, self.directory, executor)
         try:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
+            media = self._media = open_encoders(
+                opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
+            )
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
@@ -173,6 +177,11 @@ class OpenedModel:
         """The sampling that the model is published with (`generation_config.json`), which a request has to ask for:
         `params=default_params`. Greedy where it recommends none. Raises EngineDirectoryError for a wrong file."""
         return self._defaults.params
+
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """The ids of the tokens that stand for media in prompts."""
+        return frozenset() if self._media is None else self._media.token_ids
 
     @property
     def drafting(self) -> DraftingConfig | None:
@@ -346,5 +355,5 @@ class OpenedModel:
         return KVContents(self._states, cut, self.directory.config.has_whole_media)
 
     def _least_used_slot(self) -> int:
-        """The slot whose contents were used longest ago."""
-        return min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
+        """The slot whose contents were used longest ago, of those that are not held."""
+        return min(range(self._held.usable(self._open_runner())), key=lambda slot: self._contents[slot].last_use)

@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, Colour, ImageLayout, Normalization, Size
+from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
+from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
+from edgellm.multimodal.tiles import RULES_OF_FAMILIES, TilingProcessor
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedImage:
-    """An image, and what is made of it for a vision encoder.
-
-    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model. `digest` is the
-    SHA-256 of the pixels and the layout: equal digests mean equal rows.
-    """
-
-    pixels: np.ndarray | None
-    size: Size
-    layout: ImageLayout
-    tokens: int
-    digest: str
-    kind: ClassVar[str] = "image"
-
-    @classmethod
-    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
-        """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
-        it may wait for its turn for long."""
-        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
-        if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest)
-        image = cls(None, size, layout, tokens, digest)
-        image.__dict__["patches"] = layout.apply(pixels)
-        return image
-
-    @property
-    def held_pixels(self) -> int:
-        """How many pixels it was decoded to."""
-        return math.prod(self.size)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width."""
-        return self.layout.grid
-
-    @cached_property
-    def patches(self) -> np.ndarray:
-        """[N, E] float32: the encoder's rows, in its order. Computed when first asked for, then kept: an image whose
-        embeddings are known by its digest need never be resized."""
-        assert self.pixels is not None
-        return self.layout.apply(self.pixels)
 
 
 @dataclass(frozen=True)
@@ -215,7 +169,7 @@ class FixedSizeProcessor:
 
 
 #: How one model wants its images.
-ImageProcessor = SmartResizeProcessor | FixedSizeProcessor
+ImageProcessor = SmartResizeProcessor | FixedSizeProcessor | TilingProcessor
 
 
 def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:
@@ -226,16 +180,11 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
+    if config.kind.cut or vision.family in RULES_OF_FAMILIES:
+        return TilingProcessor.open(config, vision, max_patches)
     if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)
     return FixedSizeProcessor.open(config, vision)
-
-
-def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
-    """SHA-256 of the pixels [H, W, 3] uint8, their size, and how they become rows."""
-    digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
-    digest.update(np.ascontiguousarray(pixels))
-    return digest.hexdigest()
 
 
 def _check_aspect_ratio(height: int, width: int) -> None:

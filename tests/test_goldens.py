@@ -41,8 +41,10 @@ LIMITS = {
     "losses": 10_000,
     "mmproj": 4_000,
     "mtp": 19_000,
+    "policy": 2_000,
     "published": 26_000,
     "quantized": 205_000,
+    "tiled": 17_000,
     "torch_files": 8_000,
     "vision": 40_000,
 }

@@ -59,7 +59,10 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
 
 
 #: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
-_OF_ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
+_OF_ENCODERS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision."),
+    *("audio_tower.", "embed_audio."),
+)
 VISION_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
@@ -68,6 +71,7 @@ _WRAPPINGS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
 )
 
 

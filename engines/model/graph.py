@@ -11,7 +11,15 @@ from typing import Any, Generic
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_graph import average_pool, encoder_attention
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    ScaledResidual,
+)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
@@ -67,6 +75,7 @@ class ProgramGraph(Generic[Tensor]):
             DropFirst: cls._drop_first,
             Reshape: cls._reshape,
             AveragePool: cls._average_pool,
+            ScaledResidual: cls._scaled_residual,
             Product: cls._product,
             SideBySide: cls._side_by_side,
             UnitNorm: cls._unit_norm,
@@ -315,6 +324,8 @@ class ProgramGraph(Generic[Tensor]):
     def _encoder_attention(self, step: EncoderAttention) -> None:
         given = self._values
         value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
+        if step.qk_norms is not None:
+            value = self._normed_parts(value, step.qk_norms, step.heads * step.head_size)
         given[step.output] = encoder_attention(self._operations, step, value, rotary, mask)
 
     def _scale(self, step: Scale) -> None:
@@ -371,6 +382,13 @@ class ProgramGraph(Generic[Tensor]):
 
     def _reshape(self, step: Reshape) -> None:
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
+
+    def _scaled_residual(self, step: ScaledResidual) -> None:
+        operations, (width,) = self._operations, step.weight.shape
+        weight = operations.reshape(operations.to_float32(self._weights[step.weight.name]), (1, 1, width))
+        added = operations.multiply(operations.to_float32(self._values[step.value]), weight)
+        residual = self._to_residual(self._values[step.residual])
+        self._values[step.output] = operations.add(residual, self._to_residual(added))
 
     def _average_pool(self, step: AveragePool) -> None:
         self._values[step.output] = average_pool(self._operations, step, self._values[step.value])

@@ -81,8 +81,8 @@ class EmbeddingCache:
 
 @dataclass(frozen=True, eq=False)
 class MediaSpan:
-    """Where in a prompt the `tokens` of one piece stand: from `start` on, before `stop`. It is the prompt's `number`th
-    of its kind, counted from 1."""
+    """Where in a prompt the `tokens` of one piece, or of a part of it, stand: from `start` on, before `stop`. It is the
+    prompt's `number`th of its kind, counted from 1."""
 
     kind: MediaKind
     number: int

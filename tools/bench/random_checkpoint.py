@@ -23,7 +23,7 @@ from random_draft import write_draft
 
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
-from edgellm.engines.families.vision_encoders import vision_weights
+from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, token_table
 from edgellm.engines.quantizer.written_layout import quantization_config
@@ -312,7 +312,7 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head"])}
+        config = config | {"quantization_config": quantization_config(packed, ["lm_head", "re:.*visual.*"])}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
@@ -323,7 +323,8 @@ def write_checkpoint(
     specs = [*decoder_weights(read), *token_table(read)]
     if preprocessor is not None:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-        specs += vision_weights(read_vision_config(config))
+        vision = read_vision_config(config)
+        specs += [*vision_weights(vision), *host_weights(vision)]
     save_file(random_tensors(specs, seed, packed), directory / "model.safetensors")
 
 

@@ -36,6 +36,9 @@ class TableEncoder:
         tokens = list(reference.source)
         return SimpleNamespace(kind=self.kind.name, tokens=len(tokens), source=tokens, digest=str(tokens))
 
+    def written(self, piece: Any, /) -> list[int]:
+        return [self.kind.token_id] * piece.tokens
+
     def encode(self, pieces: Sequence[Any], /) -> list[MediaEmbeddings]:
         return [embeddings_of(self._runner, piece.source, piece.digest) for piece in pieces]
 
