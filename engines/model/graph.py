@@ -369,7 +369,8 @@ class ProgramGraph(Generic[Tensor]):
         projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
         rows = operations.scale(rows, step.scale)
         through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
-        self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(gate), through))
+        gate = operations.activation(operations.to_float32(gate), step.activation)
+        self._values[step.output] = operations.to_compute(operations.multiply(gate, through))
 
     def _gather(self, step: Gather) -> None:
         self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])

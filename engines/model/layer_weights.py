@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, Mixture
+from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import TOKEN_ROWS, InsertColumns, TokenGate, UnitNorm
@@ -259,27 +259,33 @@ class LayerWeights(NamedWeights):
         up = self.linear(first, parts, hidden, bias)
         down = self.linear("mlp.down_proj", hidden, inner, bias)
         factor = self.weight("layer_scalar", 1, dtype=_SMALL) if config.layer_scalars else None
-        size, scale, of_tokens = config.layer_embedding_size, config.residual_scale, list[Step]()
-        if size:
-            normed_rows = LayerWeights(config, "model.", "model.").norm("per_layer_projection_norm", size)
-            # What is projected is multiplied by H ** -0.5 before its norm: as an epsilon that is H times larger does.
-            of_rows = replace(normed_rows, epsilon=normed_rows.epsilon * hidden)
-            gate, projection = self.linear("per_layer_input_gate", size, hidden, False), "per_layer_projection"
-            of_tokens = [
-                NormLinear("token_gate", (Input(result),), gate, config.hidden_act),
-                TokenGate("gated_rows", "token_gate", TOKEN_PROJECTION, TOKEN_ROWS, index * size, of_rows, size**0.5),
-                LinearResidual(
-                    result,
-                    "gated_rows",
-                    self.linear(projection, hidden, size, False),
-                    result,
-                    norm=self.norm("post_per_layer_input_norm"),
-                    factor=factor,
-                ),
-            ]
+        of_tokens = self._token_block(index, result, factor) if config.layer_embedding_size else []
         return [
             attended,
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
-            LinearResidual(result, activation, down, result, scale, norm=of_mlp, factor=None if of_tokens else factor),
+            LinearResidual(
+                result,
+                activation,
+                down,
+                result,
+                config.residual_scale,
+                norm=of_mlp,
+                factor=None if of_tokens else factor,
+            ),
             *of_tokens,
+        ]
+
+    def _token_block(self, index: int, result: str, factor: WeightSpec | None) -> list[Step]:
+        """The steps of a layer's block that its tokens' own embeddings gate, added to the value `result`."""
+        hidden, size = self._config.hidden_size, self._config.layer_embedding_size
+        norm = LayerWeights(self._config, "model.", "model.").norm("per_layer_projection_norm", size)
+        # What is projected is multiplied by H ** -0.5 before its norm: as an epsilon that is H times larger does.
+        norm = replace(norm, epsilon=norm.epsilon * hidden)
+        gate = self.linear("per_layer_input_gate", size, hidden, False)
+        projection = self.linear("per_layer_projection", hidden, size, False)
+        own, after = (TOKEN_PROJECTION, TOKEN_ROWS, index * size), self.norm("post_per_layer_input_norm")
+        return [
+            NormLinear("token_gate", (Input(result),), gate),
+            TokenGate("gated_rows", "token_gate", *own, norm, size**0.5, self._config.hidden_act),
+            LinearResidual(result, "gated_rows", projection, result, norm=after, factor=factor),
         ]

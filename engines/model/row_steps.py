@@ -39,8 +39,8 @@ class InsertColumns(Step):
 
 @dataclass(frozen=True)
 class TokenGate(Step):
-    """output = value * (norm(columns of `projected`) + scale * columns of `rows`) / sqrt(2), both from `first` on and
-    as many as the value has: what a token's own embeddings let through (Gemma 3n, Gemma 4)."""
+    """output = activation(value) * (norm(columns of `projected`) + scale * columns of `rows`) / sqrt(2), both from
+    `first` on and as many as the value has: what a token's own embeddings let through (Gemma 3n, Gemma 4)."""
 
     value: str = field(metadata=READS)
     projected: str = field(metadata=READS)
@@ -48,6 +48,7 @@ class TokenGate(Step):
     first: int
     norm: Norm
     scale: float
+    activation: str
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.value][0], "compute")}

@@ -57,27 +57,28 @@ __global__ void __launch_bounds__(LANES) insert_columns(const float* columns, fl
     store8(rows + static_cast<size_t>(blockIdx.y) * stride + column, eight);
 }
 
-// output [rows, width] of T = gate [rows, width] of T, times share times the sum of `projected`, rows of float, behind an RMS
-// norm by weight + offset, and scale times `own`, rows of T: both `stride` apart. Grid (1, rows).
+// output [rows, width] of T = activation(gate [rows, width] float) times share times the sum of `projected`, rows of float,
+// behind an RMS norm by weight + offset, and scale times `own`, rows of T: both `stride` apart. Grid (1, rows).
 template <typename T>
 __global__ void __launch_bounds__(LANES)
-    token_gate(const T* gate, const float* projected, const T* own, const T* weight, T* output, int width, int stride,
-               float epsilon, float offset, float scale, float share) {
+    token_gate(const float* gate, const float* projected, const T* own, const T* weight, T* output, int width, int stride,
+               int activation, float epsilon, float offset, float scale, float share) {
     launch_next_kernel();
     wait_for_previous_kernel();
     const size_t row = blockIdx.y, first = row * width;
     projected += row * stride, own += row * stride;
+    const GatedOutput<T> gated{output, activation};
     const float factor = rsqrtf(sum_of_squares(projected, width) / static_cast<float>(width) + epsilon);
     for (int column = threadIdx.x * 8; column < width; column += LANES * 8) {
         float through[8], before[8], weights[8], gates[8];
         load8_float(projected + column, through);
         unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(own + column)), before);
         unpack8<T>(__ldg(reinterpret_cast<const uint4*>(weight + column)), weights);
-        unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(gate + first + column)), gates);
+        load8_float(gate + first + column, gates);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float normed = through[j] * factor * (weights[j] + offset);
-            through[j] = gates[j] * (fmaf(scale, before[j], normed) * share);
+            through[j] = gated.value(gates[j], fmaf(scale, before[j], normed) * share);
         }
         *reinterpret_cast<uint4*>(output + first + column) = pack8<T>(through);
     }

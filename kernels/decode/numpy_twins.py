@@ -199,16 +199,22 @@ class NumpyDecodeKernels:
         return NumpyLaunch(lambda: np.copyto(rows_of(rows)[:, : columns.shape[-1]], rows_of(columns)))
 
     def token_gate(
-        self, gate: np.ndarray, projected: NormedInput, own: np.ndarray, scale: float, output: np.ndarray
+        self,
+        gate: np.ndarray,
+        activation: str,
+        projected: NormedInput,
+        own: np.ndarray,
+        scale: float,
+        output: np.ndarray,
     ) -> NumpyLaunch:
-        """`output` [R, P] compute = gate [R, P] (the normed columns + scale times those of `own` [R, C] that stand in
-        the same place) / sqrt(2)."""
+        """`output` [R, P] compute = activation(gate [R, P] float32) (the normed columns + scale times those of `own`
+        [R, C] compute that stand in the same place) / sqrt(2)."""
+        activation_number(activation)
 
         def compute() -> None:
             before = selected_columns(NormedInput(own, None, first=projected.first, width=projected.width))
-            write(
-                output, rows_of(gate) * (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
-            )
+            through = (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
+            write(output, gated(np.concatenate((rows_of(gate), through), axis=1), activation))
 
         return NumpyLaunch(compute)
 

@@ -10,7 +10,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
-from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
+from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_PARTS, NormedInput
 
 
 class ScaleRows(Implementation[Scale]):
@@ -71,16 +71,17 @@ class GateByTokens(Implementation[TokenGate]):
 
     def refusal(self, step: TokenGate, program: Program, limit: int) -> str | None:
         (width,) = step.norm.weight.shape
-        return (
-            None if width % 8 == 0 and step.norm.bias is None else f"embeddings of a layer come in eights, not {width}"
-        )
+        if step.activation not in ACTIVATIONS or step.norm.bias is not None:
+            return f"tokens' own embeddings are gated by {' or '.join(ACTIVATIONS)}, behind norms without biases"
+        return None if width % 8 == 0 else f"embeddings of a layer come in eights, not {width}"
 
     def launches(self, step: TokenGate, run: Launching, next_early: bool) -> list[Any]:
         norm, array = step.norm, run.array
         (width,) = norm.weight.shape
         of_norm = array(norm.weight.name), norm.epsilon, norm.offset, step.first, width
         projected, own = NormedInput(array(step.projected), *of_norm), array(step.rows)
-        return [run.kernels.few.token_gate(array(step.value), projected, own, step.scale, array(step.output))]
+        gate, output = array(step.value), array(step.output)
+        return [run.kernels.few.token_gate(gate, step.activation, projected, own, step.scale, output)]
 
 
 class NormPartsInPlace(Implementation[NormParts]):

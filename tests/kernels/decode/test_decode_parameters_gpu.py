@@ -201,12 +201,12 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
         bench.both(rows, 256),
     )
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
-    bench.few.token_gate(gate[0], projected[0], own[0], 16.0, output)()
-    FEW.token_gate(gate[1], projected[1], own[1], 16.0, twin)()
+    bench.few.token_gate(gate[0], "gelu_tanh", projected[0], own[0], 16.0, output)()
+    FEW.token_gate(gate[1], "gelu_tanh", projected[1], own[1], 16.0, twin)()
     bits = bench.check(output, twin)
     alone = bench.empty(1, 256, dtype=dtype)
     last_gate, last, last_own = (each[rows - 1 :] for each in (gate[0], projected[0].values, own[0]))
-    bench.few.token_gate(last_gate, projected[0]._replace(values=last), last_own, 16.0, alone)()
+    bench.few.token_gate(last_gate, "gelu_tanh", projected[0]._replace(values=last), last_own, 16.0, alone)()
     np.testing.assert_array_equal(bench.gpu.download(alone)[0], bits[-1])
 
     normed, residual = bench.normed(rows, 1536, 1536, "float32"), bench.both(rows, 1536, dtype="float32")
