@@ -129,8 +129,8 @@ class OpenedModel:
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             self.use_drafting(chosen)
-            for path in snapshots:
-                self.load_snapshot(path)
+            for snapshot in snapshots:
+                self.load_snapshot(snapshot)
             logger.info("%s is open: %s", self.directory.path, opened.made)
         except BaseException:
             self.close()
