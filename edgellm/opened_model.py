@@ -79,13 +79,7 @@ class OpenedModel:
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        budgets = {
-            "snapshot_budget": snapshot_budget,
-            "preemption_budget": preemption_budget,
-            "state_budget": state_budget,
-        }
-        check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
+        check_options(locals())
 
         def downloading(stage: str, done: int, total: int) -> None:
             if progress is not None and stage == "download":
@@ -95,9 +89,10 @@ class OpenedModel:
             require(isinstance(mmproj, (str, Path)), "mmproj", mmproj, "a GGUF file, or none")
             build = {} if build is None else build
             build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
-        path = local_directory(path, revision, update, build, downloading, (adapters or {}).values())
+        model = SHIPPED_MODEL if engine_directory is None else engine_directory
+        path = local_directory(model, revision, update, build, downloading, (adapters or {}).values())
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
-        self._multimodal_directory = vision_directory(self.directory, vision_path)
+        self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity
         """How many tokens prompt and answer can have together."""
@@ -138,8 +133,8 @@ class OpenedModel:
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             self.use_drafting(chosen)
-            for path in snapshots:
-                self.load_snapshot(path)
+            for snapshot in snapshots:
+                self.load_snapshot(snapshot)
             logger.info("%s is open: %s", self.directory.path, opened.made)
         except BaseException:
             self.close()

@@ -11,7 +11,7 @@ was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
 axes, called by their letters. `cuda_header` writes these structs for the compiler. Launchers and twins name the
-arguments alone where these are many: their types stand in the contract, and calls go by it.
+arguments alone where these are many: their types stand in the contract, and so does what each method is for.
 """
 
 from __future__ import annotations

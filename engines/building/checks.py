@@ -95,12 +95,8 @@ def choose_limits(config: DecoderConfig, **given: Any) -> EngineLimits:
     """Limits as `AskedLimits` of these keywords say, with defaults that fit the model where nothing is asked for;
     BuildError for numbers out of range."""
     asked = AskedLimits(**given)
-    kv_capacity, prefill_chunk, block, ranks = (
-        asked.kv_capacity,
-        asked.prefill_chunk,
-        asked.draft_block,
-        asked.adapter_ranks,
-    )
+    kv_capacity, prefill_chunk = asked.kv_capacity, asked.prefill_chunk
+    block, ranks = asked.draft_block, asked.adapter_ranks
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
     if prefill_chunk is None:
@@ -149,11 +145,8 @@ def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None
         return (vision.image_side**2,)
     step = math.lcm(vision.window_patches, vision.merge_patches)
     asked = DEFAULT_MAX_IMAGE_PATCHES if asked is None else asked
-    if not step <= asked <= LARGEST_MAX_IMAGE_PATCHES:
-        raise BuildError(
-            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}, "
-            "or 0 for the language model alone"
-        )
+    expected = f"{_whole(step, LARGEST_MAX_IMAGE_PATCHES)}, or 0 for the language model alone"
+    _require(step <= asked <= LARGEST_MAX_IMAGE_PATCHES, "max_image_patches", asked, expected)
     largest = vision.rows_for_patches(asked)
     rows = {-(-size // step) * step for size in _IMAGE_ROWS}
     return (*sorted(size for size in rows if size < largest), largest)
@@ -188,14 +181,10 @@ def check_limits(
 ) -> None:
     """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft, and those of
     LoRA adapters where there are to be none."""
-    if not 1 <= limits.max_batch <= LARGEST_BATCH:
-        raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
-    chunk = limits.prefill_chunk
-    if not PREFILL_CHUNK_STEP <= chunk <= LARGEST_PREFILL_CHUNK or chunk % PREFILL_CHUNK_STEP:
-        raise BuildError(
-            f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
-            f"{LARGEST_PREFILL_CHUNK}"
-        )
+    chunk, step = limits.prefill_chunk, PREFILL_CHUNK_STEP
+    _require(1 <= limits.max_batch <= LARGEST_BATCH, "max_batch", limits.max_batch, _whole(1, LARGEST_BATCH))
+    fits = step <= chunk <= LARGEST_PREFILL_CHUNK and not chunk % step
+    _require(fits, "prefill_chunk", chunk, f"a multiple of {step} from {step} to {LARGEST_PREFILL_CHUNK}")
     trained, capacity = config.max_position_embeddings, limits.kv_capacity
     for name, bound in context_bounds(config).items():
         if bound < PREFILL_CHUNK_STEP:
@@ -208,12 +197,10 @@ def check_limits(
                 f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
-    if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
-        trained = min(trained, LARGEST_CONTEXT)
-        raise BuildError(
-            f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
-            "positions that the model was made for; --beyond-trained-context lifts this bound)"
-        )
+    made_for = "the positions that the model was made for; --beyond-trained-context lifts this bound"
+    expected = _whole(f"{chunk} (the prefill chunk)", f"{min(trained, LARGEST_CONTEXT)} ({made_for})")
+    fits = chunk <= capacity <= LARGEST_CONTEXT and (capacity <= trained or beyond_trained_context)
+    _require(fits, "kv_capacity", capacity, expected)
     if (problem := limits.window_problem(config)) is not None:
         raise BuildError(f"the limits' window_rows: {problem}")
     if limits.image_rows and (problem := limits.image_problem(config)) is not None:
@@ -221,11 +208,10 @@ def check_limits(
     if limits.kv_cache not in KV_CACHES:
         raise BuildError(f"--kv-cache is {limits.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
     for name, (smallest, largest) in DRAFT_RANGES.items():
-        value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
-        if has_draft and not smallest <= value <= largest:
-            raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
+        value = getattr(limits, name)
+        _require(not has_draft or smallest <= value <= largest, name, value, _whole(smallest, largest))
         if not has_draft and value != 0:
-            raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
+            raise BuildError(f"--{name.replace('_', '-')} is {value}, but there is no draft: name one with --draft")
     if limits.draft_block and limits.draft_steps >= limits.draft_block:
         raise BuildError(
             f"--draft-steps is {limits.draft_steps}: expected at most {limits.draft_block - 1}, since the draft fills "
@@ -238,13 +224,18 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
     rank, slots, needed = limits.max_lora_rank, limits.lora_slots, max(adapter_ranks, default=0)
     if rank == slots == needed == 0:
         return
-    if not max(1, needed) <= rank <= LARGEST_RANK:
-        reason = " (the rank of an adapter)" if needed else ""
-        raise BuildError(
-            f"--max-lora-rank is {rank}: expected a whole number from {max(1, needed)}{reason} to {LARGEST_RANK}"
-        )
-    if not 1 <= slots <= LARGEST_LORA_SLOTS:
-        raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
+    least = f"{max(1, needed)}{' (the rank of an adapter)' if needed else ''}"
+    _require(max(1, needed) <= rank <= LARGEST_RANK, "max_lora_rank", rank, _whole(least, LARGEST_RANK))
+    _require(1 <= slots <= LARGEST_LORA_SLOTS, "lora_slots", slots, _whole(1, LARGEST_LORA_SLOTS))
+
+
+def _require(condition: bool, name: str, value: int, expected: str) -> None:
+    if not condition:
+        raise BuildError(f"--{name.replace('_', '-')} is {value}: expected {expected}")
+
+
+def _whole(least: object, most: object) -> str:
+    return f"a whole number from {least} to {most}"
 
 
 def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:

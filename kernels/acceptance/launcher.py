@@ -68,7 +68,6 @@ class CudaAcceptance(Launcher):
         self._sampling = sampling
 
     def process_tree_logits(self, logits, token_counts, tree, rows, processed):
-        """Penalties and temperature of every node; see the contract."""
         sizes, packed = self._packed("process_tree_logits", logits, token_counts, tree, rows, processed)
         self._launch(Kernel(TREE_LOGITS, "process_tree_logits"), self._node_grid(sizes), _ROW_THREADS, (packed,))
 
@@ -83,12 +82,10 @@ class CudaAcceptance(Launcher):
         self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), zeroed=rows)
 
     def accept_drawn(self, drawn: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted) -> None:
-        """Follow the drawn tokens through the trees; see the contract."""
         sizes, packed = self._packed("accept_drawn", drawn, tree, active, accepted)
         self._launch(Kernel(WALK, "accept_drawn"), (sizes["B"],), _WALK_THREADS, (packed,))
 
     def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows) -> None:
-        """What plain decoding draws at every node; see the contract."""
         self._check("draw_nodes", nodes, tree, state, rows)
         logits, thresholds = self._filter_nodes(nodes, tree, state, rows)
         flat = thresholds.size
@@ -105,7 +102,6 @@ class CudaAcceptance(Launcher):
         return _scaled_bytes(batch, draft_vocabulary) + (_ROW_BYTES + 4) * batch
 
     def draft_sample(self, step, logits, rows, positions, chain, workspace):
-        """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
         sizes, struct = self._packed("draft_sample", step, logits, rows, positions, chain, workspace)
         batch, vocabulary = sizes["B"], sizes["U"]
         needed = self.draft_workspace_size(batch, vocabulary)
@@ -131,13 +127,11 @@ class CudaAcceptance(Launcher):
         self._launch(Kernel(CHAINS, "chain_draw"), grid, _ROW_THREADS, (packed,), zeroed=used)
 
     def accept_draws(self, nodes, tree, state, rows, accepted):
-        """Follow what plain decoding draws at each node, from the logits on; see the contract."""
         self._check("accept_draws", nodes, tree, state, rows, accepted)
         self.draw_nodes(nodes, tree, state, rows)
         self.accept_drawn(nodes.drawn, tree, state.active, accepted)
 
     def accept_sampled_draws(self, nodes, tree, state, rows, chain, accepted, workspace):
-        """Acceptance of sampled chains from the logits on; see the contract."""
         self._check("accept_sampled_draws", nodes, tree, state, rows, chain, accepted, workspace)
         self._filter_nodes(nodes, tree, state, rows)
         self.accept_sampled_chain(nodes, tree, state.active, rows, chain, accepted, workspace)
@@ -167,12 +161,10 @@ class CudaAcceptance(Launcher):
             self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape))
 
     def advance_accepted(self, accepted, state, pending, emitted):
-        """Take the accepted tokens into the state of each active slot; see the contract."""
         sizes, packed = self._packed("advance_accepted", accepted, state, pending, emitted)
         self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,))
 
     def append_pending(self, hidden_states, tokens, state, pending):
-        """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
         sizes, packed = self._packed("append_pending", hidden_states, tokens, state, pending)
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
         width = _element_bytes((row_bytes,), hidden_states, pending.features)

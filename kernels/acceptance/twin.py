@@ -28,7 +28,6 @@ class NumpyAcceptance:
         self._sampling = NumpySampling()
 
     def process_tree_logits(self, logits, token_counts, tree, rows, processed):
-        """Penalties and temperature of every node; see the contract."""
         sizes = _check("process_tree_logits", logits, token_counts, tree, rows, processed)
         if processed is not logits:
             np.copyto(processed, logits)
@@ -45,12 +44,10 @@ class NumpyAcceptance:
         walk_all(lambda slot, node: likeliest(logits[slot, node]), tree, active, accepted)
 
     def accept_drawn(self, drawn: np.ndarray, tree: TreeNodes, active: np.ndarray, accepted: Accepted) -> None:
-        """Follow the drawn tokens through the trees; see the contract."""
         _check("accept_drawn", drawn, tree, active, accepted)
         walk_all(lambda slot, node: int(drawn[slot, node]), tree, active, accepted)
 
     def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: np.ndarray) -> None:
-        """What plain decoding draws at every node; see the contract."""
         sizes = _check("draw_nodes", nodes, tree, state, rows)
         for slot in range(sizes["B"]):
             own = rows[slot : slot + 1]
@@ -59,7 +56,6 @@ class NumpyAcceptance:
                 self._draw(slot, node, nodes, tree, own)
 
     def typical_accept(self, nodes, tree, active, rows, bounds, accepted, workspace):
-        """The deepest path of typical tokens, then the drawn one at its end; see the contract."""
         sizes = _check("typical_accept", nodes, tree, active, rows, bounds, accepted, workspace)
         for slot in range(sizes["B"]):
             tokens, parents, depths = tree.tokens[slot], tree.parents[slot], tree.depths[slot]
@@ -82,7 +78,6 @@ class NumpyAcceptance:
         return 0
 
     def draft_sample(self, step, logits, rows, positions, chain, workspace):
-        """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
         sizes = _check("draft_sample", step, logits, rows, positions, chain, workspace)
         temperature = records(rows)["temperature"]
         scaled, thresholds = divided(logits, temperature), np.empty(sizes["B"], np.float32)
@@ -146,7 +141,6 @@ class NumpyAcceptance:
                 cache[slot, :, targets] = cache[slot, :, sources]
 
     def advance_accepted(self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: np.ndarray) -> None:
-        """Take the accepted tokens into the state of each active slot; see the contract."""
         sizes = _check("advance_accepted", accepted, state, pending, emitted)
         for slot in range(sizes["B"]):
             length = min(int(accepted.lengths[slot]), sizes["W"])
@@ -168,7 +162,6 @@ class NumpyAcceptance:
             np.add.at(state.token_counts[slot], tokens[(tokens >= 0) & (tokens < sizes["V"])], 1)
 
     def append_pending(self, hidden_states, tokens, state, pending):
-        """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
         sizes = _check("append_pending", hidden_states, tokens, state, pending)
         for slot in range(sizes["B"]):
             count = pending.counts[slot]

@@ -30,7 +30,7 @@ from edgellm.kernels.decode.arguments import (
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.columns import CudaColumns
-from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
@@ -129,7 +129,7 @@ def norm_kernel(name: str, kind: str) -> Kernel:
 
 
 class CudaDecodeKernels(CudaColumns):
-    """The kernels for one GPU, stream and dtype; the GPU's primary context must be current."""
+    """See `NumpyDecodeKernels`: for one GPU, stream and dtype; the GPU's primary context must be current."""
 
     def __init__(self, module: KernelModule, dtype: str, head_size: int) -> None:
         """Have compiled and loaded what steps of one token need; the rest is, when a launch is first prepared.
@@ -179,7 +179,6 @@ class CudaDecodeKernels(CudaColumns):
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`."""
         is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
@@ -199,17 +198,7 @@ class CudaDecodeKernels(CudaColumns):
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
-    def linear_residual(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        residual: DeviceArray | None,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: DeviceArray | None = None,
-    ) -> Launch:
-        """See `NumpyDecodeKernels.linear_residual`."""
+    def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows, columns = linear.weight.shape
         batch = output.size // linear.width if selected is None else selected.size
         _check_rows(batch, columns, batch * columns, linear)
@@ -236,7 +225,6 @@ class CudaDecodeKernels(CudaColumns):
         return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
     def attention(self, qkv, weights, step, scratch, context):
-        """See `NumpyDecodeKernels.attention`."""
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
     def scale_rows(self, x: DeviceArray, factor: float, output: DeviceArray) -> Launch:

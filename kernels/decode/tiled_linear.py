@@ -100,7 +100,7 @@ def capacity_of(module: KernelModule) -> Capacity:
 
 
 class CudaTiledKernels:
-    """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
+    """See `NumpyTiledKernels`: for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
     most_rows = MAX_TILED_ROWS
 
@@ -115,13 +115,11 @@ class CudaTiledKernels:
         return self._launch("linear", x, linear, arguments, tiling)
 
     def gate_up(self, x: DeviceArray, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyTiledKernels.gate_up`."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0] // 2, 1.0)
         arguments.activation = activation_number(activation)
         return self._launch("gate_up", x, linear, arguments)
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
-        """See `NumpyTiledKernels.linear_residual`."""
         rows = linear.weight.shape[0]
         arguments = self._arguments(x, linear, output, rows, scale, selected)
         own_rows(output, linear, residual, kept)

@@ -36,24 +36,20 @@ class CudaImages(Launcher):
         self._dtype = dtype
 
     def resample(self, pixels: DeviceArray, tables: ResamplingTables, resampled: DeviceArray) -> None:
-        """Resample along one axis; see the contract."""
         sizes, packed = self._packed("resample", pixels, tables, resampled)
         kernel = Kernel(images_source(self._dtype), "resample")
         self._launch(kernel, (-(-3 * sizes["X"] // _THREADS), sizes["Y"]), _THREADS, (packed,))
 
     def resample_to_patches(self, pixels, tables, table, grid, patches):
-        """Resample along one axis, normalize, cut into patches; see the contract."""
         sizes, packed = self._packed("resample_to_patches", pixels, tables, table, grid, patches)
         self._launch(_kernel("resample_to_patches", patches), (sizes["N"],), _THREADS, (packed,))
 
     def insert_image_rows(self, image_rows, token_ids, target, inserted, image_token_id, first_row):
-        """Rows of images in the place of their tokens' embeddings; see the contract."""
         arguments = (image_rows, token_ids, target, inserted, image_token_id, first_row)
         sizes, packed = self._packed("insert_image_rows", *arguments)
         self._launch(_kernel("insert_image_rows", image_rows), (sizes["T"],), _THREADS, (packed,))
 
     def mrope_rotary_rows(self, positions, axes, rotary_table, rope_rotary_cos_sin):
-        """Rotary rows of tokens with three positions; see the contract."""
         sizes, packed = self._packed("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         self._launch(_kernel("mrope_rotary_rows", rope_rotary_cos_sin), (sizes["T"],), _THREADS, (packed,))
 

@@ -15,12 +15,10 @@ class NumpyImages:
     """See `edgellm.kernels.images.contract.ImageKernels`; bfloat16 arrays hold its bits as uint16."""
 
     def resample(self, pixels: np.ndarray, tables: ResamplingTables, resampled: np.ndarray) -> None:
-        """Resample along one axis; see the contract."""
         _check("resample", pixels, tables, resampled)
         resampled[...] = _resampled(pixels, tables)
 
     def resample_to_patches(self, pixels, tables, table, grid, patches):
-        """Resample along one axis, normalize, cut into patches; see the contract."""
         sizes = _check("resample_to_patches", pixels, tables, table, grid, patches)
         frames = sizes["E"] // (3 * grid.patch_size**2)
         store_rounded(
@@ -28,7 +26,6 @@ class NumpyImages:
         )
 
     def insert_image_rows(self, image_rows, token_ids, target, inserted, image_token_id, first_row):
-        """Rows of images in the place of their tokens' embeddings; see the contract."""
         sizes = _check("insert_image_rows", image_rows, token_ids, target, inserted, image_token_id, first_row)
         places = np.flatnonzero(token_ids[0] == image_token_id)
         rows = first_row + np.arange(len(places))
@@ -37,7 +34,6 @@ class NumpyImages:
         inserted += known.sum(dtype=np.int32)
 
     def mrope_rotary_rows(self, positions, axes, rotary_table, rope_rotary_cos_sin):
-        """Rotary rows of tokens with three positions; see the contract."""
         sizes = _check("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
         store_rounded(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)

@@ -107,7 +107,6 @@ class CudaPrefill(Launcher):
         super().__init__(module, PrefillKernels)
 
     def prepare_heads(self, qkv, norms, rotary, rows, row_scales, part, queries):
-        """Norm, rotation and KV rows; see the contract."""
         sizes, packed = self._packed("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
         grid = (sizes["T"], sizes["B"], 1)
         dtype = (rows.k_cache if queries is None else queries).dtype

@@ -21,7 +21,6 @@ class NumpyPrefill:
     """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
     def prepare_heads(self, qkv, norms, rotary, rows, row_scales, part, queries):
-        """Norm, rotation and KV rows; see the contract."""
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
 
         def compute() -> None:
@@ -52,13 +51,11 @@ class NumpyPrefill:
         return NumpyLaunch(compute)
 
     def causal_attention(self, queries, rows, scale, context, row_scales=None, sinks=None, cap=0.0):
-        """Attention over the rows up to each token's own; see the contract."""
         given = queries, rows, scale, context, row_scales
         _check("causal_attention", *given, sinks, cap)
         return NumpyLaunch(lambda: _causal_attention(*given, sinks=sinks, cap=cap))
 
     def attention_ahead(self, queries, rows, scale, context, row_scales, last_seen, cap=0.0):
-        """Attention over the rows up to one that is given for each token; see the contract."""
         given = queries, rows, scale, context, row_scales, last_seen
         _check("attention_ahead", *given, cap)
         return NumpyLaunch(lambda: _causal_attention(*given, cap=cap))

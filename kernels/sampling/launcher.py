@@ -137,7 +137,6 @@ class CudaSampling(Launcher):
         self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed)
 
     def process_logits(self, logits, token_counts, rows, processed):
-        """Penalties, then temperature; see the contract."""
         sizes, packed = self._packed("process_logits", logits, token_counts, rows, processed)
         self._launch_rows(Kernel(DRAWING, "process_logits"), sizes, packed)
 
@@ -153,14 +152,12 @@ class CudaSampling(Launcher):
         self._launch_rows(Kernel(DRAWING, "sample"), sizes, packed, self._best, self._finished)
 
     def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
-        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
         sizes, packed = self._packed("count_tokens", token_ids, token_counts)
         self._fill(token_counts, 0)
         if sizes["N"]:
             self._launch(Kernel(DRAWING, "count_tokens"), (-(-sizes["N"] // _COPY_THREADS),), _COPY_THREADS, (packed,))
 
     def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
-        """The index of the first value that is infinite or NaN; see the contract."""
         sizes, packed = self._packed("first_not_finite", values, index)
         self._fill(index, 0xFF)  # -1: more than any index where bits are a size
         if sizes["N"]:

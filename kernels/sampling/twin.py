@@ -31,7 +31,6 @@ class NumpySampling:
     """See `edgellm.kernels.sampling.contract.SamplingKernels`; bfloat16 arrays hold its bits as uint16."""
 
     def prepare_step(self, tables: ModelTables, token_ids: np.ndarray, inputs: StepInputs) -> None:
-        """Embeddings, rotary rows and mask of tokens that follow the committed ones; see the contract."""
         sizes = _check("prepare_step", tables, token_ids, inputs)
         rows = inputs.kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=inputs.attention_mask)
@@ -75,7 +74,6 @@ class NumpySampling:
                 np.divide(values, record["temperature"], out=values)
 
     def filter_threshold(self, processed: np.ndarray, rows: np.ndarray, thresholds: np.ndarray) -> None:
-        """The bound of top-k, top-p and min-p of each row; see the contract."""
         sizes = _check("filter_threshold", processed, rows, thresholds)
         known, per_slot = records(rows), sizes["B"] // sizes["S"]
         for row, values in enumerate(processed):
@@ -100,13 +98,11 @@ class NumpySampling:
             _advance(tokens, state)
 
     def count_tokens(self, token_ids: np.ndarray, token_counts: np.ndarray) -> None:
-        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
         sizes = _check("count_tokens", token_ids, token_counts)
         token_counts.fill(0)
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
 
     def first_not_finite(self, values: np.ndarray, index: np.ndarray) -> None:
-        """The index of the first value that is infinite or NaN; see the contract."""
         _check("first_not_finite", values, index)
         index[0] = first_not_finite(values)
 

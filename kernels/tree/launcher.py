@@ -70,14 +70,12 @@ class CudaTree(Launcher):
         return _workspace_bytes(batch * max(top_k, block_rows), draft_vocab_size, top_k)
 
     def expand_frontier(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
-        """The likeliest continuations of the root or of each frontier node; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes = self._check("expand_frontier", *arguments)
         _check_workspace("expand_frontier", sizes, expansion)
         self._expand_rows(arguments, sizes)
 
     def expand_block(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
-        """The candidates of all levels of a block; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes, packed = self._packed("expand_block", *arguments)
         top_k, levels = sizes["K"], level.number
@@ -97,7 +95,6 @@ class CudaTree(Launcher):
         self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes)
 
     def prepare_block(self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs) -> None:
-        """What a draft model reads of a block; see the contract."""
         tables, embedding = split_tables(tables)
         sizes, packed = self._packed("prepare_block", block, token_ids, tables, inputs)
         dtype = tables.embedding.dtype
@@ -105,7 +102,6 @@ class CudaTree(Launcher):
         self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
 
     def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
-        """What the draft model reads in the propose step of a level; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
         sizes, packed = self._packed("prepare_proposal", *arguments)
@@ -117,7 +113,6 @@ class CudaTree(Launcher):
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
     def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
-        """The tree to verify and what the base model reads of it; see the contract."""
         tables, embedding = split_tables(tables)
         arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
         sizes, packed = self._packed("prepare_verification", *arguments)

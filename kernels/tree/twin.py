@@ -31,13 +31,11 @@ class NumpyTree:
         return 0
 
     def expand_frontier(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
-        """The likeliest continuations of the root or of each frontier node; see the contract."""
         sizes = _check("expand_frontier", level, logits, candidates, expansion)
         tokens, scores = self._continuations(level, logits.reshape(-1, sizes["U"]), expansion)
         _write_children(level, tokens, scores, candidates)
 
     def expand_block(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
-        """The candidates of all levels of a block; see the contract."""
         sizes = _check("expand_block", level, logits, candidates, expansion)
         batch, places, top_k = sizes["B"], level.number, sizes["K"]
         values = np.ascontiguousarray(logits[:, 1 : places + 1]).reshape(batch * places, sizes["U"])
@@ -67,7 +65,6 @@ class NumpyTree:
         return expansion.draft_to_target[ids], scores
 
     def prepare_block(self, block: Block, token_ids: np.ndarray, tables: ModelTables, inputs: StepInputs) -> None:
-        """What a draft model reads of a block; see the contract."""
         sizes = _check("prepare_block", block, token_ids, tables, inputs)
         tokens = np.full((sizes["B"], sizes["T"]), block.mask_token, np.int32)
         tokens[:, :1] = token_ids
@@ -77,7 +74,6 @@ class NumpyTree:
         look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
 
     def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
-        """What the draft model reads in the propose step of a level; see the contract."""
         sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion, given)
         number = level.number
         if given is not None and expansion is not None:
@@ -97,7 +93,6 @@ class NumpyTree:
         look_up(tables, tokens, places[:, None], inputs)
 
     def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
-        """The tree to verify and what the base model reads of it; see the contract."""
         sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion, given)
         count, start = contract.candidate_count(level.number, sizes["K"]), state.kvcache_start_index
         if given is not None and expansion is not None:
