@@ -122,7 +122,9 @@ class OpenedModel:
         opened = open_backend(backend, self.directory, executor)
         try:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
+            media = self._media = open_encoders(
+                opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
+            )
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)

@@ -26,8 +26,9 @@ class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model. `digest` is the
-    SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    `layout` says how they become rows. The image stands for `tokens` tokens of the language model; `written` are how
+    many of them follow each other, and the texts that the prompt has before, among and behind them; none: all do.
+    `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
     pixels: np.ndarray | None
@@ -35,18 +36,26 @@ class PreparedImage:
     layout: ImageLayout
     tokens: int
     digest: str
+    written: tuple[int | str, ...] = ()
     kind: ClassVar[str] = "image"
 
     @classmethod
-    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
+    def of(
+        cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, written: tuple[int | str, ...] = ()
+    ) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
         it may wait for its turn for long."""
         size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
         if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest)
-        image = cls(None, size, layout, tokens, digest)
+            return cls(pixels, size, layout, tokens, digest, written)
+        image = cls(None, size, layout, tokens, digest, written)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        """How many of its tokens follow each other, where others stand among them; none: all do."""
+        return tuple(part for part in self.written if isinstance(part, int))
 
     @property
     def held_pixels(self) -> int:

@@ -6,8 +6,9 @@ An encoder is opened with the model or, where nothing is made ready before, with
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,12 +25,18 @@ if TYPE_CHECKING:
 
 class PreparedMedia(Protocol):
     """A piece of media as an encoder takes it: its kind's name, how many tokens it stands for, the digest of what its
-    rows are made of, and how much memory it takes until then, in pixels."""
+    rows are made of, and how much memory it takes until then, in pixels.
+
+    `written` is what a prompt has for it: numbers of its tokens, and texts before, among and behind these, each a token
+    of the tokenizer or white space. Nothing written: its tokens alone.
+    """
 
     @property
     def kind(self) -> str: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def written(self) -> Sequence[int | str]: ...
     @property
     def digest(self) -> str: ...
     @property
@@ -109,11 +116,18 @@ class LazyEncoder:
 
 
 class MediaEncoders:
-    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone."""
+    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone.
+    `text_ids` gives the ids of a text that a prompt has around the tokens of a piece."""
 
-    def __init__(self, encoders: Iterable[MediaEncoder], config: DecoderConfig, path: Path) -> None:
+    def __init__(
+        self,
+        encoders: Iterable[MediaEncoder],
+        config: DecoderConfig,
+        path: Path,
+        text_ids: Callable[[str], Sequence[int]] = lambda text: (),
+    ) -> None:
         self.by_name = {encoder.kind.name: encoder for encoder in encoders}
-        self._config, self._path = config, path
+        self._config, self._path, self._text_ids = config, path, text_ids
 
     @property
     def memory(self) -> dict[str, int]:
@@ -138,27 +152,31 @@ class MediaEncoders:
         return [self.by_name[each.kind].prepare(each) for each in references]
 
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
-        """The ids of a prompt with each token that stands for a kind repeated for the tokens of its piece, in order.
+        """The ids of a prompt with what is written for a piece in the place of each token that stands for its kind.
 
         Raises ImageError where there are more pieces than markers of their kind, or the reverse.
         """
         following = {}
         for name, encoder in self.by_name.items():
-            token, counts = encoder.kind.token_id, [each.tokens for each in pieces if each.kind == name]
+            token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
-            if markers != len(counts):
+            if markers != len(own):
                 raise ImageError(
-                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(counts)} {name}s: "
+                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(own)} {name}s: "
                     f"show one {name} for each marker"
                 )
-            if counts:
-                following[token] = iter(counts)
+            if own:
+                following[token] = iter(own)
         if not following:
             return list(prompt_ids)
         expanded: list[int] = []
         for token in prompt_ids:
-            expanded += [token] * (next(following[token]) if token in following else 1)
+            expanded += self._written_ids(next(following[token]), token) if token in following else (token,)
         return expanded
+
+    def _written_ids(self, piece: PreparedMedia, token: int) -> Iterator[int]:
+        for part in piece.written or (piece.tokens,):
+            yield from repeat(token, part) if isinstance(part, int) else self._text_ids(part)
 
     def encode(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> PromptMedia:
         """Encode the pieces of an expanded prompt, those that are not known, and give them their places in it."""

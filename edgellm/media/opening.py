@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 from edgellm.defaults import ModelDefaults
@@ -16,7 +17,11 @@ from edgellm.text.tokenizer import Tokenizer
 
 
 def open_encoders(
-    backend: Backend, directory: EngineDirectory, vision_engines: EngineDirectory | None, metrics: Metrics
+    backend: Backend,
+    directory: EngineDirectory,
+    vision_engines: EngineDirectory | None,
+    metrics: Metrics,
+    tokenizer: Tokenizer,
 ) -> MediaEncoders:
     """The encoders of a model, that of images with the engines of the directory `vision_engines` (None: there is none).
 
@@ -32,7 +37,23 @@ def open_encoders(
 
         kind = directory.config.image_kind(vision_engines.vision.config.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
-    return MediaEncoders(encoders, directory.config, directory.path)
+    return MediaEncoders(encoders, directory.config, directory.path, _text_ids(tokenizer, directory.path))
+
+
+def _text_ids(tokenizer: Tokenizer, path: Path) -> Callable[[str], Sequence[int]]:
+    """What gives the ids of a text that stands around the tokens of an image: a token, or white space."""
+
+    @cache
+    def text_ids(text: str) -> Sequence[int]:
+        token = tokenizer.token_to_id(text)
+        if token is None and not text.isspace():
+            raise EngineDirectoryError(
+                f"{path}: the tokenizer has not the token {text}, which the model's processor writes for images: take "
+                "tokenizer.json as it was published"
+            )
+        return tokenizer.encode(text, add_special_tokens=False) if token is None else (token,)
+
+    return text_ids
 
 
 def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[str], str]:

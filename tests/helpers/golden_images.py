@@ -63,7 +63,7 @@ class GoldenModel:
         for span, _, count in whole.within(0, stop):
             layers = tuple(layer[:count] for layer in span.embeddings.deepstack)
             seen = replace(span.embeddings, rows=span.embeddings.rows[:count], deepstack=layers)
-            spans.append(replace(span, tokens=count, embeddings=seen))
+            spans.append(replace(span, places=span.places[:count], embeddings=seen))
         return PromptMedia(tuple(spans), None if whole.positions is None else whole.positions[:, :stop])
 
     def runner(self, limits: EngineLimits) -> BaseEngineRunner:

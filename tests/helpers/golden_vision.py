@@ -46,6 +46,7 @@ class GoldenImage:
     #: There are no pixels to make the patches from: as for images that kernels do not prepare, they are uploaded.
     layout: ImageLayout = _MADE_ON_THE_HOST
     size: tuple[int, int] = (1, 1)
+    runs: tuple[int, ...] = ()
 
 
 def golden_images(name: str) -> list[GoldenImage]:
