@@ -26,8 +26,8 @@ class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model; `written` are how
-    many of them follow each other, and the texts that the prompt has before, among and behind them; none: all do.
+    `layout` says how they become rows. The image stands for `tokens` tokens of the language model; `runs` are how
+    many of them follow each other, where the prompt has other tokens behind each row of them; none: all do.
     `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
@@ -36,26 +36,19 @@ class PreparedImage:
     layout: ImageLayout
     tokens: int
     digest: str
-    written: tuple[int | str, ...] = ()
+    runs: tuple[int, ...] = ()
     kind: ClassVar[str] = "image"
 
     @classmethod
-    def of(
-        cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, written: tuple[int | str, ...] = ()
-    ) -> PreparedImage:
+    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, runs: tuple[int, ...] = ()) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
         it may wait for its turn for long."""
         size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
         if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest, written)
-        image = cls(None, size, layout, tokens, digest, written)
+            return cls(pixels, size, layout, tokens, digest, runs)
+        image = cls(None, size, layout, tokens, digest, runs)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """How many of its tokens follow each other, where others stand among them; none: all do."""
-        return tuple(part for part in self.written if isinstance(part, int))
 
     @property
     def held_pixels(self) -> int:
@@ -77,9 +70,11 @@ class PreparedImage:
 
 @dataclass(frozen=True)
 class SmartResizeProcessor:
-    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too: any size, rounded to whole tokens.
+    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too, and Pixtral's: any size, rounded to whole tokens.
 
-    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token.
+    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token. With
+    a `longest_edge` (Pixtral) they are made smaller until they fit this. `row_ends` are tokens that stand behind each
+    row of theirs, and behind the last, by name; none: no other tokens.
     """
 
     min_pixels: int
@@ -89,10 +84,14 @@ class SmartResizeProcessor:
     temporal_patch_size: int
     resample: int
     normalization: Normalization
+    longest_edge: int | None = None
+    row_ends: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> SmartResizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
+        if config.kind.row_ends:
+            return cls._within_edge(config, vision, max_patches)
         sizes = {key: config.count(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
         expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         for (key, size), wanted in zip(sizes.items(), expected, strict=True):
@@ -115,6 +114,20 @@ class SmartResizeProcessor:
             min(smallest, largest), largest, **sizes, resample=config.resample(), normalization=config.normalization()
         )
 
+    @classmethod
+    def _within_edge(
+        cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None
+    ) -> SmartResizeProcessor:
+        """Pixtral's. Patches and tokens are the encoder's: the published processor passes over those of its file."""
+        edge = config.edge("size", "longest_edge") or config.unsupported("size", "longest_edge")
+        if config.switch("do_center_crop"):
+            config.unsupported("do_center_crop", "false: an image is shown as a whole")
+        side = vision.patch_size * vision.spatial_merge_size
+        largest = (-(-edge // side) * side) ** 2
+        largest = largest if max_patches is None else min(largest, max_patches * vision.patch_size**2)
+        how = config.resample(), config.normalization(), edge, config.kind.row_ends
+        return cls(0, largest, vision.patch_size, vision.spatial_merge_size, 1, *how)
+
     @property
     def max_patches(self) -> int:
         """The most rows that an image can have."""
@@ -125,7 +138,8 @@ class SmartResizeProcessor:
         resized = self.resized_size(pixels.shape[0], pixels.shape[1])
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         layout = ImageLayout(resized, self.resample, self.normalization, *sizes)
-        return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
+        _, rows, columns = (each // self.merge_size for each in layout.grid)
+        return PreparedImage.of(pixels, layout, rows * columns, (columns,) * rows if self.row_ends else ())
 
     def resized_size(self, height: int, width: int) -> Size:
         """Height and width after resizing: multiples of a token's side, as near to the image's shape as can be.
@@ -135,6 +149,8 @@ class SmartResizeProcessor:
         """
         _check_aspect_ratio(height, width)
         side = self.patch_size * self.merge_size
+        if self.longest_edge is not None:
+            return self._resized_within(min(self.longest_edge, max(height, width)), side, height, width)
         resized = round(height / side) * side, round(width / side) * side
         if math.prod(resized) < self.min_pixels:
             growth = math.sqrt(self.min_pixels / (height * width))
@@ -143,6 +159,21 @@ class SmartResizeProcessor:
             shrinking = math.sqrt(height * width / self.max_pixels)
             rows, columns = (max(1, math.floor(edge / shrinking / side)) for edge in (height, width))
             resized = rows * side, columns * side
+        return self._checked(resized, height, width)
+
+    def _resized_within(self, edge: int, side: int, height: int, width: int) -> Size:
+        """The size of an image whose longer edge becomes at most `edge`, rounded up to whole tokens: the rule of
+        `get_resize_output_image_size` in the published processor, except that edges shrink on for `max_pixels`."""
+        resized = side, side
+        for longest in range(edge, 0, -side):
+            ratio = max(height / longest, width / longest)
+            resized = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
+            resized = -(-resized[0] // side) * side, -(-resized[1] // side) * side
+            if math.prod(resized) <= self.max_pixels:
+                break
+        return self._checked(resized, height, width)
+
+    def _checked(self, resized: Size, height: int, width: int) -> Size:
         if math.prod(resized) > self.max_pixels:
             raise ImageError(
                 f"an image of {width} x {height} pixels cannot be made small enough for this model: "
@@ -168,11 +199,12 @@ class FixedSizeProcessor:
     resample: int
     normalization: Normalization
     image_size: int
+    row_ends: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        resized = config.pair("size", "height", "width") or config.shortest_edge("size")
+        resized = config.pair("size", "height", "width") or config.edge("size", "shortest_edge")
         crop = None
         if config.switch("do_center_crop"):
             length = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0

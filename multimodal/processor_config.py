@@ -48,6 +48,14 @@ _QWEN2_VL = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+_PIXTRAL = {
+    **_SWITCHES,
+    **_NUMBERS,
+    "do_center_crop": False,
+    "size": {"longest_edge": 1024},
+    "image_mean": _CLIP_MEAN,
+    "image_std": _CLIP_STD,
+}
 
 
 class ProcessorKind(NamedTuple):
@@ -55,17 +63,20 @@ class ProcessorKind(NamedTuple):
 
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
+    `row_ends` are the tokens that it writes behind the tokens of each row, and behind those of the last.
     """
 
     defaults: Mapping[str, Any]
     keeps_shape: bool = False
     pads_to_square: bool = False
     tokens_key: str = ""
+    row_ends: tuple[str, ...] = ()
 
 
 #: By their name without a suffix.
 PROCESSOR_KINDS = {
     "Qwen2VLImageProcessor": ProcessorKind(_QWEN2_VL, keeps_shape=True),
+    "PixtralImageProcessor": ProcessorKind(_PIXTRAL, keeps_shape=True, row_ends=("[IMG_BREAK]", "[IMG_END]")),
     "CLIPImageProcessor": ProcessorKind(_CLIP),
     "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
     "SiglipImageProcessor": ProcessorKind(_SIGLIP),
@@ -118,11 +129,11 @@ class ProcessorConfig:
         sizes = self._sizes(key, first, second)
         return None if sizes is None else (sizes[0], sizes[1])
 
-    def shortest_edge(self, key: str) -> int | None:
-        """The size that `key` holds if it is that of the shortest edge, as a number or under this name."""
+    def edge(self, key: str, name: str) -> int | None:
+        """The size that `key` holds if it is that of the `name`, the shortest or longest edge, or a number alone."""
         if is_integer(self.values.get(key)):
             return self.count(key)
-        sizes = self._sizes(key, "shortest_edge")
+        sizes = self._sizes(key, name)
         return None if sizes is None else sizes[0]
 
     def _sizes(self, key: str, *names: str) -> list[int] | None:

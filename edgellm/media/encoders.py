@@ -6,9 +6,8 @@ An encoder is opened with the model or, where nothing is made ready before, with
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,18 +24,12 @@ if TYPE_CHECKING:
 
 class PreparedMedia(Protocol):
     """A piece of media as an encoder takes it: its kind's name, how many tokens it stands for, the digest of what its
-    rows are made of, and how much memory it takes until then, in pixels.
-
-    `written` is what a prompt has for it: numbers of its tokens, and texts before, among and behind these, each a token
-    of the tokenizer or white space. Nothing written: its tokens alone.
-    """
+    rows are made of, and how much memory it takes until then, in pixels."""
 
     @property
     def kind(self) -> str: ...
     @property
     def tokens(self) -> int: ...
-    @property
-    def written(self) -> Sequence[int | str]: ...
     @property
     def digest(self) -> str: ...
     @property
@@ -56,6 +49,9 @@ class MediaEncoder(Protocol):
 
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         """Read and prepare a piece. Any thread may call it; the error for one that cannot be read names it."""
+
+    def written(self, piece: Any, /) -> Sequence[int]:
+        """The ids that stand for a piece in a prompt: the kind's token for each of its rows, and what is among them."""
 
     def encode(self, pieces: Sequence[Any], /) -> Sequence[MediaEmbeddings]:
         """The rows of each piece that `prepare` gave; of those that are known by their digests without computing."""
@@ -87,6 +83,9 @@ class LazyEncoder:
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         return self._opened().prepare(reference)
 
+    def written(self, piece: PreparedMedia) -> Sequence[int]:
+        return self._opened().written(piece)
+
     def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
         return self._opened().encode(pieces)
 
@@ -116,18 +115,11 @@ class LazyEncoder:
 
 
 class MediaEncoders:
-    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone.
-    `text_ids` gives the ids of a text that a prompt has around the tokens of a piece."""
+    """The `encoders` of the model in the directory `path`, whose language model has `config`; none for text alone."""
 
-    def __init__(
-        self,
-        encoders: Iterable[MediaEncoder],
-        config: DecoderConfig,
-        path: Path,
-        text_ids: Callable[[str], Sequence[int]] = lambda text: (),
-    ) -> None:
+    def __init__(self, encoders: Iterable[MediaEncoder], config: DecoderConfig, path: Path) -> None:
         self.by_name = {encoder.kind.name: encoder for encoder in encoders}
-        self._config, self._path, self._text_ids = config, path, text_ids
+        self._config, self._path = config, path
 
     @property
     def memory(self) -> dict[str, int]:
@@ -152,7 +144,7 @@ class MediaEncoders:
         return [self.by_name[each.kind].prepare(each) for each in references]
 
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
-        """The ids of a prompt with what is written for a piece in the place of each token that stands for its kind.
+        """The ids of a prompt with those of its pieces in place of each token that stands for a kind, in order.
 
         Raises ImageError where there are more pieces than markers of their kind, or the reverse.
         """
@@ -166,17 +158,13 @@ class MediaEncoders:
                     f"show one {name} for each marker"
                 )
             if own:
-                following[token] = iter(own)
+                following[token] = map(encoder.written, own)
         if not following:
             return list(prompt_ids)
         expanded: list[int] = []
         for token in prompt_ids:
-            expanded += self._written_ids(next(following[token]), token) if token in following else (token,)
+            expanded += next(following[token]) if token in following else [token]
         return expanded
-
-    def _written_ids(self, piece: PreparedMedia, token: int) -> Iterator[int]:
-        for part in piece.written or (piece.tokens,):
-            yield from repeat(token, part) if isinstance(part, int) else self._text_ids(part)
 
     def encode(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> PromptMedia:
         """Encode the pieces of an expanded prompt, those that are not known, and give them their places in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 from edgellm.defaults import ModelDefaults
@@ -33,27 +33,24 @@ def open_encoders(
         def opened() -> MediaEncoder:
             from edgellm.media.vision import VisionEncoder
 
-            return VisionEncoder(backend, directory, vision_engines, metrics)
+            return VisionEncoder(backend, directory, vision_engines, metrics, partial(_token_ids, tokenizer))
 
         kind = directory.config.image_kind(vision_engines.vision.config.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
-    return MediaEncoders(encoders, directory.config, directory.path, _text_ids(tokenizer, directory.path))
+    return MediaEncoders(encoders, directory.config, directory.path)
 
 
-def _text_ids(tokenizer: Tokenizer, path: Path) -> Callable[[str], Sequence[int]]:
-    """What gives the ids of a text that stands around the tokens of an image: a token, or white space."""
-
-    @cache
-    def text_ids(text: str) -> Sequence[int]:
-        token = tokenizer.token_to_id(text)
-        if token is None and not text.isspace():
-            raise EngineDirectoryError(
-                f"{path}: the tokenizer has not the token {text}, which the model's processor writes for images: take "
-                "tokenizer.json as it was published"
-            )
-        return tokenizer.encode(text, add_special_tokens=False) if token is None else (token,)
-
-    return text_ids
+def _token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+    """The ids of tokens that the processor of a model writes among those of images; EngineDirectoryError for those that
+    the tokenizer lacks."""
+    found = [tokenizer.token_to_id(text) for text in texts]
+    missing = [text for text, token in zip(texts, found, strict=True) if token is None]
+    if missing:
+        raise EngineDirectoryError(
+            f"the tokenizer has not the tokens {', '.join(missing)}, which the model's processor writes for images: "
+            "take tokenizer.json as it was published"
+        )
+    return [token for token in found if token is not None]
 
 
 def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[str], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -25,14 +26,20 @@ class VisionEncoder:
     """
 
     def __init__(
-        self, backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
+        self,
+        backend: Backend,
+        directory: EngineDirectory,
+        vision_directory: EngineDirectory,
+        metrics: Metrics,
+        token_ids: Callable[[Sequence[str]], Sequence[int]] = lambda texts: (),
     ) -> None:
+        """`token_ids` gives the ids of the tokens by name that stand among those of images."""
         vision = vision_directory.vision
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
         self.kind = directory.config.image_kind(vision.config.image_token_id)
-        self._metrics = metrics
+        self._metrics, self._row_ends = metrics, token_ids(self.processor.row_ends)
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
         try:
@@ -60,6 +67,15 @@ class VisionEncoder:
             return self.processor.prepare(read_image(source, channels=reference.channels))
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error
+
+    def written(self, image: PreparedImage) -> list[int]:
+        """The ids of an image in a prompt, with the tokens that its processor has among them."""
+        token = self.kind.token_id
+        if not image.runs:
+            return [token] * image.tokens
+        row_end, image_end = self._row_ends
+        rows = chain.from_iterable([*[token] * columns, row_end] for columns in image.runs)
+        return [*list(rows)[:-1], image_end]
 
     def encode(self, images: Sequence[PreparedImage]) -> list[MediaEmbeddings]:
         """The embeddings of images; those that are not known are encoded."""

@@ -1,14 +1,16 @@
-"""The programs of the vision encoders: LLaVA's, Gemma 3's, Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's.
+"""The programs of the vision encoders: LLaVA's, Gemma 3's, Mistral 3's, Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's.
 
 LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector; Gemma 3's is SigLIP,
 whose outputs are averaged before they are projected. Qwen2.5-VL's attends within windows in most layers; Qwen3-VL's
 adds interpolated positions, and gives out features of several layers, which Qwen3.5's, otherwise the same, does not.
+Mistral 3's is Pixtral: made as language models are, with positions by the rotary embedding alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
@@ -22,6 +24,8 @@ from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 #: Gemma 3's projection, published as [columns of the tower, hidden size of the language model].
 _PROJECTION = "mm_input_projection_weight"
+#: The norms of Pixtral's tower have it fixed in their code.
+_PIXTRAL_EPSILON = 1e-5
 
 
 class TowerWeights(NamedWeights):
@@ -52,7 +56,8 @@ def used_layers(config: VisionConfig) -> int:
 
 def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a tower has and that nothing which reaches the language model needs."""
-    behind = [f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers)]
+    layers = "transformer.layers." if config.family == "mistral3" else "encoder.layers."
+    behind = [f"{layers}{index}." for index in range(used_layers(config), config.num_layers)]
     behind += ["post_layernorm."] if config.family == "llava" else []
     return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
 
@@ -117,6 +122,45 @@ def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
+def _mistral3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """Pixtral. The patches come in merge blocks, the padding behind them: what is merged is a convolution over them."""
+    tower = TowerWeights(_TOWER, config.tensor_prefix, _PIXTRAL_EPSILON)
+    projector = TowerWeights(_PROJECTOR, config.projector_prefix, config.norm_eps)
+    hidden, inner, out, rows = config.hidden_size, config.intermediate_size, config.out_hidden_size, shape.tokens
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    steps: list[Step] = [
+        NormLinear("hidden", (Input("patches"),), tower.convolution("patch_conv", hidden, patch, bias=False)),
+        Normed("hidden", "hidden", tower.rms_norm("ln_pre", hidden)),
+    ]
+    for index in range(used_layers(config)):
+        layer = f"transformer.layers.{index}."
+        heads, gated = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden), {"gate_proj": inner, "up_proj": inner}
+        first, second = (tower.rms_norm(f"{layer}{part}_norm", hidden) for part in ("attention", "ffn"))
+        qkv = tower.linear(f"{layer}attention.qkv_proj", heads, hidden, bias=False)
+        output = tower.linear(f"{layer}attention.o_proj", hidden, hidden, bias=False)
+        gate_up = tower.linear(f"{layer}feed_forward.gate_up_proj", gated, hidden, bias=False)
+        down = tower.linear(f"{layer}feed_forward.down_proj", hidden, inner, bias=False)
+        steps += [
+            *_attention(config, qkv, output, first, (1, rows), "attention_mask"),
+            NormLinear("activation", (Input("hidden", (second,)),), gate_up, config.activation, gated=True),
+            LinearResidual("hidden", "activation", down, "hidden"),
+        ]
+    merged = config.merge_patches * hidden
+    merging = projector.linear("patch_merger.merging_layer", hidden, merged, bias=False)
+    merging = replace(merging, weight=replace(merging.weight, kernel=config.merge_patches))
+    linears = (
+        projector.linear("linear_1", out, hidden, config.projector_bias),
+        projector.linear("linear_2", out, out, config.projector_bias),
+    )
+    return [
+        *steps,
+        Normed("hidden", "hidden", projector.rms_norm("norm", hidden)),
+        Reshape("blocks", "hidden", (1, rows // config.merge_patches, merged)),
+        NormLinear("merged", (Input("blocks"),), merging),
+        *_projection("image_embeddings", ["merged"], linears, config.projector_activation),
+    ]
+
+
 def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """Rows are in the order of their windows, each window padded to the same size."""
     weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
@@ -133,7 +177,7 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         first, second = (weights.rms_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         gate_up = weights.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden)
         steps += [
-            *_attention(config, weights, f"{layer}attn", first, sizes, mask),
+            *_attention(config, *_qwen_heads(weights, layer, hidden), first, sizes, mask),
             NormLinear("activation", (Input("hidden", (second,)),), gate_up, "silu", gated=True),
             LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.down_proj", hidden, inner), "hidden"),
         ]
@@ -173,7 +217,7 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         layer = f"blocks.{index}."
         first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         steps += [
-            *_attention(config, weights, f"{layer}attn", first, (1, rows), "attention_mask"),
+            *_attention(config, *_qwen_heads(weights, layer, hidden), first, (1, rows), "attention_mask"),
             *_mlp(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
         ]
         if index in config.deepstack_layers:
@@ -192,12 +236,15 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
+def _qwen_heads(weights: NamedWeights, layer: str, hidden: int) -> tuple[Linear, Linear]:
+    """What makes the heads of a layer of Qwen's encoders, and what takes them."""
+    return weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden), weights.linear(f"{layer}attn.proj", hidden, hidden)
+
+
 def _attention(
-    config: VisionConfig, weights: NamedWeights, name: str, norm: Norm, windows: tuple[int, int], mask: str
+    config: VisionConfig, qkv: Linear, output: Linear, norm: Norm, windows: tuple[int, int], mask: str
 ) -> list[Step]:
-    """Attention of Qwen's encoders on the residual stream "hidden"."""
-    hidden = config.hidden_size
-    qkv, output = weights.linear(f"{name}.qkv", 3 * hidden, hidden), weights.linear(f"{name}.proj", hidden, hidden)
+    """Attention with rotated heads on the residual stream "hidden"."""
     return [
         NormLinear("qkv", (Input("hidden", (norm,)),), qkv),
         EncoderAttention("context", "qkv", config.num_heads, config.head_dim, windows, mask, "rotary_cos_sin"),
@@ -230,6 +277,7 @@ _STEPS = {
     "qwen3_5": _qwen3_vl_steps,
     "llava": _llava_steps,
     "gemma3": _gemma3_steps,
+    "mistral3": _mistral3_steps,
 }
 
 

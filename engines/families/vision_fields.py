@@ -1,4 +1,4 @@
-"""What the readers of vision encoders share: dimensions, towers of CLIP's and SigLIP's kind, the language model's say."""
+"""What readers of vision encoders share: dimensions, towers of CLIP's and SigLIP's kind, the language model's say."""
 
 from __future__ import annotations
 
@@ -94,9 +94,10 @@ def listed_layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]
     return tuple(value)
 
 
-def feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
-    """`vision_feature_layer` counted from the first hidden state: 0 enters the first layer, `depth` leaves the last."""
-    value = top.values.get("vision_feature_layer", -2)
+def feature_layers(top: ConfigFields, depth: int, usual: int = -2) -> tuple[int, ...]:
+    """`vision_feature_layer`, or the `usual`, counted from the first hidden state: 0 enters the first layer, `depth`
+    leaves the last."""
+    value = top.values.get("vision_feature_layer", usual)
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
         top.expect("vision_feature_layer", value, f"one index or several from {-depth - 1} to {depth}")

@@ -9,7 +9,7 @@ from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA3
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
 from edgellm.engines.families.qwen import QWEN2, QWEN3
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
+from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS, MISTRAL3_IMAGE_TOKEN
 from edgellm.engines.model.config import DecoderConfig
 
 _LLAVA_IMAGE_TOKEN = 32000
@@ -28,17 +28,22 @@ _SMALL = {
 
 
 def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
-    """The vision encoder is not supported: the model is served without images, the image token one like any other."""
+    """An image's tokens stand at consecutive positions, with a token behind each of its rows."""
     family = inner_family(fields, MISTRAL, MINISTRAL3)
-    return family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
+    config = family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
+    return with_image_tokens(config, fields, _image_key(fields), MISTRAL3_IMAGE_TOKEN)
 
 
 def _read_llava(fields: ConfigFields) -> DecoderConfig:
     """An image's tokens stand at consecutive positions."""
     family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
-    key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
     config = family.read(text_fields(fields, family.defaults))
-    return with_image_tokens(config, fields, key, _LLAVA_IMAGE_TOKEN)
+    return with_image_tokens(config, fields, _image_key(fields), _LLAVA_IMAGE_TOKEN)
+
+
+def _image_key(fields: ConfigFields) -> str:
+    """Under which name a file has the token of images."""
+    return "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
 
 
 def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:

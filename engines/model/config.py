@@ -271,7 +271,8 @@ class WeightSpec:
 
     `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
     or "float32", which it then has on every backend. With `experts` its rows are those of so many experts of a mixture,
-    one behind the other, of which a step reads a few.
+    one behind the other, of which a step reads a few. With a `kernel` the columns of a tensor are those of a
+    convolution, for each channel so many neighbours; in the buffer each neighbour's channels stand side by side.
     """
 
     name: str
@@ -279,6 +280,7 @@ class WeightSpec:
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
     dtype: str = field(default="compute", repr=False)
     experts: int = field(default=0, repr=False)
+    kernel: int = field(default=1, repr=False)
 
 
 #: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.

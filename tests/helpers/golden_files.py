@@ -43,7 +43,10 @@ Law = dict[str, Any]
 
 @cache
 def golden_folder(kind: str) -> Path:
-    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
+    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process.
+
+    A folder beside an archive of the same name holds what was added to it since.
+    """
     place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
     atexit.register(_remove, place, os.getpid())
     archive = GOLDENS / f"{kind}{ARCHIVE}"
@@ -51,7 +54,8 @@ def golden_folder(kind: str) -> Path:
         return copy_with_tensors(GOLDENS / kind, place)
     with tempfile.TemporaryDirectory() as folder:
         open_archive(archive, Path(folder))
-        return copy_with_tensors(Path(folder), place)
+        copy_with_tensors(Path(folder), place)
+    return copy_with_tensors(GOLDENS / kind, place) if (GOLDENS / kind).is_dir() else place
 
 
 def _remove(place: Path, process: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def golden_directory(
     golden_checkpoint(name, place, goldens)
     config = read_decoder_config(place)
     vision = read_vision_config(place, None, config)
-    step = vision.window_patches
+    step = math.lcm(vision.window_patches, vision.merge_patches)
     rows = choose_image_rows(vision) if vision.image_side else tuple(-(-size // step) * step for size in _ROWS)
     return describe_in_place(place, EngineLimits(1, 16, 64, image_rows=rows), dtype, attention)
 

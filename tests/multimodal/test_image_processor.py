@@ -172,7 +172,7 @@ def test_older_and_newer_names_and_sizes_are_known(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"image_processor_type": "PixtralImageProcessor"}, UnsupportedModelError, "image_processor_type is"),
+        ({"image_processor_type": "OtherImageProcessor"}, UnsupportedModelError, "image_processor_type is"),
         ({"image_processor_type": None}, UnsupportedModelError, "image_processor_type is null"),
         ({"do_resize": False}, UnsupportedModelError, "do_resize is false"),
         ({"do_rescale": "yes"}, CheckpointError, 'do_rescale is "yes", expected true or false'),

@@ -34,7 +34,10 @@ class TableEncoder:
 
     def prepare(self, reference: MediaReference) -> Any:
         tokens = list(reference.source)
-        return SimpleNamespace(kind=self.kind.name, tokens=len(tokens), source=tokens, digest=str(tokens), written=())
+        return SimpleNamespace(kind=self.kind.name, tokens=len(tokens), source=tokens, digest=str(tokens))
+
+    def written(self, piece: Any, /) -> list[int]:
+        return [self.kind.token_id] * piece.tokens
 
     def encode(self, pieces: Sequence[Any], /) -> list[MediaEmbeddings]:
         return [embeddings_of(self._runner, piece.source, piece.digest) for piece in pieces]
@@ -138,9 +141,6 @@ def test_encoders_by_name_take_what_is_theirs_in_the_prompts_order() -> None:
     ]
     table = runner.tables(slice(0, 1)).embedding
     np.testing.assert_array_equal(media.spans[2].embeddings.rows, table[5:8])
-    pieces[0].written = (1, "<end>", 2)
-    texts = MediaEncoders(encoders.by_name.values(), golden.config, Path("robot"), {"<end>": [9, 8]}.__getitem__)
-    assert texts.expand([4, 1], pieces[:1]) == [4, 9, 8, 4, 4, 1]
     with pytest.raises(ImageError, match=r"0 sound markers .* there are 1 sounds"):
         encoders.expand([4, 4], pieces)
     with pytest.raises(RequestError, match="shows 1 images, but robot has no vision model"):
