@@ -159,21 +159,6 @@ class SmartResizeProcessor:
             shrinking = math.sqrt(height * width / self.max_pixels)
             rows, columns = (max(1, math.floor(edge / shrinking / side)) for edge in (height, width))
             resized = rows * side, columns * side
-        return self._checked(resized, height, width)
-
-    def _resized_within(self, edge: int, side: int, height: int, width: int) -> Size:
-        """The size of an image whose longer edge becomes at most `edge`, rounded up to whole tokens: the rule of
-        `get_resize_output_image_size` in the published processor, except that edges shrink on for `max_pixels`."""
-        resized = side, side
-        for longest in range(edge, 0, -side):
-            ratio = max(height / longest, width / longest)
-            resized = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
-            resized = -(-resized[0] // side) * side, -(-resized[1] // side) * side
-            if math.prod(resized) <= self.max_pixels:
-                break
-        return self._checked(resized, height, width)
-
-    def _checked(self, resized: Size, height: int, width: int) -> Size:
         if math.prod(resized) > self.max_pixels:
             raise ImageError(
                 f"an image of {width} x {height} pixels cannot be made small enough for this model: "
@@ -181,6 +166,16 @@ class SmartResizeProcessor:
                 "Crop it, or cut it into several images"
             )
         return resized
+
+    def _resized_within(self, edge: int, side: int, height: int, width: int) -> Size:
+        """The size of an image whose longer edge becomes at most `edge`, rounded up to whole tokens: the rule of
+        `get_resize_output_image_size` in the published processor, except that edges shrink on for `max_pixels`."""
+        for longest in range(edge, 0, -side):
+            ratio = max(height / longest, width / longest)
+            rows, columns = (-(-max(1, math.floor(each / ratio)) // side) for each in (height, width))
+            if rows * columns * side**2 <= self.max_pixels:
+                return rows * side, columns * side
+        return side, side
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class GoldenModel:
         rows = self.expected[f"image{index}.rows"]
         if self.config.image_tokens:  # what the language model multiplies is divided before
             rows = rows / np.float32(self.config.embedding_scale)
-        return MediaEmbeddings(rows, tuple(features), f"image {index}", grid)
+        return MediaEmbeddings(rows, tuple(features), f"image {index}", grid, runs_of(self.config.family, grid))
 
     def placed(self) -> PromptMedia:
         """The images in the prompt."""
@@ -79,6 +79,11 @@ class GoldenModel:
             assert_close(runner.logits(slot), expected)
 
 
+def runs_of(family: str, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    """Mistral 3's tokens follow each other in rows of the picture, each of two patches."""
+    return (grid[2] // 2,) * (grid[1] // 2) if family == "mistral3" else ()
+
+
 def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
     """The patches of each image, as a processor would have made them."""
     pixels, images, first = golden.expected["pixel_values"].astype(np.float32), [], 0
@@ -93,5 +98,6 @@ def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
             patches = pixels[first : first + count]
             first += count
         tokens = golden.expected[f"image{index}.rows"].shape[0]
-        images.append(GoldenImage(np.ascontiguousarray(patches), tuple(grid), tokens, f"image {index}", patches, ()))
+        made = GoldenImage(np.ascontiguousarray(patches), tuple(grid), tokens, f"image {index}", patches, ())
+        images.append(replace(made, runs=runs_of(golden.config.family, made.grid)))
     return images

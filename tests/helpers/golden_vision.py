@@ -72,6 +72,8 @@ def golden_checkpoint(name: str, place: Path, goldens: Path = GOLDENS) -> Path:
     shutil.copytree(goldens / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
     vision = json.loads((place / "config.json").read_text())["vision_config"]
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": vision.get("patch_size")}
+    if vision.get("model_type") == "pixtral":
+        processor["image_processor_type"] = "PixtralImageProcessor"
     processor |= {"merge_size": vision.get("spatial_merge_size"), "temporal_patch_size": 2}
     (place / "preprocessor_config.json").write_text(json.dumps(processor))
     Tokenizer(models.WordLevel({f"token {index}": index for index in range(80)}, "token 0")).save(

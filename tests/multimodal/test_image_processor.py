@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 
 GOLDENS = golden_folder("images")
-_FILE = json.loads((GOLDENS / "expected.json").read_text())
-EXPECTED = _FILE["cases"]
+_FILES = {path.parent: json.loads(path.read_text()) for path in sorted(GOLDENS.rglob("expected.json"))}
+EXPECTED = {name: case for file in _FILES.values() for name, case in file["cases"].items()}
+FOLDERS = {name: folder for folder, file in _FILES.items() for name in file["cases"]}
 #: Releases of Pillow differ in which axis they resize first, and so where hard edges overshoot and are cut off.
-SAME_PILLOW = PIL.__version__.split(".")[0] == _FILE["versions"]["pillow"].split(".")[0]
+SAME_PILLOW = all(PIL.__version__.split(".")[0] == file["versions"]["pillow"].split(".")[0] for file in _FILES.values())
 ONE_OF_255 = 1.01 / 255 / 0.26
 CASES = [(name, image) for name, case in EXPECTED.items() for image in case["images"]]
 
@@ -44,12 +46,14 @@ def _vision_of(name: str) -> VisionConfig:
         return qwen_vision(patch)
     if name == "gemma3":
         return read_vision_config(GEMMA_3_4B)
+    if name.startswith("pixtral"):
+        return replace(qwen_vision(patch), family="mistral3", temporal_patch_size=1)
     image_size = {"siglip_remainder": 50}.get(name, rows * patch)
     return llava_vision(image_size, patch)
 
 
 def _processor(name: str, folder: Path, **options: Any) -> ImageProcessor:
-    shutil.copy(GOLDENS / f"{name}.json", folder / "preprocessor_config.json")
+    shutil.copy(FOLDERS[name] / f"{name}.json", folder / "preprocessor_config.json")
     return open_image_processor(folder, _vision_of(name), **options)
 
 
@@ -60,7 +64,7 @@ def test_rows_equal_those_of_the_published_processors_bit_for_bit(
     height, width = image["size"]
     prepared = _processor(name, tmp_path).prepare(synthetic_image(height, width))
     assert list(prepared.grid) == image["grid"]
-    middle = load_file(GOLDENS / "expected.safetensors")[f"{name}.{height}x{width}"]
+    middle = load_file(FOLDERS[name] / "expected.safetensors")[f"{name}.{height}x{width}"]
     found = prepared.patches[len(prepared.patches) // 2, ::5]
     assert np.abs(found - middle).mean() < ONE_OF_255
     if SAME_PILLOW:
@@ -110,6 +114,16 @@ def test_a_limit_of_patches_makes_images_smaller(tmp_path: Path) -> None:
     for height, width in ((480, 640), (2000, 300), (10, 10)):
         prepared = processor.prepare(synthetic_image(height, width))
         assert 0 < len(prepared.patches) <= 200
+
+
+@pytest.mark.parametrize(("limit", "grid"), [(None, (62, 110)), (6820, (62, 110)), (1000, (24, 40)), (4, (2, 2))])
+def test_a_longest_edge_shrinks_until_the_patches_are_few_enough(
+    limit: int | None, grid: tuple[int, int], tmp_path: Path
+) -> None:
+    """Of a picture of 1600 x 900: its shape is kept as well as whole tokens allow."""
+    prepared = _processor("pixtral", tmp_path, max_patches=limit).prepare(synthetic_image(900, 1600))
+    assert prepared.grid[1:] == grid
+    assert prepared.runs == (grid[1] // 2,) * (grid[0] // 2) and sum(prepared.runs) == prepared.tokens
 
 
 def test_a_digest_tells_pixels_sizes_and_settings_apart(tmp_path: Path) -> None:

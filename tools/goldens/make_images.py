@@ -1,6 +1,7 @@
 """Makes the golden files of `tests/goldens/images` with the image processors of transformers.
 
     python tools/goldens/make_images.py tests/goldens/images
+    python tools/goldens/make_images.py tests/goldens/images/pixtral pixtral pixtral_small
 
 Needs transformers 5 (torch and torchvision are not needed) and Pillow: the processors are those of the "pil" backend,
 which resize with Pillow, not torchvision's. NAME.json is a processor's preprocessor_config.json. `expected.json` holds
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -95,17 +97,30 @@ CASES: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] 
         ((480, 640), (61, 37), (50, 50)),
     ),
 }
+#: Those in a folder of their own.
+APART: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] = {
+    "pixtral": (PixtralImageProcessorPil, {"size": {"longest_edge": 1540}, "patch_size": 14}, 14, _QWEN_SIZES),
+    "pixtral_small": (PixtralImageProcessorPil, {"size": {"longest_edge": 100}}, 16, ((480, 640), (101, 99), (9, 900))),
+}
+#: Patches in height and width of a token, which this processor takes from the whole model's.
+_MERGED = 2
 
 
 def rows_of(processor: Any, pixels: np.ndarray, patch_size: int) -> tuple[np.ndarray, list[int]]:
     """What the processor makes of an image, as rows [N, E] float32 of a patch embedding, and their grid."""
-    values = processor(images=PIL.Image.fromarray(pixels), return_tensors="np")
+    picture, merge = PIL.Image.fromarray(pixels), 1
+    if isinstance(processor, PixtralImageProcessorPil):
+        merge, side = _MERGED, _MERGED * patch_size
+        values = processor(images=picture, return_tensors="np", patch_size={"height": side, "width": side})
+    else:
+        values = processor(images=picture, return_tensors="np")
     if "image_grid_thw" in values:
         return np.ascontiguousarray(values["pixel_values"], np.float32), values["image_grid_thw"][0].tolist()
     image = values["pixel_values"][0].astype(np.float32)
     rows, columns = image.shape[1] // patch_size, image.shape[2] // patch_size
     image = image[:, : rows * patch_size, : columns * patch_size]
-    patches = image.reshape(3, rows, patch_size, columns, patch_size).transpose(1, 3, 0, 2, 4)
+    blocks = image.reshape(3, rows // merge, merge, patch_size, columns // merge, merge, patch_size)
+    patches = blocks.transpose(1, 4, 2, 5, 0, 3, 6)
     return np.ascontiguousarray(patches).reshape(rows * columns, -1), [1, rows, columns]
 
 
@@ -113,10 +128,13 @@ def main() -> None:
     """Write all files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
+    parser.add_argument("names", nargs="*", choices=[[], *APART], help="these alone, in the place of all others")
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory
+    cases = {name: APART[name] for name in arguments.names} or CASES
     directory.mkdir(parents=True, exist_ok=True)
     expected, tensors = {}, {}
-    for name, (processor_class, settings, patch_size, sizes) in CASES.items():
+    for name, (processor_class, settings, patch_size, sizes) in cases.items():
         processor = processor_class(**settings)
         fields = {"image_processor_type": processor_class.__name__.removesuffix("Pil"), **settings}
         (directory / f"{name}.json").write_text(json.dumps(fields, separators=(",", ":")) + "\n")

@@ -172,7 +172,7 @@ VARIATIONS = {
     ),
     "mistral3_earlier_layer": Variation(
         "mistral3",
-        {**_PIXTRAL, "hidden_act": "gelu", "num_hidden_layers": 3},
+        {**_PIXTRAL, "hidden_act": "silu", "num_hidden_layers": 3},
         {
             "image_token_index": 5,
             "spatial_merge_size": 3,

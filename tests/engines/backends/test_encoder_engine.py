@@ -114,7 +114,7 @@ def test_what_is_not_bound_or_too_small_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_share_memory_where_nothing_reads_them_any_more(name: str) -> None:
-    config = replace(MODELS[name], num_layers=12, feature_layers=(12,) if MODELS[name].image_side else ())
+    config = replace(MODELS[name], num_layers=12, feature_layers=(12,) if MODELS[name].feature_layers else ())
     config = replace(config, deepstack_layers=(), full_attention_layers=(3,) if config.window_size else ())
     lowered = EncoderCalls(model_program(config, shape_of(config, grids_of(config)[0])))
     alive: dict[int, list[int]] = {}
