@@ -33,14 +33,14 @@ def open_encoders(
         def opened() -> MediaEncoder:
             from edgellm.media.vision import VisionEncoder
 
-            return VisionEncoder(backend, directory, vision_engines, metrics, partial(_token_ids, tokenizer))
+            return VisionEncoder(backend, directory, vision_engines, metrics, partial(ids_of_tokens, tokenizer))
 
         kind = directory.config.image_kind(vision_engines.vision.config.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
     return MediaEncoders(encoders, directory.config, directory.path)
 
 
-def _token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+def ids_of_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
     """The ids of tokens that the processor of a model writes among those of images; EngineDirectoryError for those that
     the tokenizer lacks."""
     found = [tokenizer.token_to_id(text) for text in texts]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_multimodal import FAMILIES, WHOLE_IMAGES
+from tiny_multimodal import FAMILIES, IN_ROWS, WHOLE_IMAGES
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
@@ -26,7 +26,7 @@ def multimodal_engines(
     def build(family: str) -> Path:
         if family not in built:
             folder = tmp_path_factory.mktemp(family)
-            checkpoint = make_checkpoint(folder / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES)[family])
+            checkpoint = make_checkpoint(folder / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES | IN_ROWS)[family])
             draft = make_draft(folder / "draft")
             limits = replace(LIMITS, image_rows=IMAGE_ROWS.get(family, (64,)))
             dtype = "bfloat16" if family in WHOLE_IMAGES else None
