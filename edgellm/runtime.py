@@ -183,8 +183,7 @@ class SpecDecodeRuntime(OpenedModel):
         with self._exclusive():
             slot = self._least_used_slot()
             media = self._media.encode(token_ids, prepared) if prepared and self._media is not None else None
-            digests = () if media is None else media.digests
-            record = PromptRecord.of(prompt, digests, tools, template_variables)
+            record = PromptRecord.of(prompt, [piece.digest for piece in prepared], tools, template_variables)
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, media, record)
 
     def following_logits(

@@ -51,10 +51,11 @@ class MediaEncoder(Protocol):
         """Read and prepare a piece. Any thread may call it; the error for one that cannot be read names it."""
 
     def written(self, piece: Any, /) -> Sequence[int]:
-        """The ids that stand for a piece in a prompt: the kind's token for each of its rows, and what is among them."""
+        """The ids that stand for a piece in a prompt: the kind's token for each row, and what is around these."""
 
     def encode(self, pieces: Sequence[Any], /) -> Sequence[MediaEmbeddings]:
-        """The rows of each piece that `prepare` gave; of those that are known by their digests without computing."""
+        """The rows of each piece that `prepare` gave, or of each of its parts where it has several; of those that are
+        known by their digests without computing."""
 
     def close(self) -> None:
         """Free all memory."""

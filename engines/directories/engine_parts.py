@@ -56,6 +56,9 @@ _FAMILY_FIELDS = {
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
     "qwen3_5": ("num_position_embeddings",),
+    "smolvlm": ("image_size", "feature_layers"),
+    "lfm2_vl": ("num_position_embeddings", "feature_layers", "projector_size"),
+    "internvl": ("image_size", "feature_layers", "class_token"),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
 TEMPLATE_FOLDER = "additional_chat_templates"

@@ -12,6 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import pixtral, tiled_vision
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -23,9 +24,9 @@ from edgellm.engines.families.vision_fields import (
     feature_layers,
     listed_layers,
     read_tower,
+    rotated,
     text_hidden_size,
 )
-from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.vision import VisionConfig
 
@@ -49,23 +50,12 @@ _QWEN3_DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-_PIXTRAL_DEFAULTS = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_channels": 3,
-    "patch_size": 16,
-    "hidden_act": "gelu",
-}
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
 #: Gemma 3's, where the file does not say.
 GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
-#: Mistral 3's, where the file does not say.
-MISTRAL3_IMAGE_TOKEN = 10
 _GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
@@ -142,7 +132,7 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapp
         "tensor_prefix": "model.visual.",
         "projector_prefix": "model.visual.",
     }
-    return fields, _rotated(fields, values)
+    return fields, rotated(fields, values)
 
 
 def _read_llava(top: ConfigFields) -> Read:
@@ -163,51 +153,6 @@ def _read_llava(top: ConfigFields) -> Read:
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
         "projector_bias": bool(bias),
     }
-
-
-def _read_mistral3(top: ConfigFields) -> Read:
-    """Pixtral, which takes images of any size. What is merged is normed with the language model's epsilon."""
-    raw, text = top.values["vision_config"], top.values.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    fields = ConfigFields(filled(raw, _PIXTRAL_DEFAULTS, is_part=True), None, top.family)
-    if raw.get("model_type", "pixtral") != "pixtral":
-        top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
-    values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
-    layers = feature_layers(top, values["num_layers"], -1)
-    if len(layers) > 1:
-        top.refuse("vision_feature_layer", top.values["vision_feature_layer"], "supported is one layer")
-    bias = top.values.get("multimodal_projector_bias", False)
-    if not isinstance(bias, bool):
-        top.expect("multimodal_projector_bias", bias, "true or false")
-    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
-    usual = 4096 if text.get("model_type") == "ministral3" else 5120
-    return fields, _rotated(fields, values) | {
-        "temporal_patch_size": 1,
-        "spatial_merge_size": top.size("spatial_merge_size", 2, largest=LARGEST_MERGE),
-        "out_hidden_size": text_hidden_size(top) or usual,
-        "activation": fields.word("hidden_act", ACTIVATIONS),
-        "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
-        "image_token_id": top.token_id(key, MISTRAL3_IMAGE_TOKEN),
-        "tensor_prefix": "model.vision_tower.",
-        "projector_prefix": "model.multi_modal_projector.",
-        "feature_layers": layers,
-        "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
-        "projector_bias": bool(bias),
-    }
-
-
-def _rotated(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` of an encoder whose heads are turned by rows and columns, and the base of that; the first files have
-    it by itself."""
-    rope, alone = fields.values.get("rope_parameters"), fields.values.get("rope_theta", 10000.0)
-    theta = rope.get("rope_theta", alone) if isinstance(rope, dict) else alone
-    if not is_number(theta) or theta <= 0:
-        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
-        theta = 10000.0
-    head_dim = values["hidden_size"] // max(1, values["num_heads"])
-    if head_dim % 4:
-        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
-    return values | {"rope_theta": float(theta)}
 
 
 def _read_gemma3(top: ConfigFields) -> Read:
@@ -233,7 +178,8 @@ _READERS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,
-    "mistral3": _read_mistral3,
+    "mistral3": pixtral.read_pixtral,
+    **tiled_vision.READERS,
 }
 
 
@@ -244,8 +190,10 @@ _TOWER_PREFIXES = (
     "model.vision_tower.",
     "vision_tower.vision_model.",
     "vision_tower.",
+    "model.vision_model.",
+    "vision_model.",
 )
-_PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.")
+_PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "connector.")
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:

@@ -1,4 +1,4 @@
-"""What readers of vision encoders share: dimensions, towers of CLIP's and SigLIP's kind, the language model's say."""
+"""What the readers of vision encoders share: dimensions, rotary embeddings, and the towers of CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH
 
@@ -92,6 +92,20 @@ def listed_layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]
         fields.expect(key, value, f"ascending layer indices from 0 to {depth - 1}")
         return ()
     return tuple(value)
+
+
+def rotated(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` of an encoder whose heads are turned by rows and columns, and the base of that; the first files have
+    it by itself."""
+    rope, alone = fields.values.get("rope_parameters"), fields.values.get("rope_theta", 10000.0)
+    theta = rope.get("rope_theta", alone) if isinstance(rope, dict) else alone
+    if not is_number(theta) or theta <= 0:
+        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
+        theta = 10000.0
+    head_dim = values["hidden_size"] // max(1, values["num_heads"])
+    if head_dim % 4:
+        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
+    return values | {"rope_theta": float(theta)}
 
 
 def feature_layers(top: ConfigFields, depth: int, usual: int = -2) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Models with images whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3."""
+"""Models with images whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3, SmolVLM,
+LFM2-VL, InternVL."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ from dataclasses import replace
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA3
+from edgellm.engines.families.hybrid import LFM2
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
+from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
+from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
 from edgellm.engines.families.qwen import QWEN2, QWEN3
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS, MISTRAL3_IMAGE_TOKEN
+from edgellm.engines.families.tiled_vision import INTERNVL_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, SMOLVLM_IMAGE_TOKEN
+from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
 from edgellm.engines.model.config import DecoderConfig
 
 _LLAVA_IMAGE_TOKEN = 32000
@@ -53,6 +58,28 @@ def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
+def _read_tiled(fields: ConfigFields, token: int, *families: Family) -> DecoderConfig:
+    """A language model of one of the families; an image's tokens stand at consecutive positions."""
+    family = inner_family(fields, *families)
+    return with_image_tokens(family.read(text_fields(fields, family.defaults)), fields, "image_token_id", token)
+
+
+def _read_smolvlm(fields: ConfigFields) -> DecoderConfig:
+    return _read_tiled(fields, SMOLVLM_IMAGE_TOKEN, LLAMA)
+
+
+def _read_lfm2_vl(fields: ConfigFields) -> DecoderConfig:
+    return _read_tiled(fields, LFM2_VL_IMAGE_TOKEN, LFM2)
+
+
+def _read_internvl(fields: ConfigFields) -> DecoderConfig:
+    return _read_tiled(fields, INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS)
+
+
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
 GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)
+SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
+IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
+LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
+INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)

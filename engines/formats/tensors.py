@@ -60,7 +60,9 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
 
 #: What begins a tensor of the vision encoder, or of what leads from it to the language model.
 VISION_PREFIXES = tuple(
-    f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")
+    f"{outer}{inner}"
+    for inner in ("visual.", "vision_tower.", "multi_modal_projector.", "vision_model.", "connector.")
+    for outer in ("", "model.")
 )
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
@@ -69,6 +71,7 @@ _WRAPPINGS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.steps import READS, Step
+from edgellm.engines.model.steps import READS, Norm, Step
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class EncoderAttention(Step):
     """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
 
     `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
-    them.
+    them; `qk_norms` are those of all queries and of all keys together, if they are normed.
     """
 
     value: str = field(metadata=READS)
@@ -22,6 +23,7 @@ class EncoderAttention(Step):
     windows: tuple[int, int]
     mask: str | None = field(default=None, metadata=READS)
     rotary: str | None = field(default=None, metadata=READS)
+    qk_norms: tuple[Norm, Norm] | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class DropFirst(Step):
 
     value: str = field(metadata=READS)
     rows: int
+
+
+@dataclass(frozen=True)
+class ScaledResidual(Step):
+    """output = residual + weight [K] times value, column by column (Touvron et al. 2021)."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    residual: str = field(metadata=READS)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,15 @@ from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    ScaledResidual,
+)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
@@ -70,6 +78,7 @@ class ProgramGraph(Generic[Tensor]):
             DropFirst: cls._drop_first,
             Reshape: cls._reshape,
             AveragePool: cls._average_pool,
+            ScaledResidual: cls._scaled_residual,
             Product: cls._product,
             SideBySide: cls._side_by_side,
         }
@@ -314,7 +323,10 @@ class ProgramGraph(Generic[Tensor]):
     def _encoder_attention(self, step: EncoderAttention) -> None:
         operations, heads, size = self._operations, step.heads, step.head_size
         count, rows = step.windows
-        x = operations.reshape(self._values[step.value], (count, rows, 3 * heads * size))
+        x = self._values[step.value]
+        if step.qk_norms is not None:
+            x = self._normed_parts(x, step.qk_norms, heads * size)
+        x = operations.reshape(x, (count, rows, 3 * heads * size))
         rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
         if step.rotary is not None:
             cos_sin = operations.to_compute(self._values[step.rotary])
@@ -360,6 +372,13 @@ class ProgramGraph(Generic[Tensor]):
 
     def _reshape(self, step: Reshape) -> None:
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
+
+    def _scaled_residual(self, step: ScaledResidual) -> None:
+        operations, (width,) = self._operations, step.weight.shape
+        weight = operations.reshape(operations.to_float32(self._weights[step.weight.name]), (1, 1, width))
+        added = operations.multiply(operations.to_float32(self._values[step.value]), weight)
+        residual = self._to_residual(self._values[step.residual])
+        self._values[step.output] = operations.add(residual, self._to_residual(added))
 
     def _average_pool(self, step: AveragePool) -> None:
         operations, size, width = self._operations, step.size, step.width

@@ -85,8 +85,8 @@ class EmbeddingCache:
 
 @dataclass(frozen=True, eq=False)
 class MediaSpan:
-    """At which `places` in a prompt the tokens of one piece stand, ascending. It is the prompt's `number`th of its
-    kind, counted from 1."""
+    """At which `places` in a prompt the tokens of one piece, or of a part of it, stand, ascending. It is the prompt's
+    `number`th of its kind, counted from 1."""
 
     kind: MediaKind
     number: int

@@ -114,6 +114,14 @@ class CudaEncoder(Launcher):
         sizes, packed = self._packed("add_rows", values, other, output)
         return self._by_row("add_rows", (values.dtype, other.dtype), (values, other, output), (sizes["K"],), packed)
 
+    def add_scaled_rows(
+        self, values: DeviceArray, other: DeviceArray, scale: DeviceArray, output: DeviceArray
+    ) -> Launch:
+        """A sum, one part of it scaled; see the contract."""
+        sizes, packed = self._packed("add_scaled_rows", values, other, scale, output)
+        arrays = values, other, scale, output
+        return self._by_row("add_scaled_rows", (scale.dtype,), arrays, (sizes["K"],), packed)
+
     def average_pool(self, values: DeviceArray, side: int, size: int, output: DeviceArray) -> Launch:
         """Means over squares; see the contract."""
         sizes, packed = self._packed("average_pool", values, side, size, output)

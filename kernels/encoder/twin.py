@@ -61,6 +61,13 @@ class NumpyEncoder:
         _check("add_rows", values, other, output)
         return NumpyLaunch(lambda: np.copyto(output, values + other))
 
+    def add_scaled_rows(
+        self, values: np.ndarray, other: np.ndarray, scale: np.ndarray, output: np.ndarray
+    ) -> NumpyLaunch:
+        """A sum, one part of it scaled; see the contract."""
+        _check("add_scaled_rows", values, other, scale, output)
+        return NumpyLaunch(lambda: np.copyto(output, values + other * scale))
+
     def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> NumpyLaunch:
         """Means over squares; see the contract."""
         _check("average_pool", values, side, size, output)

@@ -68,6 +68,29 @@ MODELS = {
     "gemma3": replace(
         _SIGLIP, family="gemma3", image_size=40, spatial_merge_size=2, feature_layers=(3,), out_hidden_size=40
     ),
+    "smolvlm": replace(_SIGLIP, family="smolvlm", image_size=42, spatial_merge_size=2),
+    "lfm2_vl": replace(
+        _SIGLIP,
+        family="lfm2_vl",
+        image_size=None,
+        spatial_merge_size=2,
+        num_position_embeddings=25,
+        projector_size=56,
+        projector_norm=True,
+    ),
+    "internvl": replace(
+        _SIGLIP, family="internvl", image_size=40, spatial_merge_size=2, class_token=True, activation="gelu"
+    ),
+    "internvl_rms_norms": replace(
+        _SIGLIP,
+        family="internvl",
+        image_size=30,
+        spatial_merge_size=3,
+        class_token=True,
+        attention_bias=False,
+        rms_norms=True,
+        final_norm=True,
+    ),
 }
 
 

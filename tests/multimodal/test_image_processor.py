@@ -101,7 +101,7 @@ def test_of_a_large_image_the_rows_alone_are_kept(tmp_path: Path, monkeypatch: p
     """Where these are smaller."""
     pixels = synthetic_image(480, 640)
     expected = _processor("clip", tmp_path).prepare(pixels)
-    monkeypatch.setattr("edgellm.multimodal.image_processor.MAXIMUM_PIXELS", 480 * 640 - 1)
+    monkeypatch.setattr("edgellm.multimodal.prepared_image.MAXIMUM_PIXELS", 480 * 640 - 1)
     assert _processor("qwen2_5_vl", tmp_path).prepare(pixels).pixels is pixels
     found = _processor("clip", tmp_path).prepare(pixels)
     assert found.pixels is None and (found.size, found.digest) == (expected.size, expected.digest)

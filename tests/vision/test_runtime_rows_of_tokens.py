@@ -3,21 +3,25 @@ of an image's tokens."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
 from tiny_families import keeping_near
 from tiny_multimodal import MARKERS_OF
 
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EngineDirectoryError
-from edgellm.media.opening import ids_of_tokens
+from edgellm.media.image_text import TextOfParts
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.tokenizer import Tokenizer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 #: 3 rows of 3 tokens, and 2 of 4.
@@ -73,9 +77,13 @@ def test_answers_are_the_same_drafted_or_not_reused_or_not(engines: Path) -> Non
 
 
 def test_a_tokenizer_without_the_tokens_between_is_refused(engines: Path) -> None:
-    with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        assert ids_of_tokens(runtime.tokenizer, (BREAK, END)) == [258, 260]
-        with pytest.raises(
-            EngineDirectoryError, match=r"the tokenizer has not the tokens \[OTHER\], which the model's"
-        ):
-            ids_of_tokens(runtime.tokenizer, (BREAK, "[OTHER]"))
+    directory = EngineDirectory.open(engines)
+    tokenizer = Tokenizer.from_directory(engines)
+    texts = TextOfParts(directory.vision.config, tokenizer)
+    assert texts.around(3, 1, False) == ((), (258,), (258,), (260,))
+    changed = json.loads((engines / "tokenizer.json").read_text().replace(BREAK, "[OTHER]"))
+    other = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(changed)))
+    with pytest.raises(
+        EngineDirectoryError, match=r"the tokenizer has not the tokens \[IMG_BREAK\], number 259, which"
+    ):
+        TextOfParts(directory.vision.config, other)

@@ -93,6 +93,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
     of_rows = [("norm", *pair) for pair in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
+    of_rows.append(("add_scaled_rows", dtype))
     of_rows += [("add_rows", "float32", other) for other in (dtype, "float32")]
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
     of_rows += [("copy_rows", *pair) for pair in pairs]

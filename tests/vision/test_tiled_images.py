@@ -1,0 +1,145 @@
+"""Families that see parts of pictures, against transformers: how pictures are cut and written, embeddings, logits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden_files import golden_folder
+from golden_images import GoldenModel, assert_close
+from golden_vision import open_vision, relative_difference
+from safetensors.numpy import load_file
+from synthetic_images import synthetic_image
+
+from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.runners.media import MediaEmbeddings
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.llm import LLM
+from edgellm.media.opening import open_encoders, open_texts
+from edgellm.metrics import Metrics
+from edgellm.multimodal.image_processor import open_image_processor
+from edgellm.multimodal.tiles import Tile
+from edgellm.multimodal.vision_layout import patch_coordinates
+from edgellm.sampling_params import SamplingParams
+from edgellm.text.messages import images_of_prompt
+from tools.demo_model.describe import describe_in_place
+
+FOLDER = golden_folder("tiled")
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+#: torchvision resizes LFM2-VL's pictures, in steps of one of 255 of Pillow's; others' have Pillow's bits.
+NEARLY = {"lfm2_vl": 1.01 / 255 / 0.5}
+
+
+class Golden:
+    """A checkpoint, its prompt and pictures, and what transformers made of them."""
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.expected = load_file(FOLDER / name / "expected.safetensors")
+        asked = json.loads((FOLDER / name / "prompt.json").read_text())
+        self.prompt: str = asked["prompt"]
+        self.images = [synthetic_image(*size) for size in asked["sizes"]]
+        for path in (FOLDER / name).iterdir():
+            if path.name not in ("expected.safetensors", "prompt.json", "cuts.json"):
+                (place / path.name).write_bytes(path.read_bytes())
+        self.vision = read_vision_config(place, None, read_decoder_config(place))
+        rows = (self.vision.image_side**2 or 64,)
+        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), "float32")
+        self.name, self.path = name, place
+        processor = open_image_processor(place, self.vision, rows[0])
+        self.tiles = [tile for image in self.images for tile in processor.prepare(image).tiles]
+
+
+class Language(GoldenModel):
+    """The language model with the rows that transformers' encoder makes."""
+
+    def __init__(self, golden: Golden) -> None:
+        self.path, self.config = golden.path, read_decoder_config(golden.path)
+        self.expected, self.token_ids = golden.expected, golden.expected["token_ids"].tolist()
+        ends = np.cumsum([tile.tokens for tile in golden.tiles])
+        rows = np.split(self.expected["rows"], ends[:-1])
+        self.images = [MediaEmbeddings(part, (), f"part {number}") for number, part in enumerate(rows)]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return Golden(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_cut_as_the_published_processors_cut_them(name: str, tmp_path: Path) -> None:
+    vision = Golden(name, tmp_path).vision
+    for case in json.loads((FOLDER / name / "cuts.json").read_text()):
+        kind = json.loads((FOLDER / name / "preprocessor_config.json").read_text())["image_processor_type"]
+        (tmp_path / "preprocessor_config.json").write_text(
+            json.dumps({"image_processor_type": kind, **case["settings"]})
+        )
+        processor = open_image_processor(tmp_path, vision_for(vision, case["settings"]))
+        for image in case["images"]:
+            tiles = processor.prepare(synthetic_image(*image["size"])).tiles
+            assert [list(tile.grid[1:]) for tile in tiles] == image["grids"]
+            rows = np.concatenate([in_reading_order(tile).reshape(-1) for tile in tiles])
+            step = max(1, len(rows) // 12)
+            np.testing.assert_allclose(rows[::step], image["values"], atol=NEARLY.get(name, 0) + 1e-4)
+            if name not in NEARLY:
+                assert hashlib.sha256(rows.tobytes()).hexdigest() == image["sha256"]
+
+
+def vision_for(vision: VisionConfig, settings: dict[str, Any]) -> VisionConfig:
+    """An encoder that takes what a processor of these settings gives."""
+    side = settings.get("max_image_size", {}).get("longest_edge") or settings.get("size", {}).get("height")
+    return replace(vision, image_size=side)
+
+
+def in_reading_order(tile: Tile) -> np.ndarray:
+    """The patches row by row."""
+    rows, columns = patch_coordinates(tile.grid, tile.layout.merge_size)
+    return tile.patches[np.argsort(rows * tile.grid[2] + columns)]
+
+
+def test_prompts_have_the_ids_of_the_published_processors(golden: Golden) -> None:
+    directory = EngineDirectory.open(golden.path)
+    tokenizer, _ = open_texts(directory, directory)
+    media = open_encoders(open_backend("numpy", directory), directory, directory, Metrics(), tokenizer)
+    pieces = media.prepare(images_of_prompt(golden.images))
+    ids = media.expand(tokenizer.encode(golden.prompt, add_special_tokens=False), pieces)
+    assert ids == golden.expected["token_ids"].tolist()
+    spans = media.encode(ids, pieces).spans
+    media.close()
+    assert len(spans) == len(golden.tiles) == len({span.embeddings.digest for span in spans})
+
+
+def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
+    directory = EngineDirectory.open(golden.path)
+    runner = open_vision(open_backend("numpy", directory), directory)
+    found = np.concatenate([each.rows for each in runner.encode(golden.tiles)])
+    assert found.shape == golden.expected["rows"].shape
+    assert relative_difference(found, golden.expected["rows"]) <= 1e-5
+
+
+def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
+    language = Language(golden)
+    runner = language.runner(EngineLimits(1, 16, 128))
+    for stop in range(1, len(language.token_ids) + 1):
+        runner.start(0, language.token_ids[:stop], 0, SamplingValues(), language.placed_before(stop)).wait()
+        found, expected = runner.logits(0), language.expected["logits"][stop - 1]
+        known = ~np.isnan(expected)
+        assert known.any()
+        assert_close(found[known], expected[known])
+
+
+def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
+    """By the raw prompt, and by a conversation, whose template writes a marker for each picture."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(golden.path, backend="numpy") as llm:
+        shown = llm.generate(golden.prompt, params, images=golden.images)
+        assert shown.usage.prompt_tokens == len(golden.expected["token_ids"])
+        assert list(shown.token_ids) == golden.expected["greedy"].tolist()
