@@ -165,7 +165,7 @@ class Preparation:
         prompt = () if request.prompt is None else request.prompt
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
-            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), capacity=capacity)
+            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), tokenizer.begins_prompts, capacity)
         else:
             prompt_ids = list(map(int, prompt))
         return self._ready(prompt_ids, images_of_prompt(request.images))
@@ -250,6 +250,12 @@ class Preparation:
             raise RequestError("the prompt is empty: it must have at least one token")
         if count >= self._capacity:
             raise ContextError.of_prompt(count, self._capacity)
+        chunk = self._directory.limits.prefill_chunk
+        if self._directory.config.prefix_attention and count > chunk:
+            raise RequestError(
+                f"the prompt has {count} tokens, each of which sees all of it, and the engines take {chunk} at a time: "
+                "shorten it, or build with a larger --prefill-chunk"
+            )
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:

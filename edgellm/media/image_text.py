@@ -89,6 +89,8 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     tokenizer lacks these tokens.
     """
     vision = directory.vision
+    if vision is not None and vision.config.family == "paligemma":
+        return _begun_behind_images(directory, vision.config, tokenizer)
     if vision is None or vision.config.family != "gemma3":
         return str
     ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
@@ -101,3 +103,23 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
     written = f"\n\n{before}{image}{behind}\n\n"
     return lambda text: marker.sub(lambda match: written, text)
+
+
+def _begun_behind_images(
+    directory: EngineDirectory, vision: VisionConfig, tokenizer: Tokenizer
+) -> Callable[[str], str]:
+    """PaliGemma's: the token of a text's beginning stands behind the last image, a line feed behind the text, as the
+    published processor writes them. A text that has the former there is left as it is."""
+    ids = (vision.image_token_id, directory.config.bos_token_id)
+    image, begin = (None if each is None else tokenizer.id_to_token(each) for each in ids)
+    if image is None or begin is None:
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for a part of "
+            "an image and for the beginning of a text: take tokenizer.json as it was published"
+        )
+
+    def written(text: str) -> str:
+        images, marker, question = text.rpartition(image)
+        return text if begin in question else f"{images}{marker}{begin}{question}\n"
+
+    return written

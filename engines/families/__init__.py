@@ -29,7 +29,13 @@ _LISTED = (
     *(hybrid.GRANITE4, llama.MINICPM, llama.ERNIE4_5, llama.HUNYUAN, hybrid.LFM2, hybrid.QWEN3_5_TEXT),
     *(mixtures.QWEN3_MOE, mixtures.OLMOE, mixtures.GRANITE_MOE, mixtures.LFM2_MOE, mixtures.GPT_OSS),
     *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, mixtures.QWEN3_VL_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL),
-    *(vision_language.LLAVA, vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
+    *(
+        vision_language.LLAVA,
+        vision_language.GEMMA3_WITH_IMAGES,
+        vision_language.PALIGEMMA,
+        vision_language.MISTRAL3,
+        hybrid.QWEN3_5,
+    ),
     *(vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL, vision_language.INTERNVL),
 )
 #: Every family that is supported, by its `model_type`.

@@ -54,8 +54,9 @@ _QWEN3_DEFAULTS = {
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-#: Gemma 3's, where the file does not say.
+#: Gemma 3's and PaliGemma's, where the file does not say.
 GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
+PALIGEMMA_IMAGE_TOKEN = 256000
 _GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
@@ -155,6 +156,20 @@ def _read_llava(top: ConfigFields) -> Read:
     }
 
 
+def _read_paligemma(top: ConfigFields) -> Read:
+    """SigLIP, and one linear layer behind its last norm; a token for each patch."""
+    given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    raw = top.values["vision_config"]
+    top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
+    fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
+    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
+    return fields, values | {
+        "spatial_merge_size": 1,
+        "image_token_id": top.token_id(key, PALIGEMMA_IMAGE_TOKEN),
+        "feature_layers": (values["num_layers"],),
+    }
+
+
 def _read_gemma3(top: ConfigFields) -> Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
     fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
@@ -178,6 +193,7 @@ _READERS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,
+    "paligemma": _read_paligemma,
     "mistral3": pixtral.read_pixtral,
     **tiled_vision.READERS,
 }

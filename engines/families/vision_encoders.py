@@ -69,6 +69,17 @@ def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
+def _paligemma_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """A linear layer behind the tower's norm. As Gemma 3's, its rows are divided by what the language model multiplies
+    by."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix)
+    last = Input(f"hidden_{config.num_layers}", (tower.layer_norm("post_layernorm", config.hidden_size),))
+    linear = projector.linear("linear", config.out_hidden_size, config.hidden_size)
+    scale = config.out_hidden_size**-0.5
+    return [*tower_steps(config, tower), NormLinear("image_embeddings", (last,), linear, scale=scale)]
+
+
 def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """Rows are in the order of their windows, each window padded to the same size."""
     weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
@@ -163,6 +174,7 @@ _STEPS = {
     "qwen3_5": _qwen3_vl_steps,
     "llava": _llava_steps,
     "gemma3": _gemma3_steps,
+    "paligemma": _paligemma_steps,
     "mistral3": pixtral.pixtral_steps,
     "smolvlm": tile_encoders.smolvlm_steps,
     "lfm2_vl": tile_encoders.lfm2_vl_steps,

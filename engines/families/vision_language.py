@@ -7,14 +7,19 @@ from dataclasses import replace
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA3
+from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
 from edgellm.engines.families.hybrid import LFM2
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
 from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
 from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
 from edgellm.engines.families.qwen import QWEN2, QWEN3
 from edgellm.engines.families.tiled_vision import INTERNVL_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, SMOLVLM_IMAGE_TOKEN
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
+from edgellm.engines.families.vision_config import (
+    GEMMA3_IMAGE_TOKEN,
+    GEMMA3_TOKENS,
+    PALIGEMMA_IMAGE_TOKEN,
+    read_vision_config,
+)
 from edgellm.engines.model.config import DecoderConfig
 
 _LLAVA_IMAGE_TOKEN = 32000
@@ -29,6 +34,34 @@ _SMALL = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000000.0,
     "sliding_window": None,
+}
+
+
+#: Gemma inside PaliGemma has the sizes of its class, which a file leaves out.
+_PALIGEMMA_TEXT = {
+    "gemma": {
+        "vocab_size": 257152,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    "gemma2": {
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
 }
 
 
@@ -58,6 +91,18 @@ def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
+def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
+    """All of a prompt sees itself; its images have one token for each patch."""
+    family = inner_family(fields, GEMMA, GEMMA2)
+    text = text_fields(fields, family.defaults | _PALIGEMMA_TEXT[family.name])
+    if text.values.pop("use_bidirectional_attention", True) is False:
+        fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
+    vision = read_vision_config(fields.values, fields.tensors_dtype)
+    tokens = 0 if vision is None else vision.tower_rows
+    config = with_image_tokens(family.read(text), fields, _image_key(fields), PALIGEMMA_IMAGE_TOKEN)
+    return replace(config, image_tokens=tokens, prefix_attention=True)
+
+
 def _read_tiled(fields: ConfigFields, token: int, *families: Family) -> DecoderConfig:
     """A language model of one of the families; an image's tokens stand at consecutive positions."""
     family = inner_family(fields, *families)
@@ -77,6 +122,7 @@ def _read_internvl(fields: ConfigFields) -> DecoderConfig:
 
 
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
+PALIGEMMA = Family("paligemma", "PaliGemmaForConditionalGeneration", _read_paligemma)
 GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)
 SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
 IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)

@@ -106,7 +106,8 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
-    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. With
+    `prefix_attention` (PaliGemma) each token of a prompt sees all of the prompt, which shows an image.
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
@@ -182,6 +183,7 @@ class DecoderConfig:
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
+    prefix_attention: bool = field(default=False, metadata=ADDED_LATER)
     pre_norms: bool = field(default=True, metadata=ADDED_LATER)
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
@@ -206,12 +208,12 @@ class DecoderConfig:
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""
-        return MediaKind("image", token_id, self.image_tokens)
+        return MediaKind("image", token_id, 0 if self.prefix_attention else self.image_tokens)
 
     @property
     def has_whole_media(self) -> bool:
-        """Whether there are spans each token of which sees all of the span."""
-        return any(kind.tokens for kind in self.media.values())
+        """Whether there are spans each token of which sees all of the span, or prompts of this kind."""
+        return self.prefix_attention or any(kind.tokens for kind in self.media.values())
 
     @property
     def window(self) -> int | None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgellm.engines.errors import EngineError
+from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.formats.strict_formats import canonical_json
 from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.kernels.arrays import Array
 
@@ -113,11 +115,14 @@ class MediaSpan:
 class PromptMedia:
     """The `spans` of a prompt of N tokens, in their order there; made by `place_media`.
 
-    `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
+    `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE. Each of the
+    first `prefix` tokens sees all of these (PaliGemma); `prefix_digest` is that of their ids and what they show.
     """
 
     spans: tuple[MediaSpan, ...]
     positions: np.ndarray | None
+    prefix: int = 0
+    prefix_digest: str = ""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -131,7 +136,9 @@ class PromptMedia:
 
     @property
     def whole(self) -> list[tuple[int, int]]:
-        """(first token, tokens) of each span whose tokens see all of it."""
+        """(first token, tokens) of each span, or of the prefix, whose tokens see all of it."""
+        if self.prefix:
+            return [(0, self.prefix)]
         return [(span.start, span.tokens) for span in self.spans if span.kind.tokens]
 
     def within(self, first: int, stop: int) -> list[tuple[MediaSpan, int, int]]:
@@ -148,10 +155,9 @@ class PromptMedia:
         """Which token is the last that each of first..stop - 1 sees, where a token of a whole span sees all of it: [n]
         int32, in the prompt's numbers."""
         seen = np.arange(first, stop, dtype=np.int32)
-        for span, row, count in self.within(first, stop):
-            if span.kind.tokens:
-                begin = span.start + row - first
-                seen[begin : begin + count] = span.stop - 1
+        for start, tokens in self.whole:
+            begin, end = max(start - first, 0), max(start + tokens - first, 0)
+            seen[begin:end] = start + tokens - 1
         return seen
 
     def inside(self, place: int) -> MediaSpan | None:
@@ -187,6 +193,8 @@ class PromptMedia:
         """The tokens of a text that begins with the prompt, as KV rows see them: a span's tokens are told by its
         content, for all spans of a kind have the same token id."""
         identities: list[TokenIdentity] = list(token_ids)
+        if self.prefix:  # what the rows hold depends on all of it
+            return [*((self.prefix_digest, index) for index in range(self.prefix)), *identities[self.prefix :]]
         for span in self.spans:
             for index, place in enumerate(span.places):
                 identities[place] = (span.embeddings.digest, index)
@@ -209,7 +217,10 @@ def place_media(
         shaped = [(span, span.embeddings.grid) for span in spans if span.embeddings.grid is not None]
         places, grids = [(span.start, span.tokens) for span, _ in shaped], [grid for _, grid in shaped]
         positions, _ = mrope_positions(len(prompt_ids), places, grids, config.spatial_merge_size)
-    return PromptMedia(tuple(spans), positions)
+    if not config.prefix_attention:
+        return PromptMedia(tuple(spans), positions)
+    shown = canonical_json([ids.tolist(), *(span.embeddings.digest for span in spans)])
+    return PromptMedia(tuple(spans), positions, len(ids), hash_bytes(shown))
 
 
 def _spans_of(

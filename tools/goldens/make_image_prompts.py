@@ -8,6 +8,7 @@ described, `tests/helpers/golden_files.py`), what it gives for image i (`image{i
 `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T] (with M-RoPE), the float32 `logits`
 [T, V] that transformers computes in float32, and after the prompt the tokens `continued` [n] with their
 `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also the tokens `greedy` [n] that follow.
+For PaliGemma see `compute_prefixes`.
 `positions.npz` holds, for random prompts one behind the other, what `get_rope_index` gives, as int16.
 """
 
@@ -166,6 +167,19 @@ def _mistral3() -> dict[str, Any]:
     }
 
 
+def _paligemma(kind: str, **text: Any) -> dict[str, Any]:
+    """A linear layer behind SigLIP; all of a prompt sees itself."""
+    gemma = {**_TEXT, "model_type": kind, "num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 1, **text}
+    tower = {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False, "num_hidden_layers": 1}
+    return {
+        "text_config": gemma,
+        "vision_config": tower,
+        "image_token_index": IMAGE,
+        "projection_dim": _TEXT["hidden_size"],
+        "hidden_size": _TEXT["hidden_size"],
+    }
+
+
 def _gemma3(window: int, *kinds: str) -> dict[str, Any]:
     """Layers with a window and without."""
     text = {
@@ -204,6 +218,7 @@ _QWEN2_5 = (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditional
 _SEEN: dict[str, Any] = {"dtype": "bfloat16", "seed": 11}
 _POOLED = [(1, 6, 6), (1, 6, 6)]
 _GEMMA3 = (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration)
+_PALIGEMMA = (transformers.PaliGemmaConfig, transformers.PaliGemmaForConditionalGeneration)
 _LLAVA = (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration)
 MODELS = {
     "qwen2_5_vl": Model(*_QWEN2_5, _qwen2_5(), wrapped=True),
@@ -247,6 +262,20 @@ MODELS = {
         wrapped=True,
         seed=23,
     ),
+    "paligemma": Model(*_PALIGEMMA, _paligemma("gemma"), _SQUARE, wrapped=True, dtype="bfloat16", seed=24),
+    "paligemma2": Model(
+        *_PALIGEMMA,
+        _paligemma(
+            "gemma2",
+            sliding_window=48,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=20.0,
+            final_logit_softcapping=5.0,
+        ),
+        _SQUARE[:1],
+        dtype="bfloat16",
+        seed=25,
+    ),
     "gemma3_window_24": Model(*_GEMMA3, _gemma3(24, "full", "sliding"), _POOLED, wrapped=True, **_SEEN),
     "gemma3_window_6": Model(*_GEMMA3, _gemma3(6, "sliding", "full"), _POOLED, **_SEEN),
 }
@@ -267,7 +296,8 @@ def make_model(name: str, directory: Path) -> None:
         again = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
         pixel_values = load_file(complete / "expected.safetensors")["pixel_values"]
     with torch.no_grad():
-        expected = compute(again, golden, pixel_values)
+        is_prefix = golden.config_class is transformers.PaliGemmaConfig
+        expected = (compute_prefixes if is_prefix else compute)(again, golden, pixel_values)
     if golden.old:
         rewrite_as_old_layout(directory / "config.json")
     if golden.wrapped:
@@ -279,7 +309,7 @@ def make_model(name: str, directory: Path) -> None:
 def pixel_shape(golden: Model) -> tuple[int, ...]:
     """Of all images as the vision part takes them."""
     vision = golden.config["vision_config"]
-    if golden.config_class in (transformers.LlavaConfig, transformers.Gemma3Config):
+    if golden.config_class in (transformers.LlavaConfig, transformers.Gemma3Config, transformers.PaliGemmaConfig):
         return len(golden.grids), 3, vision["image_size"], vision["image_size"]
     patch = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
     return sum(height * width for _, height, width in golden.grids), patch
@@ -332,6 +362,31 @@ def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -
         expected["greedy"] = model.generate(
             **prompt, do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0
         )[0, len(token_ids) :]
+    return {name: value.detach().contiguous().clone() for name, value in expected.items()}
+
+
+def compute_prefixes(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `expected.safetensors` holds of PaliGemma, whose prompts see themselves: `logits` are the last ones of the
+    prompts that end after one, two, .. tokens behind the images."""
+    rows = model.get_image_features(pixel_values).pooler_output
+    shown, text = [IMAGE] * (len(rows) * rows.shape[1]), torch.randint(3, 90, (7,)).tolist()
+    token_ids, continued = torch.tensor([*shown, _TEXT["bos_token_id"], *text]), torch.randint(3, 90, (5,))
+    logits = []
+    for stop in range(len(shown) + 1, len(token_ids) + 1):
+        ids = token_ids[None, :stop]
+        outputs = model(input_ids=ids, pixel_values=pixel_values, token_type_ids=torch.zeros_like(ids))
+        logits.append(outputs.logits[0, -1])
+    whole, kinds = torch.cat((token_ids, continued)), torch.zeros(len(token_ids) + len(continued), dtype=torch.long)
+    kinds[len(token_ids) :] = 1
+    outputs = model(input_ids=whole[None], pixel_values=pixel_values, token_type_ids=kinds[None])
+    expected = {
+        "token_ids": token_ids,
+        "grids": torch.tensor(golden.grids),
+        "continued": continued,
+        "logits": torch.stack(logits),
+        "continued_logits": outputs.logits[0, len(token_ids) :],
+    }
+    expected |= {f"image{index}.rows": each for index, each in enumerate(rows)}
     return {name: value.detach().contiguous().clone() for name, value in expected.items()}
 
 
