@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -29,15 +29,6 @@ class Cut(NamedTuple):
     grid: tuple[int, int]
     sizes: tuple[Size, ...]
     whole: tuple[Size, ...] | None
-
-
-class CutRule(Protocol):
-    """A family's rule for cutting a picture of any size; tiles are squares of `side` pixels."""
-
-    @property
-    def side(self) -> int: ...
-    def cut(self, height: int, width: int) -> Cut:
-        """How a picture of that size is cut."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +59,22 @@ class LongestEdgeRule:
 
     def _shown(self, height: int, width: int) -> Size:
         """As `get_resize_output_image_size` of the published processor: the shorter edge is made even."""
-        longer = self.longest
-        shorter = int(longer / (max(height, width) / min(height, width)))
-        shorter = max(1, shorter + shorter % 2)
-        if longer > _LONGEST_EDGE:
-            shorter = max(1, int(_LONGEST_EDGE / (longer / shorter)))
-            longer = _LONGEST_EDGE
-        return (shorter, longer) if width >= height else (longer, shorter)
+        rows, columns = _with_longer_edge(self.longest, height, width)
+        rows, columns = (rows + rows % 2, columns) if width >= height else (rows, columns + columns % 2)
+        if max(rows, columns) > _LONGEST_EDGE:
+            rows, columns = _with_longer_edge(_LONGEST_EDGE, max(1, rows), max(1, columns))
+        return max(1, rows), max(1, columns)
 
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        longer = math.ceil(max(height, width) / self.side)
-        shorter = math.ceil(int(longer * self.side / (max(height, width) / min(height, width))) / self.side)
-        return (shorter, longer) if width >= height else (longer, shorter)
+        longer = math.ceil(max(height, width) / self.side) * self.side
+        rows, columns = (max(1, math.ceil(edge / self.side)) for edge in _with_longer_edge(longer, height, width))
+        return rows, columns
+
+
+def _with_longer_edge(longer: int, height: int, width: int) -> Size:
+    """Height and width of the same shape, with the rounding of the published processor."""
+    shape = width / height
+    return (int(longer / shape), longer) if width >= height else (longer, int(longer * shape))
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,8 @@ class TokenRule:
 
 
 #: The rules by their names in `ProcessorKind.cut`.
-_RULES: dict[str, type[LongestEdgeRule | NearestShapeRule | TokenRule]] = {
+CutRule = LongestEdgeRule | NearestShapeRule | TokenRule
+_RULES: dict[str, type[CutRule]] = {
     "longest edge": LongestEdgeRule,
     "nearest shape": NearestShapeRule,
     "tokens": TokenRule,

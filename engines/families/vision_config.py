@@ -18,7 +18,6 @@ from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.families.vision_fields import (
     ACTIVATIONS,
-    TOWERS,
     Read,
     dimensions,
     feature_layers,
@@ -137,7 +136,7 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapp
 
 
 def _read_llava(top: ConfigFields) -> Read:
-    fields, values = read_tower(top, "clip_vision_model", tuple(TOWERS))
+    fields, values = read_tower(top, "clip_vision_model", ("clip_vision_model", "siglip_vision_model"))
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")

@@ -18,9 +18,20 @@ _TOWER_DEFAULTS = {
     "num_channels": 3,
     "image_size": 224,
 }
+_SIGLIP = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+_INTERN_VIT = {
+    **{"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    **{"image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    **{"use_mean_pooling": True, "use_absolute_position_embeddings": True},
+}
+#: What the towers' classes take for what a file leaves out.
 TOWERS: dict[str, dict[str, Any]] = {
     "clip_vision_model": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
-    "siglip_vision_model": {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    "siglip_vision_model": _SIGLIP,
+    "siglip2_vision_model": {**_SIGLIP, "num_patches": 256},
+    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _IDEFICS3),
+    "internvl_vision": _INTERN_VIT,
 }
 ACTIVATIONS: dict[str | None, str] = {
     **SILU,

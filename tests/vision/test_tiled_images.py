@@ -19,22 +19,29 @@ from synthetic_images import synthetic_image
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.errors import ImageError
 from edgellm.llm import LLM
 from edgellm.media.opening import open_encoders, open_texts
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.tiles import Tile
 from edgellm.multimodal.vision_layout import patch_coordinates
+from edgellm.requests import Request
+from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.snapshots.file import read_snapshot
 from edgellm.text.messages import images_of_prompt
 from tools.demo_model.describe import describe_in_place
 
 FOLDER = golden_folder("tiled")
 NAMES = sorted(path.name for path in FOLDER.iterdir())
+MARKERS = {name: "<IMG_CONTEXT>" if name.startswith("internvl") else "<image>" for name in NAMES}
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 #: torchvision resizes LFM2-VL's pictures, in steps of one of 255 of Pillow's; others' have Pillow's bits.
 NEARLY = {"lfm2_vl": 1.01 / 255 / 0.5}
 
@@ -42,7 +49,7 @@ NEARLY = {"lfm2_vl": 1.01 / 255 / 0.5}
 class Golden:
     """A checkpoint, its prompt and pictures, and what transformers made of them."""
 
-    def __init__(self, name: str, place: Path) -> None:
+    def __init__(self, name: str, place: Path, dtype: str = "float32") -> None:
         self.expected = load_file(FOLDER / name / "expected.safetensors")
         asked = json.loads((FOLDER / name / "prompt.json").read_text())
         self.prompt: str = asked["prompt"]
@@ -52,8 +59,13 @@ class Golden:
                 (place / path.name).write_bytes(path.read_bytes())
         self.vision = read_vision_config(place, None, read_decoder_config(place))
         rows = (self.vision.image_side**2 or 64,)
-        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), "float32")
-        self.name, self.path = name, place
+        (place / "chat_template.jinja").write_text(
+            "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+            "{% for part in message.content %}{{ part.text if part.type == 'text' else '" + MARKERS[name] + "' }}"
+            "{% endfor %}{% endif %}{% if message.role == 'system' %}:{% endif %}{% endfor %}"
+        )
+        self.name, self.path, self.marker = name, place, MARKERS[name]
+        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), dtype)
         processor = open_image_processor(place, self.vision, rows[0])
         self.tiles = [tile for image in self.images for tile in processor.prepare(image).tiles]
 
@@ -125,6 +137,22 @@ def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
     assert relative_difference(found, golden.expected["rows"]) <= 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["smolvlm", "lfm2_vl", "internvl"])
+def test_a_gpu_gives_the_rows_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float16, on kernels."""
+    golden = Golden(name, tmp_path, "float16")
+    directory = EngineDirectory.open(golden.path)
+    backend = open_backend("tensorrt", directory)
+    runner, found = open_vision(backend, directory), []
+    for each in runner.encode(golden.tiles):
+        found.append(np.empty(each.rows.shape, np.float32))
+        float32_into(backend.download(each.rows), backend.compute_dtype, found[-1])
+    runner.close()
+    backend.close()
+    assert relative_difference(np.concatenate(found), golden.expected["rows"]) <= 0.01
+
+
 def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
     language = Language(golden)
     runner = language.runner(EngineLimits(1, 16, 128))
@@ -137,9 +165,33 @@ def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
 
 
 def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
-    """By the raw prompt, and by a conversation, whose template writes a marker for each picture."""
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    """By the raw prompt, and by a conversation whose template writes a marker for each picture."""
+    texts, pictures = golden.prompt.split(golden.marker), iter(golden.images)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+    for text in texts[1:]:
+        parts += [{"type": "image", "image": next(pictures)}, {"type": "text", "text": text}]
     with LLM(golden.path, backend="numpy") as llm:
-        shown = llm.generate(golden.prompt, params, images=golden.images)
+        shown = llm.generate(golden.prompt, PARAMS, images=golden.images)
         assert shown.usage.prompt_tokens == len(golden.expected["token_ids"])
         assert list(shown.token_ids) == golden.expected["greedy"].tolist()
+        asked = llm.chat([{"role": "user", "content": parts}], PARAMS)
+        assert (asked.usage.prompt_tokens, asked.token_ids) == (shown.usage.prompt_tokens, shown.token_ids)
+        with pytest.raises(ImageError, match=r"2 image markers .*, but there are 1 images"):
+            llm.generate(golden.prompt, PARAMS, images=golden.images[:1])
+
+
+def test_a_kept_system_prompt_shows_all_parts_of_its_picture(golden: Golden, tmp_path: Path) -> None:
+    system = [{"type": "image", "image": golden.images[0]}, {"type": "text", "text": "look"}]
+    # What may follow a system prompt is tried with letters that this tokenizer does not know: so this begins with one.
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "_what?"}]
+    request = Request(messages=messages, params=PARAMS)
+    with SpecDecodeRuntime(golden.path, backend="numpy") as runtime:
+        expected = runtime.handle_request(request)
+        kept = runtime.generate_and_save_system_prompt_kv_cache(system, path=tmp_path / "kept")
+    record = read_snapshot(tmp_path / "kept").prompt
+    assert record is not None
+    assert [part["type"] for part in record.content] == ["image", "text"]
+    with SpecDecodeRuntime(golden.path, backend="numpy", snapshots=[tmp_path / "kept"]) as runtime:
+        found = runtime.handle_request(request)
+    states = golden.name == "lfm2_vl"  # which are kept before the last token
+    assert (found.token_ids, found.usage.reused_tokens) == (expected.token_ids, kept.tokens - states)

@@ -37,6 +37,7 @@ _FAMILIES = (
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
@@ -46,7 +47,7 @@ _LEFT_OUT = (
 _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
 #: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
 _UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
-_OF_ENCODERS = ("visual", "vision_tower", "multi_modal_projector", "mtp")
+_OF_ENCODERS = ("visual", "vision_tower", "multi_modal_projector", "vision_model", "connector", "mtp")
 
 
 def fields_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,8 @@ def test_what_no_kernel_does_is_refused_by_name() -> None:
     assert "widths must be multiples of 8, not 36" in str(encoder_refusal(narrow, "float16", _MOST_SHARED))
     odd = model_program(replace(config, out_hidden_size=20), vision_shape(64))
     assert "rows of a multiple of 8 columns, not 20" in str(encoder_refusal(odd, "float16", _MOST_SHARED))
+    normed = model_program(replace(MODELS["internvl"], qk_norm=True), vision_shape(64))
+    assert "norms of queries and keys have no kernel" in str(encoder_refusal(normed, "float16", _MOST_SHARED))
     many = model_program(config, vision_shape(65_540))
     assert encoder_refusal(many, "float16", 227 << 10) == "kernels take up to 65536 rows, not 65540"
 

@@ -20,6 +20,7 @@ TABLE = json.loads(lzma.decompress((GOLDENS / "published" / "configs.json.xz").r
 REFUSED: dict[str, tuple[type[Exception], str]] = {
     "granitemoehybrid": (UnsupportedModelError, "num_local_experts is 8"),
     "starcoder2": (CheckpointError, "eos_token_id is 50256, but vocab_size is 49152"),
+    **dict.fromkeys(("smolvlm", "idefics3"), (CheckpointError, "image_token_id is 128257, expected a token id from 0")),
     "llava": (CheckpointError, "image_token_index is 32000, expected a token id from 0 to 31999"),
 }
 
