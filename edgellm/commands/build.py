@@ -297,7 +297,7 @@ def _compute_token(path: Path) -> None:
             runtime.embed(EmbeddingRequest([prompt]), prompt)
             return
         config, images = runtime.directory.config, []
-        if config.prefix_attention:  # it answers to no text alone
+        if config.prefix_attention and config.image_token_id is not None:  # it answers to no text alone
             prompt, images = [config.image_token_id, *prompt], [np.zeros((32, 32, 3), np.uint8)]
         runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True), images=images))
 

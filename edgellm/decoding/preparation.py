@@ -250,11 +250,12 @@ class Preparation:
             raise RequestError("the prompt is empty: it must have at least one token")
         if count >= self._capacity:
             raise ContextError.of_prompt(count, self._capacity)
-        chunk = self._directory.limits.prefill_chunk
-        if self._directory.config.prefix_attention and count > chunk:
+        config, chunk = self._directory.config, self._directory.limits.prefill_chunk
+        most = min(chunk, config.window or chunk)
+        if config.prefix_attention and count > most:
             raise RequestError(
-                f"the prompt has {count} tokens, each of which sees all of it, and the engines take {chunk} at a time: "
-                "shorten it, or build with a larger --prefill-chunk"
+                f"the prompt has {count} tokens, each of which sees all of it, and {most} are the most: shorten it, or "
+                "build with a larger --prefill-chunk"
             )
 
 

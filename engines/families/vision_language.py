@@ -37,31 +37,12 @@ _SMALL = {
 }
 
 
-#: Gemma inside PaliGemma has the sizes of its class, which a file leaves out.
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads")
+_GEMMA_CLASS = {"num_attention_heads": 8, "max_position_embeddings": 8192, "bos_token_id": 2, "eos_token_id": 1}
+#: Gemma inside PaliGemma has what its class has where the file does not say.
 _PALIGEMMA_TEXT = {
-    "gemma": {
-        "vocab_size": 257152,
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 18,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
-    "gemma2": {
-        "vocab_size": 256000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
+    name: {**_GEMMA_CLASS, "rms_norm_eps": 1e-6, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, sizes in {"gemma": (257152, 2048, 16384, 18, 1), "gemma2": (256000, 2304, 9216, 26, 4)}.items()
 }
 
 
@@ -94,7 +75,7 @@ def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
 def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
     """All of a prompt sees itself; its images have one token for each patch."""
     family = inner_family(fields, GEMMA, GEMMA2)
-    text = text_fields(fields, family.defaults | _PALIGEMMA_TEXT[family.name])
+    text = text_fields(fields, {**family.defaults, **_PALIGEMMA_TEXT[family.name]})
     if text.values.pop("use_bidirectional_attention", True) is False:
         fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
     vision = read_vision_config(fields.values, fields.tensors_dtype)

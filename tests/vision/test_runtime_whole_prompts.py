@@ -65,7 +65,7 @@ def test_what_such_a_model_does_not_answer_is_refused_by_name(engines: Path) -> 
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
         with pytest.raises(RequestError, match=r"shows no image, but .* is a model of prompts that begin with one"):
             runtime.prepare(asked("what is it"))
-        with pytest.raises(RequestError, match=r"has 71 tokens, each of which sees all of it, and the engines take 64"):
+        with pytest.raises(RequestError, match=r"has 71 tokens, each of which sees all of it, and 64 are the most"):
             runtime.prepare(asked(IMAGE + 60 * "a", PIXELS))
 
 

@@ -150,6 +150,38 @@ def test_the_language_model_inside_llava_may_be_of_any_family() -> None:
         decoder_config(LLAVA_1_5_7B | {"text_config": {"model_type": "gemma"}})
 
 
+def test_paligemma_as_it_was_published() -> None:
+    """The first 3B of 224 pixels, whose file leaves out what its classes have."""
+    text = {
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_image_tokens": 256,
+        "num_key_value_heads": 1,
+        "torch_dtype": "float32",
+        "vocab_size": 257216,
+    }
+    encoder = {"hidden_size": 1152, "intermediate_size": 4304, "model_type": "siglip_vision_model", "patch_size": 14}
+    encoder |= {"num_attention_heads": 16, "num_hidden_layers": 27, "projection_dim": 2048, "vision_use_head": False}
+    published = {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "image_token_index": 257152,
+        "text_config": text,
+        "vision_config": encoder,
+    }
+    config, vision = decoder_config(published), read_vision_config(published)
+    assert (config.image_tokens, config.prefix_attention, config.media["image"]) == (256, True, ("image", 257152, 0))
+    assert (config.head_dim, config.embedding_scale, config.max_position_embeddings) == (256, 2048**0.5, 8192)
+    specs = [*decoder_weights(config), *vision_weights(vision)]
+    assert sum(math.prod(spec.shape) for spec in specs) == 2_923_466_480
+    causal = {"text_config": text | {"use_bidirectional_attention": False}}
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is false, supported is true"):
+        decoder_config(published | causal)
+
+
 def test_mistral_3_as_it_was_published() -> None:
     """Sizes of Ministral 3 3B; of its encoder those that are no class's defaults."""
     text = {
