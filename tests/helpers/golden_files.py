@@ -43,10 +43,7 @@ Law = dict[str, Any]
 
 @cache
 def golden_folder(kind: str) -> Path:
-    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process.
-
-    A folder beside an archive of the same name holds what was added to it since.
-    """
+    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
     place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
     atexit.register(_remove, place, os.getpid())
     archive = GOLDENS / f"{kind}{ARCHIVE}"
@@ -54,8 +51,7 @@ def golden_folder(kind: str) -> Path:
         return copy_with_tensors(GOLDENS / kind, place)
     with tempfile.TemporaryDirectory() as folder:
         open_archive(archive, Path(folder))
-        copy_with_tensors(Path(folder), place)
-    return copy_with_tensors(GOLDENS / kind, place) if (GOLDENS / kind).is_dir() else place
+        return copy_with_tensors(Path(folder), place)
 
 
 def _remove(place: Path, process: int) -> None:

@@ -153,7 +153,7 @@ def _mistral3() -> dict[str, Any]:
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
-        "original_max_position_embeddings": 12,
+        "original_max_position_embeddings": 8,
         "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": 0.3,
     }
@@ -258,7 +258,7 @@ MODELS = {
         transformers.Mistral3Config,
         transformers.Mistral3ForConditionalGeneration,
         _mistral3(),
-        [(1, 6, 4), (1, 2, 6)],
+        [(1, 4, 4), (1, 2, 6)],
         wrapped=True,
         seed=23,
     ),
@@ -336,7 +336,7 @@ def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -
     shown = shown_images(counts, bare=is_llava)
     if is_mistral:
         shown = [rows_of_tokens(golden, inputs["image_sizes"], index) for index in range(len(grids))]
-    token_ids, kinds = prompt_of(shown, lengths=[2, 4, 3] if is_gemma else None)
+    token_ids, kinds = prompt_of(shown, lengths=[2, 4, 3] if is_gemma or is_mistral else None)
     kinds_name = "token_type_ids" if is_gemma else "mm_token_type_ids"
     if not (is_llava or is_mistral):
         inputs[kinds_name] = kinds[None]
@@ -369,7 +369,7 @@ def compute_prefixes(model: torch.nn.Module, golden: Model, pixel_values: torch.
     """What `expected.safetensors` holds of PaliGemma, whose prompts see themselves: `logits` are the last ones of the
     prompts that end after one, two, .. tokens behind the images."""
     rows = model.get_image_features(pixel_values).pooler_output
-    shown, text = [IMAGE] * (len(rows) * rows.shape[1]), torch.randint(3, 90, (7,)).tolist()
+    shown, text = [IMAGE] * (len(rows) * rows.shape[1]), torch.randint(3, 90, (4,)).tolist()
     token_ids, continued = torch.tensor([*shown, _TEXT["bos_token_id"], *text]), torch.randint(3, 90, (5,))
     logits = []
     for stop in range(len(shown) + 1, len(token_ids) + 1):

@@ -1,7 +1,6 @@
 """Makes the golden files of `tests/goldens/images` with the image processors of transformers.
 
     python tools/goldens/make_images.py tests/goldens/images
-    python tools/goldens/make_images.py tests/goldens/images/pixtral pixtral pixtral_small
 
 Needs transformers 5 (torch and torchvision are not needed) and Pillow: the processors are those of the "pil" backend,
 which resize with Pillow, not torchvision's. NAME.json is a processor's preprocessor_config.json. `expected.json` holds
@@ -96,11 +95,13 @@ CASES: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] 
         14,
         ((480, 640), (61, 37), (50, 50)),
     ),
-}
-#: Those in a folder of their own.
-APART: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] = {
-    "pixtral": (PixtralImageProcessorPil, {"size": {"longest_edge": 1540}, "patch_size": 14}, 14, _QWEN_SIZES),
-    "pixtral_small": (PixtralImageProcessorPil, {"size": {"longest_edge": 100}}, 16, ((480, 640), (101, 99), (9, 900))),
+    "pixtral": (
+        PixtralImageProcessorPil,
+        {"size": {"longest_edge": 1540}, "patch_size": 14},
+        14,
+        ((480, 640), (37, 61), (1, 1), (1200, 1900)),
+    ),
+    "pixtral_small": (PixtralImageProcessorPil, {"size": {"longest_edge": 100}}, 16, ((101, 99), (9, 900))),
 }
 #: Patches in height and width of a token, which this processor takes from the whole model's.
 _MERGED = 2
@@ -128,13 +129,10 @@ def main() -> None:
     """Write all files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("names", nargs="*", choices=[[], *APART], help="these alone, in the place of all others")
-    arguments = parser.parse_args()
-    directory: Path = arguments.directory
-    cases = {name: APART[name] for name in arguments.names} or CASES
+    directory = parser.parse_args().directory
     directory.mkdir(parents=True, exist_ok=True)
     expected, tensors = {}, {}
-    for name, (processor_class, settings, patch_size, sizes) in cases.items():
+    for name, (processor_class, settings, patch_size, sizes) in CASES.items():
         processor = processor_class(**settings)
         fields = {"image_processor_type": processor_class.__name__.removesuffix("Pil"), **settings}
         (directory / f"{name}.json").write_text(json.dumps(fields, separators=(",", ":")) + "\n")

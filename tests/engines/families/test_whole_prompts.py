@@ -71,7 +71,7 @@ def test_nothing_of_a_prompt_is_reused_for_another(golden: GoldenModel) -> None:
     with pytest.raises(EngineError, match=rf"5 of a prompt's {len(ids)} tokens, which see each other, cannot be"):
         runner.start(0, ids, 5, GREEDY, media)
     with pytest.raises(EngineError, match="tokens that see each other are more than a chunk's"):
-        golden.runner(limits(golden, 16)).start(0, ids, 0, GREEDY, media)
+        runner.start(0, ids, 0, GREEDY, replace(media, prefix=33))
 
 
 def test_the_encoder_gives_the_rows_of_transformers(golden: GoldenModel, tmp_path: Path) -> None:
