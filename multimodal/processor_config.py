@@ -48,51 +48,19 @@ _QWEN2_VL = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
-_PIXTRAL = {
-    **_SWITCHES,
-    **_NUMBERS,
-    "do_center_crop": False,
-    "size": {"longest_edge": 1024},
-    "image_mean": _CLIP_MEAN,
-    "image_std": _CLIP_STD,
-}
-_STANDARD_MEAN, _STANDARD_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_PIXTRAL = {**_SIGLIP, "size": {"longest_edge": 1024}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
 _IDEFICS3 = {
-    **_SWITCHES,
-    **_NUMBERS,
-    "resample": _LANCZOS,
-    "do_image_splitting": True,
-    "size": {"longest_edge": 4 * 364},
-    "max_image_size": {"longest_edge": 364},
-    "image_mean": _HALF,
-    "image_std": _HALF,
+    **_SIGLIP,
+    **{"resample": _LANCZOS, "do_image_splitting": True},
+    **{"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
 }
 _LFM2_VL = {
-    **_SWITCHES,
-    **_NUMBERS,
-    "resample": _BILINEAR,
-    "do_image_splitting": True,
-    "use_thumbnail": True,
-    "downsample_factor": 2,
-    "encoder_patch_size": 16,
-    "min_tiles": 2,
-    "max_tiles": 10,
-    "min_image_tokens": 64,
-    "max_image_tokens": 256,
-    "tile_size": 512,
-    "max_pixels_tolerance": 2.0,
-    "image_mean": _HALF,
-    "image_std": _HALF,
+    **_SIGLIP,
+    **{"resample": _BILINEAR, "do_image_splitting": True, "use_thumbnail": True, "max_pixels_tolerance": 2.0},
+    **{"downsample_factor": 2, "encoder_patch_size": 16, "tile_size": 512, "min_tiles": 2, "max_tiles": 10},
+    **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
-_GOT_OCR2 = {
-    **_SWITCHES,
-    **_NUMBERS,
-    "size": {"height": 384, "width": 384},
-    "min_patches": 1,
-    "max_patches": 12,
-    "image_mean": _CLIP_MEAN,
-    "image_std": _CLIP_STD,
-}
+_GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
 
 
 class ProcessorKind(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -60,9 +59,8 @@ class TextOfParts:
                 f"the tokenizer has not the tokens {', '.join([*missing, f'number {self._token}'])}, which stand in "
                 "and around images: take tokenizer.json as it was published"
             )
-        self.around = lru_cache(maxsize=64)(self._around)
 
-    def _around(self, rows: int, columns: int, has_whole: bool) -> tuple[tuple[int, ...], ...]:
+    def around(self, rows: int, columns: int, has_whole: bool) -> tuple[tuple[int, ...], ...]:
         """The ids before each part of an image of so many tiles, and the ids behind the last."""
         texts, image = self._texts, self._image or ""
         tiles = [

@@ -4,6 +4,7 @@ LFM2-VL, InternVL."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
@@ -84,24 +85,15 @@ def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=tokens, prefix_attention=True)
 
 
-def _read_tiled(fields: ConfigFields, token: int, *families: Family) -> DecoderConfig:
+def _read_tiled(fields: ConfigFields, token: int, families: tuple[Family, ...]) -> DecoderConfig:
     """A language model of one of the families; an image's tokens stand at consecutive positions."""
     family = inner_family(fields, *families)
     return with_image_tokens(family.read(text_fields(fields, family.defaults)), fields, "image_token_id", token)
 
 
-def _read_smolvlm(fields: ConfigFields) -> DecoderConfig:
-    return _read_tiled(fields, SMOLVLM_IMAGE_TOKEN, LLAMA)
-
-
-def _read_lfm2_vl(fields: ConfigFields) -> DecoderConfig:
-    return _read_tiled(fields, LFM2_VL_IMAGE_TOKEN, LFM2)
-
-
-def _read_internvl(fields: ConfigFields) -> DecoderConfig:
-    return _read_tiled(fields, INTERNVL_IMAGE_TOKEN, QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS)
-
-
+_read_smolvlm = partial(_read_tiled, token=SMOLVLM_IMAGE_TOKEN, families=(LLAMA,))
+_read_lfm2_vl = partial(_read_tiled, token=LFM2_VL_IMAGE_TOKEN, families=(LFM2,))
+_read_internvl = partial(_read_tiled, token=INTERNVL_IMAGE_TOKEN, families=(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
 PALIGEMMA = Family("paligemma", "PaliGemmaForConditionalGeneration", _read_paligemma)
 GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)

@@ -24,7 +24,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import ImageError
+from edgellm.errors import EngineDirectoryError, ImageError
 from edgellm.llm import LLM
 from edgellm.media.opening import open_encoders, open_texts
 from edgellm.metrics import Metrics
@@ -178,6 +178,27 @@ def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
         assert (asked.usage.prompt_tokens, asked.token_ids) == (shown.usage.prompt_tokens, shown.token_ids)
         with pytest.raises(ImageError, match=r"2 image markers .*, but there are 1 images"):
             llm.generate(golden.prompt, PARAMS, images=golden.images[:1])
+
+
+@pytest.mark.parametrize(("name", "token"), [("smolvlm", "<fake_token_around_image>"), ("internvl", "<img>")])
+def test_a_tokenizer_without_what_stands_around_pictures_is_refused(name: str, token: str, tmp_path: Path) -> None:
+    Golden(name, tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace(f'"{token}"', '"<other>"'))
+    describe_in_place(tmp_path, EngineLimits(1, 16, 128, image_rows=(16,)), "float32")
+    with pytest.raises(EngineDirectoryError, match=f"the tokenizer has not the tokens {token}, number"):
+        LLM(tmp_path, backend="numpy")
+
+
+def test_idefics3_is_smolvlm_by_another_name(tmp_path: Path) -> None:
+    golden = Golden("smolvlm", tmp_path)
+    for file in ("config.json", "preprocessor_config.json"):
+        text = (tmp_path / file).read_text().replace("SmolVLM", "Idefics3").replace('"smolvlm', '"idefics3')
+        (tmp_path / file).write_text(text)
+    describe_in_place(tmp_path, EngineLimits(1, 16, 128, image_rows=(golden.vision.image_side**2,)), "float32")
+    with LLM(tmp_path, backend="numpy") as llm:
+        found = llm.generate(golden.prompt, PARAMS, images=golden.images)
+    assert list(found.token_ids) == golden.expected["greedy"].tolist()
 
 
 def test_a_kept_system_prompt_shows_all_parts_of_its_picture(golden: Golden, tmp_path: Path) -> None:

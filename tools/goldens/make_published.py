@@ -37,7 +37,7 @@ _FAMILIES = (
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
-    *("smolvlm", "idefics3", "lfm2_vl", "internvl"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "paligemma"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.formats.strict_formats import JSONObject, plain_values
 from edgellm.engines.model.vision import VisionConfig
@@ -77,6 +78,18 @@ def test_what_lfm2_vls_files_leave_out() -> None:
     assert (config.image_side, config.position_side, config.merge_patches, config.projector_size) == (0, 16, 4, 2560)
     assert config.projector_norm and config.projector_bias
     assert not vision_of("lfm2_vl", {"projector_use_layernorm": False}).projector_norm
+
+
+@pytest.mark.parametrize("inside", ["qwen2", "qwen3", "llama", "qwen3_moe", "gpt_oss"])
+def test_what_may_be_inside_of_internvl(inside: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "rms_norm_eps": 1e-6}
+    count = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}.get(inside)
+    text = {"model_type": inside, "vocab_size": 151936, **sizes, **heads}
+    text |= {} if count is None else {count: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = decoder_config(CONFIGS["internvl"] | {"text_config": text})
+    assert (config.image_token_id, config.image_tokens) == (151667, 0)
+    assert bool(config.mixture) == (count is not None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
