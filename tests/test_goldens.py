@@ -42,7 +42,7 @@ LIMITS = {
     "mtp": 19_000,
     "published": 26_000,
     "quantized": 1_190_000,
-    "tiled": 27_000,
+    "tiled": 17_000,
     "torch_files": 8_000,
     "vision": 41_000,
 }
