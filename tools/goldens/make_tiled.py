@@ -77,57 +77,27 @@ class Model:
     prompt: str
     sizes: list[tuple[int, int]]
     cuts: list[tuple[dict[str, Any], list[tuple[int, int]]]] = field(default_factory=list)
-    seed: int = 0
     names: dict[str, str] = field(default_factory=dict)
 
 
-def _smolvlm_processor(image_processor: Any, tokenizer: Any) -> Any:
-    video = transformers.SmolVLMVideoProcessor()
-    return transformers.SmolVLMProcessor(image_processor, tokenizer, video, image_seq_len=4)
-
-
-_SMOLVLM = {
-    "size": {"longest_edge": 48},
-    "max_image_size": {"longest_edge": 16},
-    "image_mean": _HALF,
-    "image_std": _HALF,
-    "do_image_splitting": True,
-}
+_NORMED = {"image_mean": _HALF, "image_std": _HALF, "do_image_splitting": True}
+_SMOLVLM = {**_NORMED, "size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
 _LFM2_VL = {
-    "encoder_patch_size": 4,
-    "downsample_factor": 2,
-    "tile_size": 16,
-    "min_tiles": 2,
-    "max_tiles": 6,
-    "min_image_tokens": 2,
-    "max_image_tokens": 6,
-    "max_pixels_tolerance": 1.25,
-    "use_thumbnail": True,
-    "do_image_splitting": True,
-    "image_mean": _HALF,
-    "image_std": _HALF,
+    **_NORMED,
+    **{"encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16, "min_tiles": 2, "max_tiles": 6},
+    **{"min_image_tokens": 2, "max_image_tokens": 6, "max_pixels_tolerance": 1.25, "use_thumbnail": True},
 }
 _INTERNVL = {
-    "size": {"height": 16, "width": 16},
-    "min_patches": 1,
-    "max_patches": 4,
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_std": [0.229, 0.224, 0.225],
+    **{"size": {"height": 16, "width": 16}, "min_patches": 1, "max_patches": 4},
+    **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
 }
-_SIZES = [
-    (480, 640),
-    (37, 61),
-    (61, 37),
-    (1, 1),
-    (5, 300),
-    (700, 9),
-    (64, 64),
-    (301, 100),
-    (120, 121),
-    (96, 56),
-    (49, 84),
-]
+_HEIGHTS = 480, 37, 61, 1, 5, 700, 64, 301, 120, 96, 49
+_SIZES = list(zip(_HEIGHTS, (640, 61, 37, 1, 300, 9, 64, 100, 121, 56, 84), strict=True))
 _INTERN_VIT = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True}
+
+
+_INTERNVL_TOKENS = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+_INTERNVL_NAMES = ("start_image_token", "end_image_token", "context_image_token", "video_token")
 
 
 def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Model:
@@ -137,7 +107,7 @@ def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Mo
         {**_TEXT, **text},
         {**_INTERN_VIT, **vision},
         {"image_seq_length": 4, "tie_word_embeddings": False},
-        ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"],
+        _INTERNVL_TOKENS,
         "<IMG_CONTEXT>",
         lambda image_processor, tokenizer: transformers.InternVLProcessor(
             image_processor, tokenizer, transformers.InternVLVideoProcessor(), image_seq_length=4
@@ -146,12 +116,7 @@ def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Mo
         _INTERNVL,
         "what is\n<IMG_CONTEXT>\nand <IMG_CONTEXT> now?\n",
         [(20, 40), (16, 16)],
-        names={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-            "video_token": "<video>",
-        },
+        names=dict(zip(_INTERNVL_NAMES, _INTERNVL_TOKENS, strict=True)),
         **others,
     )
 
@@ -168,7 +133,9 @@ MODELS = {
             *(f"<row_{row}_col_{column}>" for row, column in _ROWS_AND_COLUMNS),
         ],
         "<image>",
-        _smolvlm_processor,
+        lambda image_processor, tokenizer: transformers.SmolVLMProcessor(
+            image_processor, tokenizer, transformers.SmolVLMVideoProcessor(), image_seq_len=4
+        ),
         SmolVLMImageProcessorPil,
         {**_SMOLVLM, "size": {"longest_edge": 36}, "max_image_size": {"longest_edge": 18}},
         "user: look\n<image>\nand <image>what is it?\n",
@@ -196,7 +163,7 @@ MODELS = {
         transformers.Lfm2VlProcessor,
         transformers.Lfm2VlImageProcessor,
         _LFM2_VL,
-        "look\\n<image>\\n<image> what is it?\\n",
+        "look\n<image>\n<image> what is it?\n",
         [(16, 32), (16, 24)],
         [
             (_LFM2_VL, [each for each in _SIZES if max(each) < 10 * min(each)]),  # it fails for strips
@@ -223,10 +190,10 @@ def make_model(name: str, directory: Path) -> None:
     tokenizer = _tokenizer(golden, directory)
     names = {"image_token_id": tokenizer.convert_tokens_to_ids(golden.image_token)}
     config = golden.config(text_config=golden.text, vision_config=golden.vision, **golden.settings, **names)
-    torch.manual_seed(golden.seed)
+    torch.manual_seed(0)
     golden.model_class(config).to(torch.float16).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    draw_tensors(directory / "model.safetensors", 100 * golden.seed + list(MODELS).index(name), 0.3)
+    draw_tensors(directory / "model.safetensors", list(MODELS).index(name), 0.3)
     image_processor = golden.image_processor(**golden.image_settings)
     kind = golden.image_processor.__name__.removesuffix("Pil")
     _write(directory / "preprocessor_config.json", {"image_processor_type": kind, **golden.image_settings})
