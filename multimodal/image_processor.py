@@ -22,9 +22,10 @@ MAXIMUM_ASPECT_RATIO = 200
 
 @dataclass(frozen=True)
 class SmartResizeProcessor:
-    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too: any size, rounded to whole tokens.
+    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too, and Pixtral's: any size, rounded to whole tokens.
 
-    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token.
+    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token. With
+    a `longest_edge` (Pixtral) they are made smaller until they fit this, and their tokens come in rows.
     """
 
     min_pixels: int
@@ -34,10 +35,13 @@ class SmartResizeProcessor:
     temporal_patch_size: int
     resample: int
     normalization: Normalization
+    longest_edge: int | None = None
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> SmartResizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
+        if config.kind.longest_edge:
+            return cls._within_edge(config, vision, max_patches)
         sizes = {key: config.count(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
         expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         for (key, size), wanted in zip(sizes.items(), expected, strict=True):
@@ -60,6 +64,20 @@ class SmartResizeProcessor:
             min(smallest, largest), largest, **sizes, resample=config.resample(), normalization=config.normalization()
         )
 
+    @classmethod
+    def _within_edge(
+        cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None
+    ) -> SmartResizeProcessor:
+        """Pixtral's. Patches and tokens are the encoder's: the published processor passes over those of its file."""
+        edge = config.edge("size", "longest_edge") or config.unsupported("size", "longest_edge")
+        if config.switch("do_center_crop"):
+            config.unsupported("do_center_crop", "false: an image is shown as a whole")
+        side = vision.patch_size * vision.spatial_merge_size
+        largest = (-(-edge // side) * side) ** 2
+        largest = largest if max_patches is None else min(largest, max_patches * vision.patch_size**2)
+        how = config.resample(), config.normalization(), edge
+        return cls(0, largest, vision.patch_size, vision.spatial_merge_size, 1, *how)
+
     @property
     def max_patches(self) -> int:
         """The most rows that an image can have."""
@@ -70,7 +88,8 @@ class SmartResizeProcessor:
         resized = self.resized_size(pixels.shape[0], pixels.shape[1])
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         layout = ImageLayout(resized, self.resample, self.normalization, *sizes)
-        return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
+        _, rows, columns = (each // self.merge_size for each in layout.grid)
+        return PreparedImage.of(pixels, layout, rows * columns, (columns,) * rows if self.longest_edge else ())
 
     def resized_size(self, height: int, width: int) -> Size:
         """Height and width after resizing: multiples of a token's side, as near to the image's shape as can be.
@@ -80,6 +99,8 @@ class SmartResizeProcessor:
         """
         _check_aspect_ratio(height, width)
         side = self.patch_size * self.merge_size
+        if self.longest_edge is not None:
+            return self._resized_within(min(self.longest_edge, max(height, width)), side, height, width)
         resized = round(height / side) * side, round(width / side) * side
         if math.prod(resized) < self.min_pixels:
             growth = math.sqrt(self.min_pixels / (height * width))
@@ -95,6 +116,16 @@ class SmartResizeProcessor:
                 "Crop it, or cut it into several images"
             )
         return resized
+
+    def _resized_within(self, edge: int, side: int, height: int, width: int) -> Size:
+        """The size of an image whose longer edge becomes at most `edge`, rounded up to whole tokens: the rule of
+        `get_resize_output_image_size` in the published processor, except that edges shrink on for `max_pixels`."""
+        for longest in range(edge, 0, -side):
+            ratio = max(height / longest, width / longest)
+            rows, columns = (-(-max(1, math.floor(each / ratio)) // side) for each in (height, width))
+            if rows * columns * side**2 <= self.max_pixels:
+                return rows * side, columns * side
+        return side, side
 
 
 @dataclass(frozen=True)
@@ -117,7 +148,7 @@ class FixedSizeProcessor:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        resized = config.pair("size", "height", "width") or config.shortest_edge("size")
+        resized = config.pair("size", "height", "width") or config.edge("size", "shortest_edge")
         crop = None
         if config.switch("do_center_crop"):
             length = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -18,7 +18,8 @@ class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model. `digest` is the
+    `layout` says how they become rows. The image stands for `tokens` tokens of the language model, of which so
+    many follow each other as `runs` says, where the prompt has others behind each row; none: all do. `digest` is the
     SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
@@ -27,16 +28,17 @@ class PreparedImage:
     layout: ImageLayout
     tokens: int
     digest: str
+    runs: tuple[int, ...] = field(default=(), kw_only=True)
     kind: ClassVar[str] = "image"
 
     @classmethod
-    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
+    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, runs: tuple[int, ...] = ()) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
         it may wait for its turn for long."""
         size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
         if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest)
-        image = cls(None, size, layout, tokens, digest)
+            return cls(pixels, size, layout, tokens, digest, runs=runs)
+        image = cls(None, size, layout, tokens, digest, runs=runs)
         image.__dict__["patches"] = layout.apply(pixels)
         return image
 

@@ -48,6 +48,7 @@ _QWEN2_VL = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+_PIXTRAL = {**_SIGLIP, "size": {"longest_edge": 1024}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
 _IDEFICS3 = {
     **_SIGLIP,
     **{"resample": _LANCZOS, "do_image_splitting": True},
@@ -67,14 +68,16 @@ class ProcessorKind(NamedTuple):
 
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
-    Where there is a rule `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the
-    channels of each pixel side by side.
+    With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
+    `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
+    by side.
     """
 
     defaults: Mapping[str, Any]
     keeps_shape: bool = False
     pads_to_square: bool = False
     tokens_key: str = ""
+    longest_edge: bool = False
     cut: str = ""
     channels_last: bool = False
 
@@ -82,6 +85,7 @@ class ProcessorKind(NamedTuple):
 #: By their name without a suffix.
 PROCESSOR_KINDS = {
     "Qwen2VLImageProcessor": ProcessorKind(_QWEN2_VL, keeps_shape=True),
+    "PixtralImageProcessor": ProcessorKind(_PIXTRAL, keeps_shape=True, longest_edge=True),
     "CLIPImageProcessor": ProcessorKind(_CLIP),
     "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
     "SiglipImageProcessor": ProcessorKind(_SIGLIP),
@@ -151,11 +155,11 @@ class ProcessorConfig:
         sizes = self._sizes(key, first, second)
         return None if sizes is None else (sizes[0], sizes[1])
 
-    def shortest_edge(self, key: str) -> int | None:
-        """The size that `key` holds if it is that of the shortest edge, as a number or under this name."""
+    def edge(self, key: str, name: str) -> int | None:
+        """The size that `key` holds if it is that of the `name`, the shortest or longest edge, or a number alone."""
         if is_integer(self.values.get(key)):
             return self.count(key)
-        sizes = self._sizes(key, "shortest_edge")
+        sizes = self._sizes(key, name)
         return None if sizes is None else sizes[0]
 
     def _sizes(self, key: str, *names: str) -> list[int] | None:

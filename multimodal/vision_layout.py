@@ -63,17 +63,15 @@ def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray |
         positions = resized_positions(position_table, grid, config.spatial_merge_size)
         inputs = {"attention_mask": np.ones(count, np.bool_), "position_embeddings": positions}
         return VisionLayout(count, config.token_count(grid), inputs)
-    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta)
+    alternates = config.family == "mistral3"
+    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta, alternates)
     if config.family == "qwen2_5_vl":
         return _windowed(config, grid, rotary)
-    assert position_table is not None
-    taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
-    positions = np.einsum("nt,nth->nh", weights, position_table[taps])
-    inputs = {
-        "rotary_cos_sin": rotary,
-        "attention_mask": np.ones(count, np.bool_),
-        "position_embeddings": positions.astype(np.float32),
-    }
+    inputs = {"rotary_cos_sin": rotary, "attention_mask": np.ones(count, np.bool_)}
+    if position_table is not None:
+        taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
+        positions = np.einsum("nt,nth->nh", weights, position_table[taps])
+        inputs["position_embeddings"] = positions.astype(np.float32)
     return VisionLayout(count, config.token_count(grid), inputs)
 
 
@@ -85,15 +83,17 @@ def patch_coordinates(grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
     return order // width, order % width
 
 
-def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float) -> np.ndarray:
+def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float, alternates: bool = False) -> np.ndarray:
     """[N, D] float32: the cosines, then the sines, of row and column of every patch.
 
-    D / 4 frequencies theta^(-4j / D) turn by the row, as many by the column, in float32 as published.
+    D / 4 frequencies theta^(-4j / D) turn by the row, as many by the column, in float32 as published. Where they
+    `alternate` (Pixtral), those of columns are theta^(-(4j + 2) / D), between those of rows.
     """
-    half = head_dim // 2
-    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-    frequencies = np.float32(1) / np.float32(theta) ** exponents
-    angles = [one.astype(np.float32)[:, None] * frequencies for one in patch_coordinates(grid, merge)]
+    half, angles = head_dim // 2, []
+    for first, places in zip((0, int(alternates)), patch_coordinates(grid, merge), strict=True):
+        exponents = np.arange(first, half, 2, dtype=np.float32) / np.float32(half)
+        frequencies = np.float32(1) / np.float32(theta) ** exponents
+        angles.append(places.astype(np.float32)[:, None] * frequencies)
     turned = np.concatenate(angles, axis=1)
     return np.concatenate((np.cos(turned), np.sin(turned)), axis=1)
 

@@ -189,7 +189,7 @@ class VisionEngineRunner:
             own = self.backend.empty((tokens, hidden), "compute")
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
             rows.append(own)
-        return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
+        return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid, image.runs)
 
 
 def vision_memory(

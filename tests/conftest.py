@@ -132,7 +132,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
         template = tiny_multimodal.TEMPLATES.get(vision.family, tiny_multimodal.TEMPLATE)
-        tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS))
+        tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS_OF.get(vision.family, tiny_multimodal.MARKERS)))
         processor = tiny_multimodal.PREPROCESSORS[vision.family]
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     tokenizer.save(str(directory / "tokenizer.json"))

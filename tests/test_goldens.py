@@ -35,7 +35,7 @@ LIMITS = {
     "draft": 55_000,
     "embedding": 12_000,
     "gguf": 40_000,
-    "image_prompts": 150_000,
+    "image_prompts": 170_000,
     "images": 35_000,
     "lora": 92_000,
     "losses": 10_000,
@@ -47,7 +47,7 @@ LIMITS = {
     "speech": 8_000,
     "tiled": 17_000,
     "torch_files": 8_000,
-    "vision": 40_000,
+    "vision": 41_000,
 }
 #: The most bytes that all tracked files may have.
 CHECKOUT_LIMIT = 46 << 20

@@ -284,6 +284,8 @@ def _fits_easily(path: Path) -> bool:
 def _compute_token(path: Path) -> None:
     """Open a model as a start opens it, on the GPU where there is one, and compute a token, or an embedding;
     EdgeLLMError where that fails. What is compiled and built for it is kept where the next start finds it."""
+    import numpy as np
+
     from edgellm.embedding import EmbeddingRequest
     from edgellm.requests import Request
     from edgellm.runtime import SpecDecodeRuntime
@@ -294,7 +296,10 @@ def _compute_token(path: Path) -> None:
         if runtime.directory.config.is_embedding:
             runtime.embed(EmbeddingRequest([prompt]), prompt)
             return
-        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True)))
+        config, images = runtime.directory.config, []
+        if config.prefix_attention and config.image_token_id is not None:  # it answers to no text alone
+            prompt, images = [config.image_token_id, *prompt], [np.zeros((32, 32, 3), np.uint8)]
+        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True), images=images))
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:

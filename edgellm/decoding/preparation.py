@@ -166,7 +166,7 @@ class Preparation:
         prompt = () if request.prompt is None else request.prompt
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
-            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), capacity=capacity)
+            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), tokenizer.begins_prompts, capacity)
         else:
             prompt_ids = list(map(int, prompt))
         shown = media_of_prompt("image", request.images) + media_of_prompt("audio", request.audio)
@@ -252,6 +252,13 @@ class Preparation:
             raise RequestError("the prompt is empty: it must have at least one token")
         if count >= self._capacity:
             raise ContextError.of_prompt(count, self._capacity)
+        config, chunk = self._directory.config, self._directory.limits.prefill_chunk
+        most = min(chunk, config.window or chunk)
+        if config.prefix_attention and count > most:
+            raise RequestError(
+                f"the prompt has {count} tokens, each of which sees all of it, and {most} are the most: shorten it, or "
+                "build with a larger --prefill-chunk"
+            )
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:

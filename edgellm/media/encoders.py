@@ -152,7 +152,8 @@ class MediaEncoders:
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
         """The ids of a prompt with those of its pieces in place of each token that stands for a kind, in order.
 
-        Raises ImageError where there are more pieces than markers of their kind, or the reverse.
+        Raises ImageError where there are more pieces than markers of their kind, or the reverse, and RequestError for
+        none where the model is made for them alone.
         """
         following = {}
         for name, encoder in self.by_name.items():
@@ -165,6 +166,10 @@ class MediaEncoders:
                 )
             if own:
                 following[token] = map(encoder.written, own)
+        if self._config.prefix_attention and not following:
+            raise RequestError(
+                f"the request shows no image, but {self._path} is a model of prompts that begin with one"
+            )
         if not following:
             return list(prompt_ids)
         expanded: list[int] = []

@@ -19,7 +19,8 @@ from edgellm.text.tokenizer import Tokenizer
 
 class PartTexts(NamedTuple):
     """The texts of a family: before a `tile` whose place is {row} and {column} from 1 on, behind a `row` of tiles,
-    before the `whole` picture behind tiles, or `alone`; around all these `begin` and `end`, tokens of their own."""
+    before the `whole` picture behind tiles, or `alone`; around all these `begin` and `end`, and `between` rows, tokens
+    of their own. Where the tokens of a picture come in rows (Pixtral), each is a row of one tile."""
 
     begin: str
     end: str
@@ -27,6 +28,7 @@ class PartTexts(NamedTuple):
     row: str = ""
     whole: str = ""
     alone: str = ""
+    between: str = ""
 
 
 _AROUND, _GLOBAL = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
@@ -39,6 +41,7 @@ PART_TEXTS = {
         "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>", whole="<|img_thumbnail|>"
     ),
     "internvl": PartTexts("<img>", "</img>"),
+    "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),
 }
 
 
@@ -49,7 +52,8 @@ class TextOfParts:
         """Raises EngineDirectoryError where the tokenizer lacks the token of an image, or those around one."""
         self._texts, self._token = PART_TEXTS[vision.family], vision.image_token_id
         self._image, self._encode = tokenizer.id_to_token(self._token), tokenizer.encode
-        missing = [text for text in self._texts[:2] if text and tokenizer.token_to_id(text) is None]
+        own = self._texts.begin, self._texts.end, self._texts.between
+        missing = [text for text in own if text and tokenizer.token_to_id(text) is None]
         if missing or self._image is None:
             raise EngineDirectoryError(
                 f"the tokenizer has not the tokens {', '.join([*missing, f'number {self._token}'])}, which stand in "
@@ -60,7 +64,10 @@ class TextOfParts:
         """The ids before each part of an image of so many tiles, and the ids behind the last."""
         texts, image = self._texts, self._image or ""
         tiles = [
-            texts.tile.format(row=row, column=column) + image + texts.row * (column == columns)
+            texts.between * (1 == column < row)
+            + texts.tile.format(row=row, column=column)
+            + image
+            + texts.row * (column == columns)
             for row in range(1, rows + 1)
             for column in range(1, columns + 1)
         ]
@@ -80,6 +87,8 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     tokenizer lacks these tokens.
     """
     vision = directory.vision
+    if vision is not None and vision.config.family == "paligemma":
+        return _begun_behind_images(directory, vision.config, tokenizer)
     if vision is None or vision.config.family != "gemma3":
         return str
     ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
@@ -92,3 +101,23 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
     written = f"\n\n{before}{image}{behind}\n\n"
     return lambda text: marker.sub(lambda match: written, text)
+
+
+def _begun_behind_images(
+    directory: EngineDirectory, vision: VisionConfig, tokenizer: Tokenizer
+) -> Callable[[str], str]:
+    """PaliGemma's: the token of a text's beginning stands behind the last image, a line feed behind the text, as the
+    published processor writes them. A text that has the former there is left as it is."""
+    ids = (vision.image_token_id, directory.config.bos_token_id)
+    image, begin = (None if each is None else tokenizer.id_to_token(each) for each in ids)
+    if image is None or begin is None:
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for a part of "
+            "an image and for the beginning of a text: take tokenizer.json as it was published"
+        )
+
+    def written(text: str) -> str:
+        images, marker, question = text.rpartition(image)
+        return text if begin in question else f"{images}{marker}{begin}{question}\n"
+
+    return written

@@ -56,6 +56,7 @@ def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | Non
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     if vision_engines is not None:
         tokenizer.media, tokenizer.write_images = ("image",), image_writer(vision_engines, tokenizer)
+        tokenizer.begins_prompts = not directory.config.prefix_attention
     if "audio" in directory.config.media:
         tokenizer.media = (*tokenizer.media, "audio")
     return tokenizer, ModelDefaults(directory.path)

@@ -75,11 +75,14 @@ class VisionEncoder:
     def written(self, image: PreparedImage | TiledImage) -> list[int]:
         """The ids of an image in a prompt, with what stands around its parts."""
         token = self.kind.token_id
-        if isinstance(image, PreparedImage) or self._texts is None:
+        if self._texts is None:
             return [token] * image.tokens
-        rows, columns = image.grid
-        *before, end = self._texts.around(rows, columns, len(image.tiles) > rows * columns)
-        parts = ([*text, *[token] * tile.tokens] for text, tile in zip(before, image.tiles, strict=True))
+        if isinstance(image, PreparedImage):
+            counts, rows, columns = image.runs, len(image.runs), 1
+        else:
+            counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
+        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns)
+        parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
         return [*chain.from_iterable(parts), *end]
 
     def encode(self, images: Sequence[PreparedImage | TiledImage]) -> list[MediaEmbeddings]:

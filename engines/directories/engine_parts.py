@@ -52,6 +52,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _FAMILY_FIELDS = {
     "llava": ("image_size", "feature_layers"),
     "gemma3": ("image_size", "feature_layers"),
+    "paligemma": ("image_size", "feature_layers"),
+    "mistral3": ("feature_layers",),
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
     "qwen3_5": ("num_position_embeddings",),

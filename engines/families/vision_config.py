@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import tiled_vision
+from edgellm.engines.families import pixtral, tiled_vision
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -23,9 +23,9 @@ from edgellm.engines.families.vision_fields import (
     feature_layers,
     listed_layers,
     read_tower,
+    rotated,
     text_hidden_size,
 )
-from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.vision import VisionConfig
 
@@ -53,8 +53,9 @@ _QWEN3_DEFAULTS = {
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision", "qwen3_5_moe", "qwen3_5_moe_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-#: Gemma 3's, where the file does not say.
+#: Gemma 3's and PaliGemma's, where the file does not say.
 GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
+PALIGEMMA_IMAGE_TOKEN = 256000
 _GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
@@ -115,11 +116,6 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapp
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
     fields = ConfigFields(filled(raw, defaults, is_part=True), None, top.family)
-    rope = raw.get("rope_parameters")
-    theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
-    if not is_number(theta) or theta <= 0:
-        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
-        theta = 10000.0
     text = text_hidden_size(top)
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:
@@ -135,12 +131,8 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapp
         "vision_end_token_id": top.token_id("vision_end_token_id"),
         "tensor_prefix": "model.visual.",
         "projector_prefix": "model.visual.",
-        "rope_theta": float(theta),
     }
-    head_dim = values["hidden_size"] // max(1, values["num_heads"])
-    if head_dim % 4:
-        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
-    return fields, values
+    return fields, rotated(fields, values)
 
 
 def _read_llava(top: ConfigFields) -> Read:
@@ -160,6 +152,20 @@ def _read_llava(top: ConfigFields) -> Read:
         "drops_first_row": strategy == "default",
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
         "projector_bias": bool(bias),
+    }
+
+
+def _read_paligemma(top: ConfigFields) -> Read:
+    """SigLIP, and one linear layer behind its last norm; a token for each patch."""
+    given = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+    raw = top.values["vision_config"]
+    top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
+    fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
+    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
+    return fields, values | {
+        "spatial_merge_size": 1,
+        "image_token_id": top.token_id(key, PALIGEMMA_IMAGE_TOKEN),
+        "feature_layers": (values["num_layers"],),
     }
 
 
@@ -186,6 +192,8 @@ _READERS = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _read_qwen3_5),
     "llava": _read_llava,
     "gemma3": _read_gemma3,
+    "paligemma": _read_paligemma,
+    "mistral3": pixtral.read_pixtral,
     **tiled_vision.READERS,
 }
 

@@ -7,7 +7,7 @@ adds interpolated positions, and gives out features of several layers, which Qwe
 
 from __future__ import annotations
 
-from edgellm.engines.families import tile_encoders
+from edgellm.engines.families import pixtral, tile_encoders
 from edgellm.engines.families.vision_parts import (
     PROJECTOR,
     TOWER,
@@ -32,7 +32,8 @@ _PROJECTION = "mm_input_projection_weight"
 
 def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a tower has and that nothing which reaches the language model needs."""
-    behind = [f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers)]
+    layers = "transformer.layers." if config.family == "mistral3" else "encoder.layers."
+    behind = [f"{layers}{index}." for index in range(used_layers(config), config.num_layers)]
     behind += ["post_layernorm."] if config.family == "llava" else []
     return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
 
@@ -66,6 +67,17 @@ def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Normed("pooled", "pooled", projector.rms_norm("mm_soft_emb_norm", hidden, offset=1.0)),
         Product("image_embeddings", "pooled", projector.weight(_PROJECTION, hidden, out), out**-0.5),
     ]
+
+
+def _paligemma_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """A linear layer behind the tower's norm. As Gemma 3's, its rows are divided by what the language model multiplies
+    by."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix)
+    last = Input(f"hidden_{config.num_layers}", (tower.layer_norm("post_layernorm", config.hidden_size),))
+    linear = projector.linear("linear", config.out_hidden_size, config.hidden_size)
+    scale = config.out_hidden_size**-0.5
+    return [*tower_steps(config, tower), NormLinear("image_embeddings", (last,), linear, scale=scale)]
 
 
 def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -162,6 +174,8 @@ _STEPS = {
     "qwen3_5": _qwen3_vl_steps,
     "llava": _llava_steps,
     "gemma3": _gemma3_steps,
+    "paligemma": _paligemma_steps,
+    "mistral3": pixtral.pixtral_steps,
     "smolvlm": tile_encoders.smolvlm_steps,
     "lfm2_vl": tile_encoders.lfm2_vl_steps,
     "internvl": tile_encoders.internvl_steps,

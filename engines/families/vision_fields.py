@@ -1,4 +1,4 @@
-"""What the readers of vision encoders share: dimensions, and the towers of CLIP and SigLIP."""
+"""What the readers of vision encoders share: dimensions, rotary embeddings, and the towers of CLIP and SigLIP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH
 
@@ -38,7 +38,7 @@ ACTIVATIONS: dict[str | None, str] = {
     **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
 }
 #: What the language model has where LLaVA's and Gemma 3's files do not say.
-_TEXT_HIDDEN_SIZES = {"llava": 4096, "gemma3": 2304}
+_TEXT_HIDDEN_SIZES = {"llava": 4096, "gemma3": 2304, "paligemma": 2048}
 
 #: The fields of `vision_config`, and the arguments of `VisionConfig`.
 Read = tuple[ConfigFields, dict[str, Any]]
@@ -105,9 +105,24 @@ def listed_layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]
     return tuple(value)
 
 
-def feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
-    """`vision_feature_layer` counted from the first hidden state: 0 enters the first layer, `depth` leaves the last."""
-    value = top.values.get("vision_feature_layer", -2)
+def rotated(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` of an encoder whose heads are turned by rows and columns, and the base of that; the first files have
+    it by itself."""
+    rope, alone = fields.values.get("rope_parameters"), fields.values.get("rope_theta", 10000.0)
+    theta = rope.get("rope_theta", alone) if isinstance(rope, dict) else alone
+    if not is_number(theta) or theta <= 0:
+        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
+        theta = 10000.0
+    head_dim = values["hidden_size"] // max(1, values["num_heads"])
+    if head_dim % 4:
+        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
+    return values | {"rope_theta": float(theta)}
+
+
+def feature_layers(top: ConfigFields, depth: int, usual: int = -2) -> tuple[int, ...]:
+    """`vision_feature_layer`, or the `usual`, counted from the first hidden state: 0 enters the first layer, `depth`
+    leaves the last."""
+    value = top.values.get("vision_feature_layer", usual)
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
         top.expect("vision_feature_layer", value, f"one index or several from {-depth - 1} to {depth}")

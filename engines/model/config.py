@@ -106,7 +106,8 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
-    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. The
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. With
+    `prefix_attention` (PaliGemma) each token of a prompt sees all of the prompt, which shows an image. The
     `audio_token_id` stands for each token of speech in a model that takes it.
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
@@ -191,6 +192,7 @@ class DecoderConfig:
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
+    prefix_attention: bool = field(default=False, metadata=ADDED_LATER)
     pre_norms: bool = field(default=True, metadata=ADDED_LATER)
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
@@ -224,12 +226,12 @@ class DecoderConfig:
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""
-        return MediaKind("image", token_id, self.image_tokens)
+        return MediaKind("image", token_id, 0 if self.prefix_attention else self.image_tokens)
 
     @property
     def has_whole_media(self) -> bool:
-        """Whether there are spans each token of which sees all of the span."""
-        return any(kind.tokens for kind in self.media.values())
+        """Whether there are spans each token of which sees all of the span, or prompts of this kind."""
+        return self.prefix_attention or any(kind.tokens for kind in self.media.values())
 
     @property
     def window(self) -> int | None:
@@ -321,7 +323,8 @@ class WeightSpec:
 
     `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
     or "float32", which it then has on every backend. With `experts` its rows are those of so many experts of a mixture,
-    one behind the other, of which a step reads a few.
+    one behind the other, of which a step reads a few. With a `kernel` the columns of a tensor are those of a
+    convolution, for each channel so many neighbours; in the buffer each neighbour's channels stand side by side.
     """
 
     name: str
@@ -329,6 +332,7 @@ class WeightSpec:
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
     dtype: str = field(default="compute", repr=False)
     experts: int = field(default=0, repr=False)
+    kernel: int = field(default=1, repr=False)
 
 
 #: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.

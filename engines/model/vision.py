@@ -10,7 +10,10 @@ from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3", "smolvlm", "lfm2_vl", "internvl")
+VISION_FAMILIES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3", "paligemma", "mistral3"),
+    *("smolvlm", "lfm2_vl", "internvl"),
+)
 #: Those of square pictures whose patches are put in blocks of a token behind the tower.
 BLOCKS_BEHIND = ("smolvlm", "internvl")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
@@ -35,11 +38,12 @@ class VisionConfig:
     `tensor_prefix` and `projector_prefix` begin the checkpoint's tensor names. `image_token_id` marks an image's
     tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
 
-    Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
-    Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are
-    Qwen3-VL's alone. LLaVA's and Gemma 3's: `image_size`, of the square image. LLaVA's: `class_token` (CLIP: class
-    token, norm before the layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden
-    states are concatenated; `drops_first_row`, of each of them; `projector_bias`.
+    Qwen's and Pixtral's: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no
+    windows. Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated;
+    `deepstack_layers` are Qwen3-VL's alone. LLaVA's, Gemma 3's and PaliGemma's: `image_size`, of the square image.
+    LLaVA's: `class_token` (CLIP: class token, norm before the layers, no bias of the patches; else SigLIP: bias
+    alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of each of them. LLaVA's and
+    Pixtral's: `projector_bias`. Pixtral's (of Mistral 3) `norm_eps` is that of the norm behind its tower.
 
     SmolVLM's, LFM2-VL's and InternVL's: parts of pictures, each taken for itself; SmolVLM's and InternVL's of
     `image_size`. LFM2-VL's: `num_position_embeddings` as Qwen3-VL's, but resized as pictures are; `projector_size`, the
@@ -181,7 +185,7 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     if config.family == "qwen2_5_vl":
         inputs["input_rows"] = ((1, rows), "int32")
         inputs["output_rows"] = ((1, embedding_rows(config, shape)), "int32")
-    else:
+    elif config.num_position_embeddings is not None:
         inputs["position_embeddings"] = ((1, rows, config.hidden_size), "float32")
     return inputs
 

@@ -197,6 +197,10 @@ class PrefillingRunner(AdaptedRunner):
             return
         if (problem := self.limits.image_problem(self.config)) is not None:
             raise EngineError(problem)
+        if media.prefix > self.limits.prefill_chunk:
+            raise EngineError(f"{media.prefix} tokens that see each other are more than a chunk's")
+        if 0 < reused < media.prefix:
+            raise EngineError(f"{reused} of a prompt's {media.prefix} tokens, which see each other, cannot be reused")
         inside = media.inside(reused)
         if inside is not None:
             raise EngineError(

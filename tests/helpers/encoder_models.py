@@ -57,6 +57,8 @@ MODELS = {
     "qwen3_5_heads_of_72": replace(
         _QWEN, family="qwen3_5", activation="gelu_tanh", hidden_size=144, num_position_embeddings=16
     ),
+    "paligemma": replace(_SIGLIP, family="paligemma", out_hidden_size=40),
+    "mistral3": replace(_QWEN, family="mistral3", temporal_patch_size=1, spatial_merge_size=2, feature_layers=(2,)),
     "llava_siglip": _SIGLIP,
     "llava_clip": replace(
         _SIGLIP, class_token=True, drops_first_row=True, activation="quick_gelu", feature_layers=(2,), hidden_size=128

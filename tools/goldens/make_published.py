@@ -37,7 +37,7 @@ _FAMILIES = (
     ),
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
-    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5"),
+    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5", "paligemma"),
     *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
 )
 #: What changes nothing, or is not the language model's.
