@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from edgellm.drafting.ratings import DraftingReport as DraftingReport
     from edgellm.embedding import EmbeddingRequest as EmbeddingRequest
     from edgellm.errors import AdapterError as AdapterError
+    from edgellm.errors import AudioError as AudioError
     from edgellm.errors import ConstraintError as ConstraintError
     from edgellm.errors import ContextError as ContextError
     from edgellm.errors import EdgeLLMError as EdgeLLMError
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
     from edgellm.errors import TemplateError as TemplateError
     from edgellm.generation import Generation as Generation
     from edgellm.llm import LLM as LLM
+    from edgellm.media.camera import Camera as Camera
+    from edgellm.media.camera import Frame as Frame
     from edgellm.opened_model import SHIPPED_MODEL as SHIPPED_MODEL
+    from edgellm.prefilled import PrefilledStates as PrefilledStates
     from edgellm.requests import Chunk as Chunk
     from edgellm.requests import Messages as Messages
     from edgellm.requests import Request as Request
@@ -50,11 +54,15 @@ if TYPE_CHECKING:
     from edgellm.sessions import Content as Content
     from edgellm.sessions import Session as Session
     from edgellm.snapshots.system_prompt import CachedPrompt as CachedPrompt
+    from edgellm.speech_stream import SpeechStream as SpeechStream
     from edgellm.structure.description import Structure as Structure
     from edgellm.text.output import FinishReason as FinishReason
     from edgellm.tool_calls.calls import ToolCall as ToolCall
     from edgellm.tool_calls.calls import ToolCallDelta as ToolCallDelta
     from edgellm.tool_calls.functions import function_tool as function_tool
+    from edgellm.transcription import Transcription as Transcription
+    from edgellm.watching import Watch as Watch
+    from edgellm.watching import WatchedAnswer as WatchedAnswer
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -80,7 +88,9 @@ class _CheckoutFolders:
 if not Path(__file__).with_name("engines").is_dir():
     sys.meta_path.insert(0, _CheckoutFolders)
 
-_ERRORS = "AdapterError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+_ERRORS = (
+    "AdapterError AudioError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+)
 _REQUESTS = (
     "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
 )
@@ -93,16 +103,21 @@ _NAMES = {
     "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
     "generation": "Generation",
     "llm": "LLM",
+    "media.camera": "Camera Frame",
     "opened_model": "SHIPPED_MODEL",
+    "prefilled": "PrefilledStates",
     "requests": f"{_REQUESTS} Usage",
     "runtime": "SpecDecodeRuntime",
     "sampling_params": "SamplingParams",
     "sessions": "Content Session",
     "snapshots.system_prompt": "CachedPrompt",
+    "speech_stream": "SpeechStream",
     "structure.description": "Structure",
     "text.output": "FinishReason",
+    "transcription": "Transcription",
     "tool_calls.calls": "ToolCall ToolCallDelta",
     "tool_calls.functions": "function_tool",
+    "watching": "Watch WatchedAnswer",
 }
 #: The module of each public name.
 _MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -16,24 +16,14 @@ from edgellm.requests import is_list
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
 
 
-def check_options(
-    path: Any,
-    vision_path: Any,
-    backend: Any,
-    executor: Any,
-    adapters: Any,
-    drafting: Any,
-    snapshots: Any,
-    budgets: Mapping[str, Any],
-    progress: Any,
-    metrics: Any,
-) -> None:
-    """Raise RequestError for an argument of `SpecDecodeRuntime` that is not what it should be; `budgets` by name."""
-    check_path("engine_directory", path)
-    if vision_path is not None:
-        check_path("multimodal_engine_directory", vision_path)
-    require(isinstance(backend, str), "backend", backend, "one of auto, numpy, tensorrt")
-    require(isinstance(executor, str), "executor", executor, "auto or tensorrt")
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise RequestError for an argument of `SpecDecodeRuntime`, by its name, that is not what it should be."""
+    for name in ("engine_directory", "multimodal_engine_directory"):
+        if given[name] is not None:
+            check_path(name, given[name])
+    adapters, drafting, snapshots = given["adapters"], given["drafting"], given["snapshots"]
+    require(isinstance(given["backend"], str), "backend", given["backend"], "one of auto, numpy, tensorrt")
+    require(isinstance(given["executor"], str), "executor", given["executor"], "auto or tensorrt")
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():
@@ -42,14 +32,14 @@ def check_options(
         check_path(f"the adapter {name!r}", path)
     if not isinstance(drafting, str) or drafting != "auto":
         check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    given = str(snapshots) if isinstance(snapshots, Path) else snapshots
-    require(is_list(snapshots), "snapshots", given, "a list of files")
-    expected = "a callable that takes bytes done and in all, or None"
+    found = str(snapshots) if isinstance(snapshots, Path) else snapshots
+    require(is_list(snapshots), "snapshots", found, "a list of files")
+    expected, progress = "a callable that takes bytes done and in all, or None", given["progress"]
     require(progress is None or callable(progress), "progress", progress, expected)
-    for name, budget in budgets.items():
-        require(is_whole(budget, 0), name, budget, "a whole number of bytes, 0 or more")
-    is_counter = isinstance(metrics, (Metrics, type(None)))
-    require_kind(is_counter, "metrics", metrics, "edgellm.metrics.Metrics(), or None")
+    for name in ("snapshot_budget", "preemption_budget", "state_budget"):
+        require(is_whole(given[name], 0), name, given[name], "a whole number of bytes, 0 or more")
+    is_counter = isinstance(given["metrics"], (Metrics, type(None)))
+    require_kind(is_counter, "metrics", given["metrics"], "edgellm.metrics.Metrics(), or None")
 
 
 def check_path(name: str, path: Any) -> None:

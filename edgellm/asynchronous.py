@@ -16,6 +16,7 @@ from edgellm.embedding import EmbeddingRequest
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
 from edgellm.llm import LLM, ServedModel
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Chunk, Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.serving.batch_handling import failure_of, with_others
@@ -162,6 +163,7 @@ class AsyncLLM(
         AsyncSession,
         Awaited[CachedPrompt],
         Awaited[DraftingReport | None],
+        Awaited[PrefilledStates],
         Awaited[None],
         Awaited[np.ndarray],
     ]
@@ -267,8 +269,8 @@ class AsyncLLM(
     async def _ask(self, ask: Callable[[Request], Generation], request: Request) -> Generation:
         """Ask when the model is open, in a thread where that reads images: it would keep the event loop waiting."""
         await self.open()
-        shows_images = isinstance(request, Request) and request.shows_images
-        return await asked_in_thread(ask, request) if shows_images else ask(request)
+        shows_media = isinstance(request, Request) and request.shows_media
+        return await asked_in_thread(ask, request) if shows_media else ask(request)
 
     async def _asked_when_possible(
         self, request: Request, answers: Sequence[asyncio.Task[Any]]

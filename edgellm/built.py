@@ -8,6 +8,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.media.opening import open_texts, vision_directory
+from edgellm.metrics import Metrics
 from edgellm.text.template_budget import TemplateRaised
 from edgellm.tool_calls.calling import ToolCalling
 
@@ -29,6 +30,10 @@ def read_built(path: Path) -> list[str]:
 
         vision = multimodal.vision
         open_image_processor(vision.path, vision.config, vision.config.patches_within(directory.limits.image_rows[-1]))
+    if "audio" in directory.config.media:
+        from edgellm.media.audio import AudioEncoder
+
+        AudioEncoder(None, directory, Metrics())
     if not tokenizer.decode(tokenizer.encode(TRIAL_TEXT)):
         raise EngineDirectoryError(
             f"{path / 'tokenizer.json'} makes nothing of the text {TRIAL_TEXT!r}: take the tokenizer of this very model"

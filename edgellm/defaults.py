@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.engines.formats.small_files import read_text, size_limit
 from edgellm.errors import EngineDirectoryError, RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.text.messages import SYSTEM_ROLES, show_images
+from edgellm.text.messages import SYSTEM_ROLES, show_media
 from edgellm.text.tokenizer import read_json_object
 
 SYSTEM_PROMPT = "system_prompt.txt"
@@ -59,7 +59,7 @@ class ModelDefaults:
         """
         if any(message["role"] in SYSTEM_ROLES for message in messages):
             return list(messages)
-        prompt = self.image_system_prompt if show_images(messages) else self.system_prompt
+        prompt = self.image_system_prompt if show_media(messages, "image") else self.system_prompt
         return [{"role": "system", "content": prompt}, *messages] if prompt else list(messages)
 
 

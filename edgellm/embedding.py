@@ -8,20 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from edgellm import errors
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.embedding import PROMPTS_FILE
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.errors import (
-    ContextError,
-    EngineDirectoryError,
-    EngineError,
-    RequestError,
-    did_you_mean,
-    is_whole,
-    require,
-    require_kind,
-    shown,
-)
 from edgellm.text.tokenizer import Tokenizer
 
 #: A text, or token ids as they are.
@@ -44,20 +34,20 @@ class EmbeddingRequest:
     @classmethod
     def of(cls, texts: Embeddable | Sequence[Embeddable], *more: object) -> EmbeddingRequest:
         """A request for one text, or several; see `Embedding.embed`."""
-        require_kind(isinstance(texts, (str, list, tuple)), "texts", texts, "a text, or a list of texts")
-        is_one = isinstance(texts, str) or (len(texts) > 0 and all(is_whole(each, 0) for each in texts))
+        errors.require_kind(isinstance(texts, (str, list, tuple)), "texts", texts, "a text, or a list of texts")
+        is_one = isinstance(texts, str) or (len(texts) > 0 and all(errors.is_whole(each, 0) for each in texts))
         return cls([texts] if is_one else texts, *more)  # type: ignore[arg-type, list-item]
 
     def check(self, directory: EngineDirectory) -> None:
         """RequestError for a model that embeds nothing, and for what no text or dimension is."""
         require_embeddings(directory)
-        require(len(self.texts) > 0, "texts", self.texts, "at least one text")
+        errors.require(len(self.texts) > 0, "texts", self.texts, "at least one text")
         for number, each in enumerate(self.texts):
-            is_ids = isinstance(each, (list, tuple)) and all(is_whole(token, 0) for token in each)
-            require_kind(isinstance(each, str) or is_ids, f"texts[{number}]", each, "a text, or token ids")
+            is_ids = isinstance(each, (list, tuple)) and all(errors.is_whole(token, 0) for token in each)
+            errors.require_kind(isinstance(each, str) or is_ids, f"texts[{number}]", each, "a text, or token ids")
         size, found = directory.config.hidden_size, self.dimensions
-        fits = found is None or is_whole(found, 1, size)
-        require(fits, "dimensions", found, f"a whole number from 1 to {size}, the model's own")
+        fits = found is None or errors.is_whole(found, 1, size)
+        errors.require(fits, "dimensions", found, f"a whole number from 1 to {size}, the model's own")
 
     def token_ids(self, directory: EngineDirectory, tokenizer: Tokenizer) -> list[list[int]]:
         """The tokens of each text, with what the tokenizer puts around one. Any thread may ask.
@@ -72,16 +62,18 @@ class EmbeddingRequest:
             if isinstance(each, str):
                 try:
                     ids, least = tokenizer.encode(before + each, capacity=capacity + 1), ""
-                except ContextError as error:  # far too long to be encoded
+                except errors.ContextError as error:  # far too long to be encoded
                     ids, least = [0] * (error.needed - 1), "at least "
             else:
-                require(not self.prompt, "prompt", self.prompt, "none beside token ids, which are taken as they are")
+                errors.require(
+                    not self.prompt, "prompt", self.prompt, "none beside token ids, which are taken as they are"
+                )
                 ids, least = list(each), ""
                 wrong = next((token for token in ids if token >= vocabulary), 0)
-                require(not wrong, f"texts[{number}]", wrong, f"token ids from 0 to {vocabulary - 1}")
-            require(len(ids) > 0, f"texts[{number}]", each, "at least one token")
+                errors.require(not wrong, f"texts[{number}]", wrong, f"token ids from 0 to {vocabulary - 1}")
+            errors.require(len(ids) > 0, f"texts[{number}]", each, "at least one token")
             if len(ids) > capacity:
-                raise ContextError(
+                raise errors.ContextError(
                     f"text {number + 1} has {least}{len(ids)} tokens and the context {capacity}: embed it in parts, or "
                     "build with a larger --kv-capacity",
                     len(ids),
@@ -96,7 +88,7 @@ class EmbeddingRequest:
         cut = state[: self.dimensions].astype(np.float64)
         length = float(np.sqrt(np.sum(cut * cut)))
         if not np.isfinite(length):
-            raise EngineError(
+            raise errors.EngineError(
                 "the hidden state of a text is infinite or NaN: build the model for bfloat16 (--dtype bfloat16), which "
                 "has the range of float32"
             )
@@ -105,15 +97,15 @@ class EmbeddingRequest:
     def _prompt(self, directory: EngineDirectory) -> str:
         """What stands before each text, as the checkpoint says."""
         path = directory.path / PROMPTS_FILE
-        values = JSONObject.read(path, EngineDirectoryError).values if path.exists() else {}
+        values = JSONObject.read(path, errors.EngineDirectoryError).values if path.exists() else {}
         prompts: dict[str, Any] = found if isinstance(found := values.get("prompts"), dict) else {}
         name = values.get("default_prompt_name") if self.prompt is None else self.prompt
         if not name:
             return ""
         prompt = prompts.get(name) if isinstance(name, str) else None
         if not isinstance(prompt, str):
-            known = did_you_mean(str(name), list(prompts)) if prompts else ": the checkpoint has no prompts"
-            raise RequestError(f"prompt is {shown(name)}{known}")
+            known = errors.did_you_mean(str(name), list(prompts)) if prompts else ": the checkpoint has no prompts"
+            raise errors.RequestError(f"prompt is {errors.shown(name)}{known}")
         return prompt
 
 
@@ -145,15 +137,15 @@ class Embedding(Generic[Vectors]):
 def require_embeddings(directory: EngineDirectory) -> None:
     """RequestError for a model that embeds nothing."""
     if not directory.config.is_embedding:
-        raise RequestError(
+        raise errors.RequestError(
             f"{directory.name} is no embedding model: its checkpoint does not say how hidden states become a vector. "
             "Open one that does, such as Qwen/Qwen3-Embedding-0.6B"
         )
 
 
-def refusal_to_answer(directory: EngineDirectory) -> RequestError:
+def refusal_to_answer(directory: EngineDirectory) -> errors.RequestError:
     """The error for who asks an embedding model for an answer."""
-    return RequestError(
+    return errors.RequestError(
         f"{directory.name} is an embedding model: it makes vectors of texts (LLM.embed, edgellm embed, /v1/embeddings) "
         "and gives no answers. Open another model for these"
     )

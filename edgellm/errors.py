@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.errors import AdapterError as AdapterError
+from edgellm.engines.errors import AudioError as AudioError
 from edgellm.engines.errors import BuildError as BuildError
 from edgellm.engines.errors import CheckpointError as CheckpointError
 from edgellm.engines.errors import ConstraintError as ConstraintError

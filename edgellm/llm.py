@@ -18,6 +18,7 @@ from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
+from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,13 +40,16 @@ if TYPE_CHECKING:
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
+    from edgellm.watching import Watch, WatchOptions
 
 
 #: `Session`, or `AsyncSession`.
 Conversing = TypeVar("Conversing")
-#: A `CachedPrompt`, a `DraftingReport` or None, and None; of `AsyncLLM` what gives them when it is awaited.
+#: A `CachedPrompt`, a `DraftingReport` or None, a `PrefilledStates`, and None; of `AsyncLLM` what gives them when it is
+#: awaited.
 Cached = TypeVar("Cached")
 Report = TypeVar("Report")
+Prefilled = TypeVar("Prefilled")
 Done = TypeVar("Done")
 
 
@@ -53,7 +58,7 @@ def _of_runtime(name: str) -> Any:
     return property(attrgetter(f"_runtime.{name}"))
 
 
-class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cached, Report, Done, Vectors]):
+class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cached, Report, Prefilled, Done, Vectors]):
     """What `LLM` and `AsyncLLM` have in common: how they are opened and asked, what they say of their model."""
 
     def __init__(
@@ -77,27 +82,9 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "queue_limit")}
         metrics = Metrics()
-        open_runtime = partial(
-            SpecDecodeRuntime,
-            engine_directory,
-            multimodal_engine_directory,
-            adapters,
-            drafting,
-            backend=backend,
-            executor=executor,
-            kv_cache=kv_cache,
-            revision=revision,
-            update=update,
-            build=build,
-            mmproj=mmproj,
-            snapshots=snapshots,
-            snapshot_budget=snapshot_budget,
-            preemption_budget=preemption_budget,
-            state_budget=state_budget,
-            progress=progress,
-            metrics=metrics,
-        )
+        open_runtime = partial(SpecDecodeRuntime, **given, metrics=metrics)
         self._own(EngineThread(open_runtime, metrics, queue_limit))
 
     def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
@@ -223,6 +210,10 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         """See `SpecDecodeRuntime.load_snapshot`."""
         return self._called(lambda runtime: runtime.load_snapshot(path, adapters))
 
+    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> Prefilled:
+        """See `SpecDecodeRuntime.prefill`; requests that came before are answered first."""
+        return self._called(lambda runtime: runtime.prefill(request, layers))
+
     def use_drafting(self, drafting: DraftingConfig | None) -> Done:
         """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
         return self._called(lambda runtime: runtime.use_drafting(drafting))
@@ -288,7 +279,9 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         }
 
 
-class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None, np.ndarray]):
+class LLM(
+    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray]
+):
     """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
     on the hub.
 
@@ -375,6 +368,19 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
             [self.call(partial(SpecDecodeRuntime.embed, request=request, ids=each)).result() for each in ids]
         )
 
+    def transcribe(
+        self,
+        source: Any,
+        language: str | None = None,
+        prompt: str | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Transcription:
+        """What is said in a sound: a path, the bytes of a file, or samples with their rate. See `transcription_request`
+        for the rest, and `SpeechStream` for speech that goes on."""
+        request = transcription_request(source, language, prompt, adapter=adapter, **options)
+        return transcription_of(self._answered(request, 1), language)
+
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.
 
@@ -384,6 +390,19 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             return self._runtime.count_tokens(Request.of(None, prompt, **options))
         return self._runtime.count_tokens(Request.of(prompt, **options))  # type: ignore[arg-type]
+
+    def watch(
+        self,
+        stream: Any,
+        question: str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[WatchOptions],
+    ) -> Watch:
+        """Ask about the newest frame of a stream again and again: an iterator of answers, described with `Watch`."""
+        from edgellm.watching import Watch
+
+        return Watch(self, stream, question, params, adapter, **options)
 
     def _session(self, *arguments: Any, **options: Any) -> Session:
         return Session(self._submit, *arguments, **options)

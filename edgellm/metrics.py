@@ -89,6 +89,7 @@ class Metrics:
             "eagle_generation": _GENERATION | _DRAFTED,
             # Images of a history count again with each turn; those that had been encoded before are reused.
             "multimodal": {"images": 0, "image_tokens": 0, "seconds": 0.0, "reused_images": 0},
+            "speech": {"sounds": 0, "audio_tokens": 0, "seconds": 0.0, "reused_sounds": 0},
             "embedding": {"texts": 0, "tokens": 0, "seconds": 0.0},
         }
         self._adapters: dict[str, _Counts] = {}
@@ -139,6 +140,12 @@ class Metrics:
                 self._stages["multimodal"],
                 {"images": images, "image_tokens": tokens, "seconds": seconds, "reused_images": reused},
             )
+
+    def heard(self, sounds: int, tokens: int, seconds: float, reused: int) -> None:
+        """Sounds of a prompt were encoded, `reused` of them before."""
+        with self._lock:
+            found = {"sounds": sounds, "audio_tokens": tokens, "seconds": seconds, "reused_sounds": reused}
+            _add(self._stages["speech"], found)
 
     def embedded(self, tokens: int, seconds: float) -> None:
         """A text of so many tokens became a vector."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
+from edgellm.decoding.slot_table import HeldSlots
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
 from edgellm.drafting.ratings import DraftingReport
@@ -78,13 +79,7 @@ class OpenedModel:
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
-        path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        budgets = {
-            "snapshot_budget": snapshot_budget,
-            "preemption_budget": preemption_budget,
-            "state_budget": state_budget,
-        }
-        check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
+        check_options(locals())
 
         def downloading(stage: str, done: int, total: int) -> None:
             if progress is not None and stage == "download":
@@ -94,9 +89,10 @@ class OpenedModel:
             require(isinstance(mmproj, (str, Path)), "mmproj", mmproj, "a GGUF file, or none")
             build = {} if build is None else build
             build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
-        path = local_directory(path, revision, update, build, downloading, (adapters or {}).values())
+        model = SHIPPED_MODEL if engine_directory is None else engine_directory
+        path = local_directory(model, revision, update, build, downloading, (adapters or {}).values())
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
-        self._multimodal_directory = vision_directory(self.directory, vision_path)
+        self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity
         """How many tokens prompt and answer can have together."""
@@ -111,6 +107,7 @@ class OpenedModel:
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
         self._contents: list[KVContents] = []
+        self._held = HeldSlots()
         self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
         self._keeper: RowKeeper | None = None
@@ -122,7 +119,9 @@ class OpenedModel:
         opened = open_backend(backend, self.directory, executor)
         try:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
-            media = self._media = open_encoders(opened, self.directory, self._multimodal_directory, self.metrics)
+            media = self._media = open_encoders(
+                opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
+            )
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
@@ -134,8 +133,8 @@ class OpenedModel:
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
             self.use_drafting(chosen)
-            for path in snapshots:
-                self.load_snapshot(path)
+            for snapshot in snapshots:
+                self.load_snapshot(snapshot)
             logger.info("%s is open: %s", self.directory.path, opened.made)
         except BaseException:
             self.close()
@@ -173,6 +172,11 @@ class OpenedModel:
         """The sampling that the model is published with (`generation_config.json`), which a request has to ask for:
         `params=default_params`. Greedy where it recommends none. Raises EngineDirectoryError for a wrong file."""
         return self._defaults.params
+
+    @property
+    def media_tokens(self) -> frozenset[int]:
+        """The ids of the tokens that stand for media in prompts."""
+        return frozenset() if self._media is None else self._media.token_ids
 
     @property
     def drafting(self) -> DraftingConfig | None:
@@ -346,5 +350,5 @@ class OpenedModel:
         return KVContents(self._states, cut, self.directory.config.has_whole_media)
 
     def _least_used_slot(self) -> int:
-        """The slot whose contents were used longest ago."""
-        return min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
+        """The slot whose contents were used longest ago, of those that are not held."""
+        return min(range(self._held.usable(self._open_runner())), key=lambda slot: self._contents[slot].last_use)

@@ -13,7 +13,7 @@ from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind, shown
 from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
-from edgellm.text.messages import checked_tools, checked_variables, show_images
+from edgellm.text.messages import checked_tools, checked_variables, show_media
 from edgellm.text.output import FinishReason
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
 from edgellm.tool_calls.functions import described_tools
@@ -77,6 +77,7 @@ class RequestOptions(TurnOptions, total=False):
 
     deadline: float | None
     images: Sequence[Any]
+    audio: Sequence[Any]
     continue_final_message: bool
 
 
@@ -89,7 +90,8 @@ class Request:
     "deadline". One that has passed already (0 or less), or passes while the request waits in the queue, gives an empty
     answer; what is wrong with the request is an error all the same, and so is a full queue.
 
-    `images` are those that a prompt shows, in the order of their places in it; a conversation has them in its messages.
+    `images` are those that a prompt shows, in the order of their places in it, `audio` what it lets hear (paths, bytes,
+    or samples with their rate); a conversation has both in its messages.
 
     A conversation without a system message begins with the model's default system prompt
     (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
@@ -132,6 +134,7 @@ class Request:
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     priority: int = 0
+    audio: Sequence[Any] = ()
     structure: InitVar[Any] = None
     response_format: InitVar[Any] = None
 
@@ -141,7 +144,8 @@ class Request:
         _check_prompt(self.prompt)
         check_choices(self.params, self.adapter)
         object.__setattr__(self, "params", with_structure(self.params, structure, response_format))
-        require_kind(isinstance(self.images, (list, tuple)), "images", self.images, "a list of images")
+        for name in ("images", "audio"):
+            require_kind(isinstance(getattr(self, name), (list, tuple)), name, getattr(self, name), f"a list of {name}")
         object.__setattr__(self, "tools", checked_tools(described_tools(self.tools)))
         object.__setattr__(self, "template_variables", checked_variables(self.template_variables))
         if self.messages is None and (self.tools or self.template_variables):
@@ -202,9 +206,10 @@ class Request:
         return checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
-    def shows_images(self) -> bool:
-        """Whether there are images to be read, which takes milliseconds; messages need not be well-formed."""
-        return bool(self.images) or show_images(self.messages if isinstance(self.messages, (list, tuple)) else ())
+    def shows_media(self) -> bool:
+        """Whether there are media to be read, which takes milliseconds; messages need not be well-formed."""
+        messages = self.messages if isinstance(self.messages, (list, tuple)) else ()
+        return bool(self.images or self.audio) or show_media(messages)
 
 
 #: What `Request.of` takes for the fields of `SamplingParams`.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
+from weakref import finalize
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from edgellm.decoding.slot_table import SlotTable
 from edgellm.embedding import EmbeddingRequest, require_embeddings
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, require
+from edgellm.errors import EdgeLLMError, EngineError, is_whole, require
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
-from edgellm.requests import Request, Response, check_choices, request_list, require_request
+from edgellm.prefilled import PrefilledStates, Reader
+from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
@@ -102,7 +104,7 @@ class SpecDecodeRuntime(OpenedModel):
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
             snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
         encode = None if self._media is None else self._media.encode
-        slots = SlotTable(runner, self._contents, snapshots, encode, drafter, self._keeper, self._states)
+        slots = SlotTable(runner, self._contents, snapshots, encode, drafter, self._keeper, self._states, self._held)
         return DecodingLoop(slots)
 
     @overload
@@ -183,9 +185,43 @@ class SpecDecodeRuntime(OpenedModel):
         with self._exclusive():
             slot = self._least_used_slot()
             media = self._media.encode(token_ids, prepared) if prepared and self._media is not None else None
-            digests = () if media is None else media.digests
-            record = PromptRecord.of(prompt, digests, tools, template_variables)
+            record = PromptRecord.of(prompt, [piece.digest for piece in prepared], tools, template_variables)
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, media, record)
+
+    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> PrefilledStates:
+        """Compute a request's prompt, as far as it is not known, and hand out its keys and values in some layers (None:
+        in all).
+
+        Nothing is drawn: the request's sampling is of no matter. A slot holds what is handed out; where the model has
+        several, it is one of the last, to which the rows move. Raises what `prepare` does, EngineError where no slot is
+        free, for a layer without keys and values, rows of int8, and prompts that are longer than a layer's window.
+        """
+        sequence, runner, count = self.prepare(request), self._open_runner(), self.directory.config.num_layers
+        layers = range(count) if layers is None else layers
+        are_layers = is_list(layers) and all(is_whole(each, 0, count - 1) for each in layers)
+        require(are_layers and len(layers) > 0, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
+        with self._exclusive():
+            slots, last = self.loop().slots, self._held.usable(runner) - 1
+            if not slots.has_place(sequence):
+                raise EngineError("no slot can take the adapter of a prefill: ask again later")
+            computed = slots.admit(sequence)
+            try:
+                assert computed is not None  # as it never gave way
+                computed.wait()
+                if sequence.is_unproven:
+                    slots.prove(0, runner.base.logits(0)[np.newaxis])
+            except BaseException:
+                slots.release(0, keep_rows=False)
+                raise
+            slots.release(0)
+            if last:
+                runner.swap_rows(0, last)
+                self._contents[0], self._contents[last] = self._contents[last], self._contents[0]
+            runner.backend.synchronize()
+            reader, ids = Reader(), tuple(sequence.prompt_ids)
+            pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
+            finalize(reader, self._held.hold(last)).atexit = False
+            return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), *zip(*pairs, strict=True))
 
     def following_logits(
         self, token_ids: Sequence[int], first: int, take: Callable[[np.ndarray], None], adapter: str | None = None

@@ -183,7 +183,7 @@ def _integer(name: str, value: Any, low: int, high: int, meaning: str = "") -> i
 
 
 def _sequence(name: str, value: Any) -> list[Any]:
-    require(isinstance(value, (list, tuple, set, frozenset)), name, value, "a list")
+    require(isinstance(value, (list, tuple, range, set, frozenset)), name, value, "a list")
     return list(value)
 
 

@@ -6,6 +6,7 @@ from edgellm.kernels.errors import DeviceLostError, EdgeLLMError, KernelError, M
 
 __all__ = [
     "AdapterError",
+    "AudioError",
     "BuildError",
     "CheckpointError",
     "ConstraintError",
@@ -56,6 +57,10 @@ class ConstraintError(EdgeLLMError):
 
 class DeviceMemoryError(EdgeLLMError):
     """The memory plan does not fit into what is free."""
+
+
+class AudioError(EdgeLLMError):
+    """A sound cannot be read, exceeds a limit, or its model does not take it."""
 
 
 class ImageError(EdgeLLMError):

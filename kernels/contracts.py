@@ -10,7 +10,8 @@ numbers of their own dtypes each, are declared by a class whose annotated fields
 was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
-axes, called by their letters. `cuda_header` writes these structs for the compiler.
+axes, called by their letters. `cuda_header` writes these structs for the compiler. Launchers and twins name the
+arguments alone where these are many: their types stand in the contract, and so does what each method is for.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from edgellm.multimodal.image_layout import (
     resampling_axes,
     resampling_weights,
 )
-from edgellm.multimodal.image_processor import PreparedImage
+from edgellm.multimodal.prepared_image import PreparedImage
 
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
-import stat
 import threading
 import warnings
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
-from urllib.parse import unquote_to_bytes, urlsplit
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -20,6 +16,7 @@ from PIL import Image, ImageOps
 from edgellm.engines.errors import ImageError
 from edgellm.kernels.errors import shown
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
+from edgellm.multimodal.sources import check_bytes, file_bytes
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
 Channels = Literal["RGB", "BGR"]
@@ -27,8 +24,8 @@ Channels = Literal["RGB", "BGR"]
 #: What is read from files and bytes. Formats that run other programs (EPS) or describe drawings are left out.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-#: What an image may have before anything of it is decoded: bytes of the file, pixels, frames of an animation.
-SOURCE_BYTES, SOURCE_PIXELS, SOURCE_FRAMES = 64 * 2**20, 64_000_000, 1000
+#: What an image may have before anything of it is decoded: pixels, frames of an animation.
+SOURCE_PIXELS, SOURCE_FRAMES = 64_000_000, 1000
 
 #: While it is decoded and turned, an image takes several times its pixels.
 _one_large_image = threading.Lock()
@@ -53,7 +50,7 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB") -> np.ndarray
     if isinstance(source, Image.Image):
         return _from_pillow(source, "the Pillow image")
     if isinstance(source, (str, Path)):
-        return _from_bytes(_file_bytes(Path(source)), str(source))
+        return _from_bytes(file_bytes(Path(source), "image"), str(source))
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _from_bytes(bytes(source), "the image")
     raise ImageError(
@@ -61,20 +58,8 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB") -> np.ndarray
     )
 
 
-def _file_bytes(path: Path) -> bytes:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would wait for its other end
-            kind = "a folder" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-            raise ImageError(f"{path} is {kind}: expected the file of an image")
-        _check_bytes(status.st_size, str(path))
-        return path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise ImageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
 def _from_bytes(data: bytes, what: str) -> np.ndarray:
-    _check_bytes(len(data), what)
+    check_bytes(len(data), what, "image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted right after
@@ -161,11 +146,6 @@ def _over_white(pixels: np.ndarray) -> np.ndarray:
     return ((mixed + 127) // 255).astype(np.uint8, order="C")
 
 
-def _check_bytes(size: int, what: str) -> None:
-    if size > SOURCE_BYTES:
-        raise ImageError(f"{what} has {size} bytes: the most is {SOURCE_BYTES}. Save it smaller")
-
-
 def _check_pixels(height: int, width: int, what: str) -> None:
     if not height * width:
         raise ImageError(f"{what} is empty: expected at least one pixel")
@@ -180,54 +160,3 @@ def readable_formats() -> tuple[str, ...]:
     """Those of `FORMATS` that this Pillow reads."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
-
-
-#: A scheme of one letter is the drive of a Windows path.
-_SHORTEST_SCHEME = 2
-_LONGEST_PATH = 4096
-
-
-def image_of_url(url: str) -> Path | bytes:
-    """What `read_image` takes for a URL: the bytes of a `data:` URL, the path of a `file:` URL, or a plain path.
-
-    Raises ImageError for other schemes, a malformed URL, and more data than an image may have, before it is decoded.
-    """
-    scheme = url[: url.find(":")].lower() if ":" in url else ""
-    if scheme == "data":
-        return _data(url)
-    if scheme == "file":
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
-            raise ImageError(
-                f"the image {_shown(url)} is on the host {parts.netloc!r}: expected a file of this machine"
-            )
-        return Path(unquote_to_bytes(parts.path).decode("utf-8", "surrogateescape"))
-    if scheme in ("http", "https", "ftp") or (len(scheme) >= _SHORTEST_SCHEME and url[len(scheme) :].startswith("://")):
-        raise ImageError(
-            f"the image {_shown(url)} would have to be fetched, which is never done: download it first, and give its "
-            "path, or its bytes as data:image/...;base64,..."
-        )
-    if len(url) > _LONGEST_PATH:
-        raise ImageError(
-            f"the image {_shown(url)} is too long for a path ({len(url)} characters): write data:image/...;base64, "
-            "before base64"
-        )
-    return Path(url)
-
-
-def _data(url: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma:
-        raise ImageError("the image's data: URL has no comma: expected data:image/...;base64,...")
-    if len(data) > SOURCE_BYTES // 3 * 4 + 4:
-        raise ImageError(f"the image's data: URL has {len(data)} characters: the most is {SOURCE_BYTES} bytes")
-    if not head.lower().endswith(";base64"):
-        return unquote_to_bytes(data)
-    try:
-        return base64.b64decode(unquote_to_bytes(data), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the image's data: URL is not base64 ({error})") from error
-
-
-def _shown(url: str) -> str:
-    return url if len(url) <= 80 else f"{url[:77]}..."

@@ -103,6 +103,10 @@ class ImageLayout:
         resized = np.asarray(image.resize((width, height), self.resample))
         if self.crop is not None:
             resized = _centre(resized, self.crop)
+        return self.rows_of(resized)
+
+    def rows_of(self, resized: np.ndarray) -> np.ndarray:
+        """The rows [N, E] float32 of an image that was resized, and cropped."""
         _, rows, columns = self.grid
         used = resized[: rows * self.patch_size, : columns * self.patch_size]
         table = self.normalization.table
@@ -171,12 +175,21 @@ def resampling_weights(size: int, resized: int, resample: int) -> tuple[np.ndarr
     `resample` is one of `FILTERS`. The filter is widened where the image shrinks, cut off at its borders, and its
     weights sum to one, then rounded.
     """
+    starts, shares = filter_shares(size, resized, resample)
+    weights = np.trunc(shares * (1 << WEIGHT_BITS) + np.copysign(0.5, shares)).astype(np.int32)
+    for array in (starts, weights):
+        array.setflags(write=False)
+    return starts, weights
+
+
+def filter_shares(size: int, resized: int, resample: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `resampling_weights`, the weights float64 and not rounded."""
     reach, filter_value = FILTERS[resample]
     scale = size / resized
     widening = max(scale, 1.0)
     reach *= widening
     starts = np.zeros(resized, np.int32)
-    weights = np.zeros((resized, math.ceil(reach) * 2 + 1), np.int32)
+    shares = np.zeros((resized, math.ceil(reach) * 2 + 1))
     for place in range(resized):
         centre = (place + 0.5) * scale
         first = max(0, int(centre - reach + 0.5))
@@ -184,12 +197,8 @@ def resampling_weights(size: int, resized: int, resample: int) -> tuple[np.ndarr
         values = [filter_value((pixel - centre + 0.5) / widening) for pixel in range(first, stop)]
         total = sum(values)
         starts[place] = first
-        for index, value in enumerate(values):
-            share = value / total if total else value
-            weights[place, index] = int(share * (1 << WEIGHT_BITS) + math.copysign(0.5, share))
-    for array in (starts, weights):
-        array.setflags(write=False)
-    return starts, weights
+        shares[place, : len(values)] = [value / total if total else value for value in values]
+    return starts, shares
 
 
 @lru_cache(maxsize=32)

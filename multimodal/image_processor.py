@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, Colour, ImageLayout, Normalization, Size
+from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
+from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
+from edgellm.multimodal.tiles import RULES_OF_FAMILIES, TilingProcessor
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedImage:
-    """An image, and what is made of it for a vision encoder.
-
-    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model. `digest` is the
-    SHA-256 of the pixels and the layout: equal digests mean equal rows.
-    """
-
-    pixels: np.ndarray | None
-    size: Size
-    layout: ImageLayout
-    tokens: int
-    digest: str
-    kind: ClassVar[str] = "image"
-
-    @classmethod
-    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
-        """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
-        it may wait for its turn for long."""
-        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
-        if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
-            return cls(pixels, size, layout, tokens, digest)
-        image = cls(None, size, layout, tokens, digest)
-        image.__dict__["patches"] = layout.apply(pixels)
-        return image
-
-    @property
-    def held_pixels(self) -> int:
-        """How many pixels it was decoded to."""
-        return math.prod(self.size)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width."""
-        return self.layout.grid
-
-    @cached_property
-    def patches(self) -> np.ndarray:
-        """[N, E] float32: the encoder's rows, in its order. Computed when first asked for, then kept: an image whose
-        embeddings are known by its digest need never be resized."""
-        assert self.pixels is not None
-        return self.layout.apply(self.pixels)
-
-
 @dataclass(frozen=True)
 class SmartResizeProcessor:
-    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too: any size, rounded to whole tokens.
+    """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too, and Pixtral's: any size, rounded to whole tokens.
 
-    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token.
+    Images have `min_pixels` to `max_pixels` after resizing; `merge_size` x `merge_size` patches become one token. With
+    a `longest_edge` (Pixtral) they are made smaller until they fit this, and their tokens come in rows.
     """
 
     min_pixels: int
@@ -80,10 +35,13 @@ class SmartResizeProcessor:
     temporal_patch_size: int
     resample: int
     normalization: Normalization
+    longest_edge: int | None = None
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> SmartResizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
+        if config.kind.longest_edge:
+            return cls._within_edge(config, vision, max_patches)
         sizes = {key: config.count(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
         expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         for (key, size), wanted in zip(sizes.items(), expected, strict=True):
@@ -106,6 +64,20 @@ class SmartResizeProcessor:
             min(smallest, largest), largest, **sizes, resample=config.resample(), normalization=config.normalization()
         )
 
+    @classmethod
+    def _within_edge(
+        cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None
+    ) -> SmartResizeProcessor:
+        """Pixtral's. Patches and tokens are the encoder's: the published processor passes over those of its file."""
+        edge = config.edge("size", "longest_edge") or config.unsupported("size", "longest_edge")
+        if config.switch("do_center_crop"):
+            config.unsupported("do_center_crop", "false: an image is shown as a whole")
+        side = vision.patch_size * vision.spatial_merge_size
+        largest = (-(-edge // side) * side) ** 2
+        largest = largest if max_patches is None else min(largest, max_patches * vision.patch_size**2)
+        how = config.resample(), config.normalization(), edge
+        return cls(0, largest, vision.patch_size, vision.spatial_merge_size, 1, *how)
+
     @property
     def max_patches(self) -> int:
         """The most rows that an image can have."""
@@ -116,7 +88,8 @@ class SmartResizeProcessor:
         resized = self.resized_size(pixels.shape[0], pixels.shape[1])
         sizes = self.patch_size, self.merge_size, self.temporal_patch_size
         layout = ImageLayout(resized, self.resample, self.normalization, *sizes)
-        return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
+        _, rows, columns = (each // self.merge_size for each in layout.grid)
+        return PreparedImage.of(pixels, layout, rows * columns, (columns,) * rows if self.longest_edge else ())
 
     def resized_size(self, height: int, width: int) -> Size:
         """Height and width after resizing: multiples of a token's side, as near to the image's shape as can be.
@@ -126,6 +99,8 @@ class SmartResizeProcessor:
         """
         _check_aspect_ratio(height, width)
         side = self.patch_size * self.merge_size
+        if self.longest_edge is not None:
+            return self._resized_within(min(self.longest_edge, max(height, width)), side, height, width)
         resized = round(height / side) * side, round(width / side) * side
         if math.prod(resized) < self.min_pixels:
             growth = math.sqrt(self.min_pixels / (height * width))
@@ -141,6 +116,16 @@ class SmartResizeProcessor:
                 "Crop it, or cut it into several images"
             )
         return resized
+
+    def _resized_within(self, edge: int, side: int, height: int, width: int) -> Size:
+        """The size of an image whose longer edge becomes at most `edge`, rounded up to whole tokens: the rule of
+        `get_resize_output_image_size` in the published processor, except that edges shrink on for `max_pixels`."""
+        for longest in range(edge, 0, -side):
+            ratio = max(height / longest, width / longest)
+            rows, columns = (-(-max(1, math.floor(each / ratio)) // side) for each in (height, width))
+            if rows * columns * side**2 <= self.max_pixels:
+                return rows * side, columns * side
+        return side, side
 
 
 @dataclass(frozen=True)
@@ -163,7 +148,7 @@ class FixedSizeProcessor:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
-        resized = config.pair("size", "height", "width") or config.shortest_edge("size")
+        resized = config.pair("size", "height", "width") or config.edge("size", "shortest_edge")
         crop = None
         if config.switch("do_center_crop"):
             length = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0
@@ -215,7 +200,7 @@ class FixedSizeProcessor:
 
 
 #: How one model wants its images.
-ImageProcessor = SmartResizeProcessor | FixedSizeProcessor
+ImageProcessor = SmartResizeProcessor | FixedSizeProcessor | TilingProcessor
 
 
 def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:
@@ -226,16 +211,11 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     preprocessing that is not implemented.
     """
     config = read_processor_config(directory)
+    if config.kind.cut or vision.family in RULES_OF_FAMILIES:
+        return TilingProcessor.open(config, vision, max_patches)
     if config.kind.keeps_shape:
         return SmartResizeProcessor.open(config, vision, max_patches)
     return FixedSizeProcessor.open(config, vision)
-
-
-def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
-    """SHA-256 of the pixels [H, W, 3] uint8, their size, and how they become rows."""
-    digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
-    digest.update(np.ascontiguousarray(pixels))
-    return digest.hexdigest()
 
 
 def _check_aspect_ratio(height: int, width: int) -> None:

@@ -18,7 +18,7 @@ PROCESSOR_FILE = "processor_config.json"
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _HALF = [0.5, 0.5, 0.5]
-_BILINEAR, _BICUBIC = 2, 3
+_LANCZOS, _BILINEAR, _BICUBIC = 1, 2, 3
 _SWITCHES = {"do_resize": True, "do_rescale": True, "do_normalize": True}
 _NUMBERS = {"resample": _BICUBIC, "rescale_factor": 1 / 255}
 _CLIP = {
@@ -48,6 +48,19 @@ _QWEN2_VL = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+_PIXTRAL = {**_SIGLIP, "size": {"longest_edge": 1024}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
+_IDEFICS3 = {
+    **_SIGLIP,
+    **{"resample": _LANCZOS, "do_image_splitting": True},
+    **{"size": {"longest_edge": 4 * 364}, "max_image_size": {"longest_edge": 364}},
+}
+_LFM2_VL = {
+    **_SIGLIP,
+    **{"resample": _BILINEAR, "do_image_splitting": True, "use_thumbnail": True, "max_pixels_tolerance": 2.0},
+    **{"downsample_factor": 2, "encoder_patch_size": 16, "tile_size": 512, "min_tiles": 2, "max_tiles": 10},
+    **{"min_image_tokens": 64, "max_image_tokens": 256},
+}
+_GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
 
 
 class ProcessorKind(NamedTuple):
@@ -55,25 +68,39 @@ class ProcessorKind(NamedTuple):
 
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
+    With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
+    `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
+    by side.
     """
 
     defaults: Mapping[str, Any]
     keeps_shape: bool = False
     pads_to_square: bool = False
     tokens_key: str = ""
+    longest_edge: bool = False
+    cut: str = ""
+    channels_last: bool = False
 
 
 #: By their name without a suffix.
 PROCESSOR_KINDS = {
     "Qwen2VLImageProcessor": ProcessorKind(_QWEN2_VL, keeps_shape=True),
+    "PixtralImageProcessor": ProcessorKind(_PIXTRAL, keeps_shape=True, longest_edge=True),
     "CLIPImageProcessor": ProcessorKind(_CLIP),
     "LlavaImageProcessor": ProcessorKind(_CLIP, pads_to_square=True),
     "SiglipImageProcessor": ProcessorKind(_SIGLIP),
     "Gemma3ImageProcessor": ProcessorKind(
         {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False}, tokens_key="image_seq_length"
     ),
+    "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
+    "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
+    "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
 }
-_SAME_KIND = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor", "CLIPFeatureExtractor": "CLIPImageProcessor"}
+_SAME_KIND = {
+    "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
+    "CLIPFeatureExtractor": "CLIPImageProcessor",
+    "SmolVLMImageProcessor": "Idefics3ImageProcessor",
+}
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
 
@@ -106,6 +133,16 @@ class ProcessorConfig:
         value = self.values.get(key)
         return value if _is_count(value) else self.refuse(key, "a whole number above 0")
 
+    def positive(self, key: str) -> float:
+        """A number above 0."""
+        value = self.values.get(key)
+        return float(value) if is_number(value) and value > 0 else self.refuse(key, "a number above 0")
+
+    def single(self, key: str, name: str) -> int:
+        """The size that `key` holds under this name, and no other."""
+        sizes = self._sizes(key, name)
+        return self.refuse(key, name) if sizes is None else sizes[0]
+
     def resample(self) -> int:
         """Pillow's number of the resampling filter."""
         value = self.values.get("resample")
@@ -118,11 +155,11 @@ class ProcessorConfig:
         sizes = self._sizes(key, first, second)
         return None if sizes is None else (sizes[0], sizes[1])
 
-    def shortest_edge(self, key: str) -> int | None:
-        """The size that `key` holds if it is that of the shortest edge, as a number or under this name."""
+    def edge(self, key: str, name: str) -> int | None:
+        """The size that `key` holds if it is that of the `name`, the shortest or longest edge, or a number alone."""
         if is_integer(self.values.get(key)):
             return self.count(key)
-        sizes = self._sizes(key, "shortest_edge")
+        sizes = self._sizes(key, name)
         return None if sizes is None else sizes[0]
 
     def _sizes(self, key: str, *names: str) -> list[int] | None:
@@ -140,9 +177,7 @@ class ProcessorConfig:
         """What happens to the values of the pixels."""
         factor = None
         if self.switch("do_rescale"):
-            factor = self.values.get("rescale_factor")
-            if not is_number(factor) or factor <= 0:
-                self.refuse("rescale_factor", "a number above 0")
+            factor = self.positive("rescale_factor")
         if not self.switch("do_normalize"):
             return Normalization(factor, None, None)
         mean, deviation = (self._channels(key) for key in ("image_mean", "image_std"))

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import Image
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.vision import VisionConfig, vision_inputs
+from edgellm.engines.model.vision import BLOCKS_BEHIND, VisionConfig, vision_inputs
+from edgellm.multimodal.image_layout import filter_shares
 
 Grid = tuple[int, int, int]
 
@@ -46,25 +48,30 @@ class VisionLayout:
 
 def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray | None = None) -> VisionLayout:
     """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is that of
-    Qwen3-VL's and Qwen3.5's encoders.
+    Qwen3-VL's, Qwen3.5's and LFM2-VL's encoders.
 
     Raises EngineError for a grid that the model cannot have.
     """
     _check(config, grid)
     count = grid[1] * grid[2]
     if config.image_side:
-        return VisionLayout(count, config.token_count(grid), {})
-    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta)
+        rows, columns = patch_coordinates(grid, config.spatial_merge_size)
+        blocks = {"block_rows": (rows * grid[2] + columns).astype(np.int32)} if config.family in BLOCKS_BEHIND else {}
+        return VisionLayout(count, config.token_count(grid), blocks)
+    if config.family == "lfm2_vl":
+        assert position_table is not None
+        positions = resized_positions(position_table, grid, config.spatial_merge_size)
+        inputs = {"attention_mask": np.ones(count, np.bool_), "position_embeddings": positions}
+        return VisionLayout(count, config.token_count(grid), inputs)
+    alternates = config.family == "mistral3"
+    rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta, alternates)
     if config.family == "qwen2_5_vl":
         return _windowed(config, grid, rotary)
-    assert position_table is not None
-    taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
-    positions = np.einsum("nt,nth->nh", weights, position_table[taps])
-    inputs = {
-        "rotary_cos_sin": rotary,
-        "attention_mask": np.ones(count, np.bool_),
-        "position_embeddings": positions.astype(np.float32),
-    }
+    inputs = {"rotary_cos_sin": rotary, "attention_mask": np.ones(count, np.bool_)}
+    if position_table is not None:
+        taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
+        positions = np.einsum("nt,nth->nh", weights, position_table[taps])
+        inputs["position_embeddings"] = positions.astype(np.float32)
     return VisionLayout(count, config.token_count(grid), inputs)
 
 
@@ -76,15 +83,17 @@ def patch_coordinates(grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
     return order // width, order % width
 
 
-def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float) -> np.ndarray:
+def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float, alternates: bool = False) -> np.ndarray:
     """[N, D] float32: the cosines, then the sines, of row and column of every patch.
 
-    D / 4 frequencies theta^(-4j / D) turn by the row, as many by the column, in float32 as published.
+    D / 4 frequencies theta^(-4j / D) turn by the row, as many by the column, in float32 as published. Where they
+    `alternate` (Pixtral), those of columns are theta^(-(4j + 2) / D), between those of rows.
     """
-    half = head_dim // 2
-    exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-    frequencies = np.float32(1) / np.float32(theta) ** exponents
-    angles = [one.astype(np.float32)[:, None] * frequencies for one in patch_coordinates(grid, merge)]
+    half, angles = head_dim // 2, []
+    for first, places in zip((0, int(alternates)), patch_coordinates(grid, merge), strict=True):
+        exponents = np.arange(first, half, 2, dtype=np.float32) / np.float32(half)
+        frequencies = np.float32(1) / np.float32(theta) ** exponents
+        angles.append(places.astype(np.float32)[:, None] * frequencies)
     turned = np.concatenate(angles, axis=1)
     return np.concatenate((np.cos(turned), np.sin(turned)), axis=1)
 
@@ -122,6 +131,20 @@ def interpolation_taps(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, n
     taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
     weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4)
     return taps, weights
+
+
+def resized_positions(table: np.ndarray, grid: Grid, merge: int) -> np.ndarray:
+    """The rows [N, H] float32 of a square table [positions, H] resized to the patches of an image as pictures are:
+    bilinear, the filter widened where it shrinks. It is Siglip2's (Tschannen et al. 2025), for images of any shape."""
+    side, width = round(len(table) ** 0.5), table.shape[1]
+    resized = table.reshape(side, side, width)
+    for axis, count in enumerate(grid[1:]):
+        starts, shares = filter_shares(side, count, Image.Resampling.BILINEAR)
+        matrix = np.zeros((count, side + shares.shape[1]))
+        matrix[np.arange(count)[:, None], starts[:, None] + np.arange(shares.shape[1])] = shares
+        resized = np.moveaxis(np.tensordot(matrix[:, :side], resized, (1, axis)), 0, axis)
+    rows, columns = patch_coordinates(grid, merge)
+    return resized[rows, columns].astype(np.float32)
 
 
 def _axis_taps(index: np.ndarray, size: int, side: int) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
-from edgellm.multimodal.image_processor import PreparedImage
+from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 
 #: Embeddings are kept of so many of the largest images, in so many bytes at most.
@@ -189,7 +189,7 @@ class VisionEngineRunner:
             own = self.backend.empty((tokens, hidden), "compute")
             self.backend.copy(own, leading(self._buffers[name], (tokens, hidden)))
             rows.append(own)
-        return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid)
+        return MediaEmbeddings(rows[0], tuple(rows[1:]), image.digest, image.grid, image.runs)
 
 
 def vision_memory(

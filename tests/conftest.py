@@ -25,7 +25,7 @@ from edgellm.engines.families.vision_encoders import host_weights, vision_weight
 from edgellm.engines.formats.tensors import vision_prefix
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, token_table
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.user_paths import user_cache_directory
 
@@ -38,6 +38,7 @@ pytest_plugins = (
     "embedding_models",
     "hostile_runs",
     "multimodal_engines",
+    "speech_models",
 )
 
 # Asserts are rewritten and modules compiled once, not in every worker and every process that a test starts, also where
@@ -126,12 +127,12 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     decoder = decoder_config(config)
-    template, specs = TINY_TEMPLATE, decoder_weights(decoder)
+    template, specs = TINY_TEMPLATE, [*decoder_weights(decoder), *token_table(decoder)]
     if "vision_config" in config:
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
         template = tiny_multimodal.TEMPLATES.get(vision.family, tiny_multimodal.TEMPLATE)
-        tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS))
+        tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS_OF.get(vision.family, tiny_multimodal.MARKERS)))
         processor = tiny_multimodal.PREPROCESSORS[vision.family]
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -25,6 +25,7 @@ import typer
 from embedding_models import EmbeddingModel
 from http_server import running
 from PIL import Image
+from synthetic_sound import sound, wav
 
 import edgellm
 from edgellm.commands.app import create_app
@@ -95,11 +96,16 @@ def edgellm_shipped() -> Path:
 
 @pytest.fixture
 def workplace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedding_model: Callable[[str], EmbeddingModel]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    embedding_model: Callable[[str], EmbeddingModel],
+    speech_engines: Path,
 ) -> Path:
     """A folder with the files that the examples name, where they run."""
     (tmp_path / "my-engine-directory").symlink_to(edgellm_shipped())
     (tmp_path / "qwen3-embedding").symlink_to(embedding_model("published").engines)
+    (tmp_path / "qwen3-asr").symlink_to(speech_engines)
+    (tmp_path / "said.wav").write_bytes(wav(sound(2.0)))
     (tmp_path / "system_prompt.txt").write_text("You are Pip, a small tabletop robot.\n", encoding="utf-8")
     (tmp_path / "toys.png").symlink_to(edgellm_shipped() / "scenes" / "toys.png")
     monkeypatch.chdir(tmp_path)
@@ -109,7 +115,7 @@ def workplace(
 @pytest.mark.parametrize("text", [text for text in TEXTS if "```python" in text.read_text("utf-8")], ids=name_of)
 def test_python_examples_run(text: Path, workplace: Path) -> None:
     """The examples of one text run one after another, as a reader would type them; what they print is what is shown."""
-    names: dict[str, Any] = {"__name__": "__main__", "camera": Camera()}
+    names: dict[str, Any] = {"__name__": "__main__", "camera": Camera(), "microphone": [sound(1.0)] * 2}
     with contextlib.ExitStack() as opened:
         opened.callback(close_models, names)
         address = SERVER

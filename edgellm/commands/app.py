@@ -23,6 +23,7 @@ PANELS = {
         "chat": "Talk to a model; from a pipe, every line is a question.",
         "generate": "Answer one prompt; the answer alone goes to standard output.",
         "embed": "Make vectors of texts, or of lines of standard input, with an embedding model.",
+        "transcribe": "Write down what is said in a sound, or while somebody speaks.",
         "serve": "Serve a model over HTTP, for clients of OpenAI's, Anthropic's and ollama's APIs.",
     },
     "Prepare": {

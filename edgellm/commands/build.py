@@ -17,8 +17,8 @@ from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
+from edgellm.engines.building.builder import BuildSettings, build_engine_directory
+from edgellm.engines.building.checks import EMBEDDINGS, AskedLimits, planned_targets
 from edgellm.engines.building.gguf_folder import NO_ENCODER, checkpoint_folder, draft_folder
 from edgellm.engines.building.planning import add_targets, refresh_plans
 from edgellm.engines.building.plans import BuildReport
@@ -204,7 +204,7 @@ def build(given: BuildOptions) -> None:
                 mmproj = str(checkpoint_of(mmproj, None, False, display)[0])
         if given.vision is not None and is_gguf_file(checkpoint):
             mmproj = NO_ENCODER
-        asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
+        asked = given.arguments_of(AskedLimits) | ({"has_draft": False} if given.no_mtp else {})
         with (
             checkpoint_folder(checkpoint, given.tokenizer, mmproj) as folder,
             draft_folder(draft) as draft_checkpoint,
@@ -213,11 +213,11 @@ def build(given: BuildOptions) -> None:
             report = build_engine_directory(
                 folder,
                 engine_dir,
+                limits=asked,
+                targets=planned,
                 **given.arguments_of(
-                    build_engine_directory,
-                    limits=asked,
+                    BuildSettings,
                     weights=given.weights or ("copy" if folder == checkpoint else "link"),
-                    targets=planned,
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,
@@ -284,6 +284,8 @@ def _fits_easily(path: Path) -> bool:
 def _compute_token(path: Path) -> None:
     """Open a model as a start opens it, on the GPU where there is one, and compute a token, or an embedding;
     EdgeLLMError where that fails. What is compiled and built for it is kept where the next start finds it."""
+    import numpy as np
+
     from edgellm.embedding import EmbeddingRequest
     from edgellm.requests import Request
     from edgellm.runtime import SpecDecodeRuntime
@@ -294,7 +296,10 @@ def _compute_token(path: Path) -> None:
         if runtime.directory.config.is_embedding:
             runtime.embed(EmbeddingRequest([prompt]), prompt)
             return
-        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True)))
+        config, images = runtime.directory.config, []
+        if config.prefix_attention and config.image_token_id is not None:  # it answers to no text alone
+            prompt, images = [config.image_token_id, *prompt], [np.zeros((32, 32, 3), np.uint8)]
+        runtime.handle_request(Request(prompt, params=SamplingParams(max_tokens=1, ignore_eos=True), images=images))
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:

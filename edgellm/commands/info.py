@@ -176,11 +176,6 @@ def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _need_no_plans(executors: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
-    """Whether kernels run every step on each of some GPUs."""
-    return all(each["name"] == "kernels" for found in executors.values() for each in found)
-
-
 def _mixture_facts(directory: EngineDirectory) -> dict[str, int]:
     """The parameters at work for a token of a mixture of experts, and what it reads of the files, in bytes: one row of
     the embedding table, and the experts that are chosen."""
@@ -293,36 +288,26 @@ def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     config, limits, weights = facts["config"], facts["limits"], facts["weights"]
-    yield (
-        "model",
-        f"{config['family']}, {facts['parameters'] / 1e6:,.1f} M parameters, {facts['dtype']}, "
-        f"made with EdgeLLM {facts['created_with']}",
-    )
-    yield (
-        "layers",
-        f"{config['num_layers']} of hidden size {config['hidden_size']}, {config['num_heads']} query and "
-        f"{config['num_kv_heads']} key-value heads of {config['head_dim']}, FFN {config['intermediate_size']}",
-    )
+    made = f"{facts['dtype']}, made with EdgeLLM {facts['created_with']}"
+    yield "model", f"{config['family']}, {_millions(facts['parameters'])} M parameters, {made}"
+    heads = f"{config['num_heads']} query and {config['num_kv_heads']} key-value heads of {config['head_dim']}"
+    size = f"{config['num_layers']} of hidden size {config['hidden_size']}"
+    yield "layers", f"{size}, {heads}, FFN {config['intermediate_size']}"
     if config["layer_kinds"]:
         yield "", descriptions.mixers_in_words(config)
     if config["mixture"] is not None:
         yield "", descriptions.mixture_in_words(config)
     if facts["mixture"]:
-        active, read = facts["mixture"]["active_parameters"], facts["mixture"]["token_bytes"]
-        yield (
-            "",
-            f"a token goes through {active / 1e6:,.1f} M parameters, {mebibytes(read).strip()} of the weights' files",
-        )
+        active, read = _millions(facts["mixture"]["active_parameters"]), facts["mixture"]["token_bytes"]
+        yield "", f"a token goes through {active} M parameters, {mebibytes(read).strip()} of the weights' files"
     if config["pooling"] != POOLINGS[0]:
         yield "embeddings", f"of {config['hidden_size']} dimensions, by the last token: it gives no answers"
     ends = ", ".join(map(str, config["eos_token_ids"])) or "none"
     yield "vocabulary", f"{config['vocab_size']:,} tokens, end of sequence {ends}"
-    yield (
-        "limits",
-        f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
-        f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
-        + (f", KV cache of {limits['kv_cache']}" if "kv_cache" in limits else ""),
-    )
+    cache = f", KV cache of {limits['kv_cache']}" if "kv_cache" in limits else ""
+    context = f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,})"
+    chunk = f"prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}{cache}"
+    yield "limits", f"{context}, batch {limits['max_batch']}, {chunk}"
     if facts["source"] is not None:
         yield "source", str(ModelSource(**facts["source"]))
     if facts["file"] is not None:
@@ -331,24 +316,16 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "tools", f"calls in the format {facts['tool_format']}"
     if "draft" in facts:
         draft = facts["draft"]
-        yield (
-            "draft",
-            f"{descriptions.draft_in_words(draft['config'])}, {draft['parameters'] / 1e6:,.1f} M parameters of its "
-            f"own, {mebibytes(sum(draft['weights'].values()))} of files",
-        )
-        yield (
-            "",
-            f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
-            f"{limits['verify_tree_size']} nodes verified",
-        )
+        own = f"{_millions(draft['parameters'])} M parameters of its own, {mebibytes(sum(draft['weights'].values()))}"
+        yield "draft", f"{descriptions.draft_in_words(draft['config'])}, {own} of files"
+        size = f"{limits['draft_top_k']} wide and {limits['draft_steps']} deep"
+        yield "", f"trees up to {size}, up to {limits['verify_tree_size']} nodes verified"
     if "vision" in facts:
         vision, encoder = facts["vision"], facts["vision"]["config"]
         shown, side = ("patches", "patch_size") if encoder["image_size"] is None else ("images", "image_size")
-        yield (
-            "vision",
-            f"{encoder['family']}, {encoder['num_layers']} layers of {encoder['hidden_size']}, {shown} of "
-            f"{encoder[side]} x {encoder[side]} pixels, {vision['parameters'] / 1e6:,.1f} M parameters",
-        )
+        layers = f"{encoder['family']}, {encoder['num_layers']} layers of {encoder['hidden_size']}"
+        pixels = f"{shown} of {encoder[side]} x {encoder[side]} pixels"
+        yield "vision", f"{layers}, {pixels}, {_millions(vision['parameters'])} M parameters"
         rows = ", ".join(f"{count:,}" for count in limits["image_rows"])
         yield "", f"images of up to {vision['max_image_patches']:,} patches (engines of {rows} rows)"
     if "lora" in facts:
@@ -366,10 +343,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for platform in facts["plans"]:
         needless = f" and {platform['needless']} that kernels make needless" if platform["needless"] else ""
         needed = f"{platform['plans']} of {platform['expected']}" if platform["expected"] else "none needed"
-        yield (
-            "plans",
-            f"{platform['platform']}: {needed}{needless}, {mebibytes(platform['bytes'])}, {platform['state']}",
-        )
+        there = f"{needed}{needless}, {mebibytes(platform['bytes'])}, {platform['state']}"
+        yield "plans", f"{platform['platform']}: {there}"
         yield from (("", problem) for problem in platform["problems"])
     for number, text in enumerate(kernels_in_words(facts["kernels"])):
         yield "" if number else "kernels", text
@@ -378,23 +353,27 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for words, part in packed["stored"].items():
             yield "", f"{words}, {part['weights']} weights of {mebibytes(part['bytes'])}"
         yield from (("", note) for note in packed["notes"])
+    executors = facts["executors"].values()
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
-    elif not facts["plans"] and facts["executors"] and _need_no_plans(facts["executors"]):
+    elif not facts["plans"] and executors and all(each["name"] == "kernels" for found in executors for each in found):
         yield "plans", "none are needed: kernels run every step"
     elif not facts["plans"]:
-        yield ("plans", "none: kernels and NumPy need none, those of what TensorRT runs are made on first use")
+        yield "plans", "none: kernels and NumPy need none, those of what TensorRT runs are made on first use"
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
     yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
     host = facts["host_memory"]
-    yield (
-        "",
-        f"of the host up to {mebibytes(host[KEPT_ROWS])}: {KEPT_ROWS}, {host[KEPT_ROWS] // host['token']:,} tokens",
-    )
+    kept = [(KEPT_ROWS, f"{host[KEPT_ROWS] // host['token']:,} tokens")]
     if "state" in host:
-        places = f"{host[KEPT_STATES] // host['state']:,} of {host['state'] / MEBIBYTE:,.2f} MiB"
-        yield "", f"of the host up to {mebibytes(host[KEPT_STATES])}: {KEPT_STATES}, {places}"
+        size = f"{host['state'] / MEBIBYTE:,.2f} MiB"
+        kept.append((KEPT_STATES, f"{host[KEPT_STATES] // host['state']:,} of {size}"))
+    for name, count in kept:
+        yield "", f"of the host up to {mebibytes(host[name])}: {name}, {count}"
     if facts["verified"] and not facts["differences"]:
         yield "verified", "every file is as described"
     yield from (("differs", difference) for difference in facts["differences"])
+
+
+def _millions(parameters: int) -> str:
+    return f"{parameters / 1e6:,.1f}"

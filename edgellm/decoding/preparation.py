@@ -26,8 +26,8 @@ from edgellm.text.messages import (
     SYSTEM_ROLES,
     MediaReference,
     checked_messages,
-    images_of_prompt,
     media_of_messages,
+    media_of_prompt,
     require_tools_shown,
     warn_of_unread,
 )
@@ -159,16 +159,18 @@ class Preparation:
     def _prompt(self, request: Request, capacity: int | None = None) -> _Prompt:
         """The prompt of a request. Raises ContextError early for one that is far too long for a context."""
         if request.messages is not None:
-            if request.images:
-                raise RequestError("a conversation has its images in its messages: leave `images` out")
+            if request.images or request.audio:
+                given = "images" if request.images else "audio"
+                raise RequestError(f"a conversation has its {given} in its messages: leave `{given}` out")
             return self._ready(self._chat_ids(request, capacity), media_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
-            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), capacity=capacity)
+            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), tokenizer.begins_prompts, capacity)
         else:
             prompt_ids = list(map(int, prompt))
-        return self._ready(prompt_ids, images_of_prompt(request.images))
+        shown = media_of_prompt("image", request.images) + media_of_prompt("audio", request.audio)
+        return self._ready(prompt_ids, shown)
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
         """How many of a prompt's first tokens are those of its system messages of text, and of its tools, as every
@@ -250,6 +252,13 @@ class Preparation:
             raise RequestError("the prompt is empty: it must have at least one token")
         if count >= self._capacity:
             raise ContextError.of_prompt(count, self._capacity)
+        config, chunk = self._directory.config, self._directory.limits.prefill_chunk
+        most = min(chunk, config.window or chunk)
+        if config.prefix_attention and count > most:
+            raise RequestError(
+                f"the prompt has {count} tokens, each of which sees all of it, and {most} are the most: shorten it, or "
+                "build with a larger --prefill-chunk"
+            )
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:

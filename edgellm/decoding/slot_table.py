@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.media import PromptMedia, TokenIdentity
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.errors import EngineError
 from edgellm.snapshots.contents import KVContents, choose_slot, common_beginning
 from edgellm.snapshots.preempted_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
@@ -23,12 +25,42 @@ if TYPE_CHECKING:
     from edgellm.media.encoders import PreparedMedia
 
 
+class HeldSlots:
+    """The slots of a runner whose rows others read: nothing is computed there until these give them back.
+
+    Sequences have the slots in front of all that are held, so the last ones are to be held first.
+    """
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._returned: deque[int] = deque()
+
+    def usable(self, runner: DecodingRunner) -> int:
+        """How many of the runner's first slots are not held; EngineError where none is. Of the engine's thread."""
+        while self._returned:
+            if (lost := runner.backend.lost()) is not None:  # waits for readers that still run on the device
+                raise lost
+            self._held.discard(self._returned.popleft())
+        usable = min(self._held, default=runner.limits.max_batch)
+        if not usable:
+            raise EngineError(
+                "all slots of the model hold states that prefill() handed out: let go of these (and of what was made "
+                "of them) first, or build with a larger --max-batch"
+            )
+        return usable
+
+    def hold(self, slot: int) -> Callable[[], None]:
+        """Hold a slot; gives what gives it back, which any thread may call, once."""
+        self._held.add(slot)
+        return partial(self._returned.append, slot)
+
+
 class SlotTable:
     """The slots of a runner. No step is under way when anything changes.
 
     `contents` are those of the slots, exchanged with them; `encode` encodes the media of a prompt; `drafter` drafts
     (None: nothing is drafted); `keeper` keeps rows of sequences that give way (None: they are computed again), `states`
-    recurrent states (None: the model has none).
+    recurrent states (None: the model has none); slots that are `held` are left alone.
     """
 
     def __init__(
@@ -40,7 +72,9 @@ class SlotTable:
         drafter: Policy | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
+        held: HeldSlots | None = None,
     ) -> None:
+        self._held = held or HeldSlots()
         self.runner, self._contents, self._snapshots, self._encode = runner, contents, snapshots, encode
         self.drafter, self._keeper, self._states = drafter or Policy(), keeper, states
         #: The sequences that have a slot, in the slots' order.
@@ -50,10 +84,10 @@ class SlotTable:
         """Whether a slot is free, and the engines hold its adapter or can, once those that are `leaving` have left:
         else it waits until others are finished.
 
-        Raises AdapterError for an adapter that is not loaded.
+        Raises AdapterError for an adapter that is not loaded, EngineError where all slots are held.
         """
         slots = [self.running.index(each) for each in leaving]
-        has_slot = len(self.running) - len(slots) < self.runner.limits.max_batch
+        has_slot = len(self.running) - len(slots) < self._held.usable(self.runner)
         return has_slot and self.runner.base.has_adapter_place(sequence.adapter, *slots)
 
     def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
@@ -203,7 +237,7 @@ class SlotTable:
         """Let the next slot hold the rows that are best for a sequence's text, of all that idle slots hold, and be
         bound to its adapter."""
         shortened = sequence.conversation if sequence.dropped.turns else None
-        idle = range(slot, len(self._contents))
+        idle = range(slot, self._held.usable(self.runner))
         adapter, system = sequence.adapter_digest, sequence.system_tokens
         taken, copied = choose_slot(self._contents, idle, tokens, adapter, shortened, system)
         if taken != slot:

@@ -194,8 +194,8 @@ class Writer:
         """`sequences` are the engine's, whose prompts a stream may tell before they have ended."""
         self._asked, self._tokenizer, self._readers, self._sequences = asked, tokenizer, readers, sequences
 
-    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
-        """The answers to a request that does not stream."""
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any] | str:
+        """The answers to a request that does not stream: JSON, or text as it is."""
         raise NotImplementedError
 
     def begin(self) -> Iterator[bytes]:
@@ -230,7 +230,7 @@ class CompletionWriter(Writer):
         self._common["model"] = self._asked.model
         self._offsets = [0] * len(self._readers)
 
-    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any] | str:
         choices = []
         for index, (piece, response) in enumerate(zip(pieces, responses, strict=True)):
             echoing = replace(piece, content=self._echoed(index) + piece.content)

@@ -31,13 +31,14 @@ from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Wri
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.counts import ServerCounts
 from edgellm.http.embeddings import EMBEDDINGS, ParsedEmbedding
-from edgellm.http.errors import MESSAGES, OLLAMA, HTTPError, http_error, later, without_folders
+from edgellm.http.errors import MESSAGES, OLLAMA, TRANSCRIPTIONS, HTTPError, http_error, later, without_folders
 from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.kept_responses import KeptResponses
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
+from edgellm.http.transcriptions import TranscriptionWriter, transcription
 from edgellm.http.under_way import AnswersUnderWay
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.runtime import SpecDecodeRuntime
@@ -63,6 +64,7 @@ ENDPOINTS: dict[str, EndpointKind] = {
     "/v1/completions": (completions.completion, CompletionWriter),
     "/v1/responses": (response_request, ResponseWriter),
     MESSAGES: (messages.message_request, messages.MessageWriter),
+    TRANSCRIPTIONS: (transcription, TranscriptionWriter),
     "/api/chat": (ollama.chat, ollama_answers.ChatLineWriter),
     "/api/generate": (ollama.generate, ollama_answers.GenerateWriter),
 }
@@ -240,7 +242,10 @@ class Service:
         under_way = AnswersUnderWay(answers, readers, writer)
         with self._telling(asked.fields):
             if not asked.stream:
-                return JSONResponse(await under_way.whole(), headers=headers)
+                whole = await under_way.whole()
+                if isinstance(whole, str):
+                    return PlainTextResponse(whole, headers=headers)
+                return JSONResponse(whole, headers=headers)
             events = await under_way.begin(lambda error: self._told(error, {}))
         headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
         return StreamingResponse(events, media_type=writer.media_type, headers=headers)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from edgellm.http.errors import OLLAMA, HTTPError, http_error, later
+from edgellm.http.errors import OLLAMA, TRANSCRIPTIONS, HTTPError, http_error, later
 
 logger = logging.getLogger("edgellm.http")
 
@@ -74,10 +74,11 @@ def _check_content(headers: Headers, path: str) -> None:
     # Clients of ollama may send none, or what curl sends; a page, which could without being asked for more, tells its
     # origin.
     may_be_other = path.startswith(OLLAMA) and "origin" not in headers
-    taken = ("application/json", *(("", "application/x-www-form-urlencoded") if may_be_other else ()))
+    usual = "multipart/form-data" if path == TRANSCRIPTIONS else "application/json"
+    taken = (usual, *(("", "application/x-www-form-urlencoded") if may_be_other else ()))
     if kind.partition(";")[0].strip().lower() not in taken:
         found = kind[:100] or "missing"
-        raise HTTPError(415, f"the content type is {found}: expected application/json", code="wrong_content_type")
+        raise HTTPError(415, f"the content type is {found}: expected {usual}", code="wrong_content_type")
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPError(415, "the body is encoded: send it as it is", code="wrong_content_encoding")
 

@@ -76,15 +76,16 @@ def _values(text: bytes) -> int:
 
 
 def _image_bytes(messages: Any) -> int:
-    """The bytes of the images that messages show: their data URLs, or what a `source` has."""
+    """The bytes of the images and sounds that messages show: their data URLs, or what a `source` has."""
     size = 0
     for message in _objects(messages):
         parts = _objects(message.get("content"))
         for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
-            source, url = part.get("source"), part.get("image_url")
-            if isinstance(source, dict):
-                data, url = source.get("data"), source.get("url")
-                size += len(data) if isinstance(data, str) else 0
+            url = part.get("image_url") or part.get("audio_url")
+            for name in ("source", "input_audio"):
+                if isinstance(source := part.get(name), dict):
+                    data, url = source.get("data"), source.get("url")
+                    size += len(data) if isinstance(data, str) else 0
             url = url.get("url") if isinstance(url, dict) else url
             size += len(url) - len("data:") if isinstance(url, str) and url.startswith("data:") else 0
     return size

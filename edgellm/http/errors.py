@@ -8,17 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from edgellm.errors import (
-    AdapterError,
-    ConstraintError,
-    ContextError,
-    DeviceLostError,
-    EdgeLLMError,
-    ImageError,
-    QueueFullError,
-    RequestError,
-    shown,
-)
+from edgellm import errors
 from edgellm.errors import TemplateError as ChatTemplateError
 from edgellm.kernels.errors import bounded_message
 
@@ -27,6 +17,8 @@ OLLAMA = "/api/"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 #: What paths of Anthropic's API begin with, and the types of its errors that are others.
 MESSAGES = "/v1/messages"
+#: Where sounds come in forms.
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 _MESSAGE_TYPES = {413: "request_too_large", 503: "overloaded_error"}
 #: The folders of a file: of its path the name alone is told.
 _FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/:;,'\"()]+/)+")
@@ -91,33 +83,34 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     if isinstance(error, HTTPError):
         return error
     message = str(error)
-    if isinstance(error, QueueFullError):
+    if isinstance(error, errors.QueueFullError):
         return later(429, message, "queue_full", retry_after)
-    if isinstance(error, AdapterError):
+    if isinstance(error, errors.AdapterError):
         return HTTPError(404, message, param="model", code="model_not_found")
-    if isinstance(error, ContextError):
+    if isinstance(error, errors.ContextError):
         said = f"the maximum context length is {error.limit} tokens: {message}"  # words that clients look for
         return HTTPError(400, said, param=fields.get(""), code="context_length_exceeded")
-    if isinstance(error, ImageError):
-        return HTTPError(400, message, param=fields.get(""), code="invalid_image")
-    if isinstance(error, (RequestError, ConstraintError, ChatTemplateError)):
+    if isinstance(error, (errors.ImageError, errors.AudioError)):
+        code = "invalid_image" if isinstance(error, errors.ImageError) else "invalid_audio"
+        return HTTPError(400, message, param=fields.get(""), code=code)
+    if isinstance(error, (errors.RequestError, errors.ConstraintError, ChatTemplateError)):
         match = _FIELD.match(message)
         if match is None or match[1] not in fields:
             return HTTPError(400, message, param=fields.get(""))
         parts = (fields.get(part, part) for part in re.findall(r"\.\w+|\[\d+\]", match[2]))
         place = "".join([fields[match[1]], *parts])
         return HTTPError(400, place + message[match.end() :], param=place)
-    if isinstance(error, DeviceLostError):  # a proxy may ask another server
+    if isinstance(error, errors.DeviceLostError):  # a proxy may ask another server
         return later(503, message, "failed", 5)
-    if isinstance(error, EdgeLLMError):
-        told = message if isinstance(error, ConstraintError) else without_folders(message)
+    if isinstance(error, errors.EdgeLLMError):
+        told = message if isinstance(error, errors.ConstraintError) else without_folders(message)
         return HTTPError(500, told, code="engine_error")
     return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")
 
 
 def wrong(name: str, value: Any, expected: str) -> HTTPError:
     """The error of a field that is not there, or not as expected."""
-    found = "missing" if value is None else shown(value)
+    found = "missing" if value is None else errors.shown(value)
     return HTTPError(400, f"{name} is {found}: expected {expected}", param=name)
 
 
@@ -125,5 +118,5 @@ def checked(name: str, check: Any, value: Any, said: str | None = None) -> Any:
     """What a check makes of a field's value; HTTPError for what it refuses. `said` is the name in its messages."""
     try:
         return check(value)
-    except RequestError as error:
+    except errors.RequestError as error:
         raise http_error(error, {said or name: name, "": name}) from error

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-from PIL import Image
 
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, checked, http_error, wrong
 from edgellm.http.kept_responses import Items
-from edgellm.multimodal.image_input import image_of_url, readable_formats
+from edgellm.http.media_parts import image_of_part, sound_of_part
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import Structure, structure_of_response_format
-from edgellm.text.messages import checked_variables, is_image
+from edgellm.text.messages import checked_variables, media_kind
 from edgellm.text.turns import OngoingConversation
 
 #: Fields of `SamplingParams` that requests name alike, those that only this server has among them.
@@ -324,31 +320,19 @@ class Fields:
         return found
 
     def _part(self, part: Any, what: str, param: str) -> Any:
-        """A part of a message as the engine takes it: text as it is, an image as bytes."""
-        if not isinstance(part, dict) or not is_image(part):
+        """A part of a message as the engine takes it: text as it is, images and sounds as bytes."""
+        kind = media_kind(part)
+        if kind is None:
             return part
-        source = part.get("image_url")
-        described = source if isinstance(source, dict) else {"url": source, "detail": part.get("detail")}
-        url = described.get("url")
-        others = sorted(set(part) - {"type", "image_url", "detail"} | set(described) - {"url", "detail"})
-        if others or not isinstance(url, str) or url[:5].lower() != "data:":
-            found = f"has {', '.join(others)}" if others else f"shows {shown(url)[:80]}"
-            expected = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
-            message = f"{what} {found}: images are taken as data URLs alone, {expected}"
-            raise HTTPError(400, message, param=param, code="invalid_image")
-        if described.get("detail") not in (None, "auto") and "image_url.detail" not in self.ignored:
-            self.ignored.append("image_url.detail")
-        try:
-            data = image_of_url(url)
-        except Exception as error:
-            raise http_error(error, {"": param}) from error
-        assert isinstance(data, bytes)  # a data URL is never a path
-        pixels, most = _pixels(data), self.model.image_pixels
-        if pixels > most:
-            message = f"{what} has {pixels:,} pixels: at most {most:,} are taken (--max-image-pixels)"
-            raise HTTPError(400, message, param=param, code="image_too_large")
-        self.images, self.pixels = self.images + 1, self.pixels + pixels
-        return {"type": "image", "image": data}
+        if kind == "audio":
+            data = sound_of_part(part, what, param)
+            self.pixels += len(data) // 3  # they share the room that there is for images
+        else:
+            data, pixels, has_detail = image_of_part(part, what, param, self.model.image_pixels)
+            self.images, self.pixels = self.images + 1, self.pixels + pixels
+            if has_detail and "image_url.detail" not in self.ignored:
+                self.ignored.append("image_url.detail")
+        return {"type": kind, kind: data}
 
     def parsed(self, named: Mapping[str, str], request: Mapping[str, Any], **more: Any) -> ParsedRequest:
         """What was asked, of the fields of a `Request` and what `more` is known of a `ParsedRequest`. `named` are
@@ -384,14 +368,3 @@ def _guide(name: str, described: Mapping[str, Any]) -> Structure:
         return Structure(**described)
     except RequestError as error:
         raise http_error(error, dict.fromkeys(kinds, name)) from error
-
-
-def _pixels(data: bytes) -> int:
-    """How many pixels a file says that it has; 0 where it is no image that can be read, which the engine explains."""
-    try:
-        with Image.open(io.BytesIO(data), formats=readable_formats()) as image:
-            return image.width * image.height
-    except Image.DecompressionBombError:
-        return sys.maxsize
-    except Exception:  # whatever hostile bytes make a decoder raise
-        return 0

@@ -19,7 +19,7 @@ class AnswersUnderWay:
     def __init__(self, generations: Sequence[AsyncGeneration], readers: Sequence[AnswerReader], writer: Writer) -> None:
         self._generations, self._readers, self._writer = generations, readers, writer
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any] | str:
         """All answers, when they have ended. Raises what one of them failed with."""
         try:
             responses = [await self._ended(index) for index in range(len(self._generations))]

@@ -50,8 +50,12 @@ class MediaEncoder(Protocol):
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         """Read and prepare a piece. Any thread may call it; the error for one that cannot be read names it."""
 
+    def written(self, piece: Any, /) -> Sequence[int]:
+        """The ids that stand for a piece in a prompt: the kind's token for each row, and what is around these."""
+
     def encode(self, pieces: Sequence[Any], /) -> Sequence[MediaEmbeddings]:
-        """The rows of each piece that `prepare` gave; of those that are known by their digests without computing."""
+        """The rows of each piece that `prepare` gave, or of each of its parts where it has several; of those that are
+        known by their digests without computing."""
 
     def close(self) -> None:
         """Free all memory."""
@@ -79,6 +83,9 @@ class LazyEncoder:
 
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         return self._opened().prepare(reference)
+
+    def written(self, piece: PreparedMedia) -> Sequence[int]:
+        return self._opened().written(piece)
 
     def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
         return self._opened().encode(pieces)
@@ -120,6 +127,11 @@ class MediaEncoders:
         """What they take in bytes, by name."""
         return {name: size for encoder in self.by_name.values() for name, size in encoder.memory.items()}
 
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """The ids of the tokens that stand for media."""
+        return frozenset(encoder.kind.token_id for encoder in self.by_name.values())
+
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights of each, once memory was checked."""
         for encoder in self.by_name.values():
@@ -138,26 +150,31 @@ class MediaEncoders:
         return [self.by_name[each.kind].prepare(each) for each in references]
 
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
-        """The ids of a prompt with each token that stands for a kind repeated for the tokens of its piece, in order.
+        """The ids of a prompt with those of its pieces in place of each token that stands for a kind, in order.
 
-        Raises ImageError where there are more pieces than markers of their kind, or the reverse.
+        Raises ImageError where there are more pieces than markers of their kind, or the reverse, and RequestError for
+        none where the model is made for them alone.
         """
         following = {}
         for name, encoder in self.by_name.items():
-            token, counts = encoder.kind.token_id, [each.tokens for each in pieces if each.kind == name]
+            token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
-            if markers != len(counts):
+            if markers != len(own):
                 raise ImageError(
-                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(counts)} {name}s: "
+                    f"the prompt has {markers} {name} markers (token {token}), but there are {len(own)} {name}s: "
                     f"show one {name} for each marker"
                 )
-            if counts:
-                following[token] = iter(counts)
+            if own:
+                following[token] = map(encoder.written, own)
+        if self._config.prefix_attention and not following:
+            raise RequestError(
+                f"the request shows no image, but {self._path} is a model of prompts that begin with one"
+            )
         if not following:
             return list(prompt_ids)
         expanded: list[int] = []
         for token in prompt_ids:
-            expanded += [token] * (next(following[token]) if token in following else 1)
+            expanded += next(following[token]) if token in following else [token]
         return expanded
 
     def encode(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> PromptMedia:

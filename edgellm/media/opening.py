@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 from edgellm.defaults import ModelDefaults
@@ -11,51 +9,45 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EngineDirectoryError
 from edgellm.media.encoders import LazyEncoder, MediaEncoder, MediaEncoders
+from edgellm.media.image_text import PART_TEXTS, TextOfParts, image_writer
 from edgellm.metrics import Metrics
 from edgellm.text.tokenizer import Tokenizer
 
 
 def open_encoders(
-    backend: Backend, directory: EngineDirectory, vision_engines: EngineDirectory | None, metrics: Metrics
+    backend: Backend,
+    directory: EngineDirectory,
+    vision_engines: EngineDirectory | None,
+    metrics: Metrics,
+    tokenizer: Tokenizer,
 ) -> MediaEncoders:
-    """The encoders of a model, that of images with the engines of the directory `vision_engines` (None: there is none).
+    """The encoders of a model, that of images with the engines of the directory `vision_engines` (None: there is none),
+    whose images are written into prompts as the `tokenizer` has it.
 
     On a GPU they open at once, since memory is planned as a whole there.
     """
     encoders: list[MediaEncoder] = []
     if vision_engines is not None and vision_engines.vision is not None:
+        vision = vision_engines.vision.config
+        texts = TextOfParts(vision, tokenizer) if vision.family in PART_TEXTS else None
 
         def opened() -> MediaEncoder:
             from edgellm.media.vision import VisionEncoder
 
-            return VisionEncoder(backend, directory, vision_engines, metrics)
+            return VisionEncoder(backend, directory, vision_engines, metrics, texts)
 
-        kind = directory.config.image_kind(vision_engines.vision.config.image_token_id)
+        kind = directory.config.image_kind(vision.image_token_id)
         encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
+    if "audio" in directory.config.media:
+
+        def opened_audio() -> MediaEncoder:
+            from edgellm.media.audio import AudioEncoder
+
+            return AudioEncoder(backend, directory, metrics)
+
+        kind = directory.config.media["audio"]
+        encoders.append(LazyEncoder(kind, opened_audio, backend) if backend.computes_at_once else opened_audio())
     return MediaEncoders(encoders, directory.config, directory.path)
-
-
-def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[str], str]:
-    """What makes of a text, a rendered chat template or a raw prompt, one that has an image's token for each image.
-
-    Templates of Gemma 3 write the token before an image alone, for which the published processor writes two line feeds,
-    that token, those of the image, the one behind it, and two line feeds: they become tokens together with the text
-    around them. One that is followed by the image's token is left as it is. Raises EngineDirectoryError where the
-    tokenizer lacks these tokens.
-    """
-    vision = directory.vision
-    if vision is None or vision.config.family != "gemma3":
-        return str
-    ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
-    before, image, behind = (None if each is None else tokenizer.id_to_token(each) for each in ids)
-    if before is None or image is None or behind is None:
-        raise EngineDirectoryError(
-            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for the "
-            "beginning of an image, for a part of it and for its end: take tokenizer.json as it was published"
-        )
-    marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
-    written = f"\n\n{before}{image}{behind}\n\n"
-    return lambda text: marker.sub(lambda match: written, text)
 
 
 def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | None) -> tuple[Tokenizer, ModelDefaults]:
@@ -64,6 +56,9 @@ def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | Non
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     if vision_engines is not None:
         tokenizer.media, tokenizer.write_images = ("image",), image_writer(vision_engines, tokenizer)
+        tokenizer.begins_prompts = not directory.config.prefix_attention
+    if "audio" in directory.config.media:
+        tokenizer.media = (*tokenizer.media, "audio")
     return tokenizer, ModelDefaults(directory.path)
 
 

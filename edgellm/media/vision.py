@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -10,9 +11,13 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.errors import ImageError
+from edgellm.media.image_text import TextOfParts
 from edgellm.metrics import Metrics
-from edgellm.multimodal.image_input import image_of_url, read_image
-from edgellm.multimodal.image_processor import PreparedImage, open_image_processor
+from edgellm.multimodal.image_input import read_image
+from edgellm.multimodal.image_processor import open_image_processor
+from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.sources import source_of_url
+from edgellm.multimodal.tiles import TiledImage
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.text.messages import MediaReference
 
@@ -25,14 +30,20 @@ class VisionEncoder:
     """
 
     def __init__(
-        self, backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
+        self,
+        backend: Backend,
+        directory: EngineDirectory,
+        vision_directory: EngineDirectory,
+        metrics: Metrics,
+        texts: TextOfParts | None = None,
     ) -> None:
+        """`texts` are those around the parts of images, where these have several."""
         vision = vision_directory.vision
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
         self.kind = directory.config.image_kind(vision.config.image_token_id)
-        self._metrics = metrics
+        self._metrics, self._texts = metrics, texts
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
         try:
@@ -53,21 +64,34 @@ class VisionEncoder:
             self._own.check_memory(MemoryPlan({**self.memory, "engine scratch": self._own.scratch_bytes()}))
         self._runner.load(progress)
 
-    def prepare(self, reference: MediaReference) -> PreparedImage:
+    def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
         """Read and prepare an image. Any thread may call it; ImageError names the image."""
         try:
-            source = image_of_url(str(reference.source)) if reference.is_url else reference.source
+            source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error
 
-    def encode(self, images: Sequence[PreparedImage]) -> list[MediaEmbeddings]:
-        """The embeddings of images; those that are not known are encoded."""
-        counts = self._runner.metrics
+    def written(self, image: PreparedImage | TiledImage) -> list[int]:
+        """The ids of an image in a prompt, with what stands around its parts."""
+        token = self.kind.token_id
+        if self._texts is None:
+            return [token] * image.tokens
+        if isinstance(image, PreparedImage):
+            counts, rows, columns = image.runs, len(image.runs), 1
+        else:
+            counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
+        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns)
+        parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
+        return [*chain.from_iterable(parts), *end]
+
+    def encode(self, images: Sequence[PreparedImage | TiledImage]) -> list[MediaEmbeddings]:
+        """The embeddings of each part of the images; those that are not known are encoded."""
+        counts, tiles = self._runner.metrics, [tile for image in images for tile in image.tiles]
         hits, seconds = counts.cache_hits, counts.seconds
-        embeddings = self._runner.encode(images)
+        embeddings = self._runner.encode(tiles)
         self._metrics.encoded(
-            len(images), sum(image.tokens for image in images), counts.seconds - seconds, counts.cache_hits - hits
+            len(tiles), sum(tile.tokens for tile in tiles), counts.seconds - seconds, counts.cache_hits - hits
         )
         return embeddings
 

@@ -74,8 +74,8 @@ def _checked_calls(calls: Any, what: str) -> list[dict[str, Any]]:
 
 
 def shown_texts(content: Any) -> list[str]:
-    """The texts of a checked message's content; "image" stands for an image."""
-    return [content] if isinstance(content, str) else [part.get("text", "image") for part in content or ()]
+    """The texts of a checked message's content; "image" or "audio" stands for a piece of that."""
+    return [content] if isinstance(content, str) else [part.get("text", part["type"]) for part in content or ()]
 
 
 def _checked_content(message: dict[str, Any], number: int, media: Collection[str]) -> str | list[dict[str, Any]] | None:
@@ -105,22 +105,28 @@ def _checked_content(message: dict[str, Any], number: int, media: Collection[str
 
 #: The kinds of media that parts of messages show, by the parts' types.
 MEDIA_PARTS = dict.fromkeys(("image", "image_url", "input_image"), "image")
-_OTHER_PARTS = ("video", "video_url", "audio", "input_audio")
+MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "audio")
+_OTHER_PARTS = ("video", "video_url")
 #: By kind, where a part may have what it shows: the key, and whether it is a URL or a path; and how to write it.
-_SOURCES = {"image": (("image", False), ("path", True), ("url", True), ("image_url", True))}
+_SOURCES = {
+    "image": (("image", False), ("path", True), ("url", True), ("image_url", True)),
+    "audio": (("audio", False), ("path", True), ("url", True), ("audio_url", True), ("input_audio", False)),
+}
 _EXAMPLES = {
     "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,... or a path"}} and '
-    '{"type": "image", "image": a path, bytes, a Pillow image or an array}'
+    '{"type": "image", "image": a path, bytes, a Pillow image or an array}',
+    "audio": '{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}} and '
+    '{"type": "audio", "audio": a path, bytes, or (samples, rate)}',
 }
 #: By kind, what a model has that takes it, as errors name it.
-ENCODER_NAMES = {"image": "vision model"}
+ENCODER_NAMES = {"image": "vision model", "audio": "encoder of speech"}
 _TEXT_EXAMPLE = '{"type": "text", "text": "..."}'
 
 
 @dataclass(frozen=True, eq=False)
 class MediaReference:
-    """A piece of a `kind` of media that a request shows: its `source`, as `read_image` takes an image, or text: a URL
-    or a path (`is_url`).
+    """A piece of a `kind` of media that a request shows: its `source`, as `read_image` or `read_audio` takes it, or
+    text: a URL or a path (`is_url`).
 
     `channels` is the order of an array's colours, "RGB" or "BGR"; `name` says in errors which piece it is.
     """
@@ -137,7 +143,7 @@ def text_of_part(part: Any, what: str) -> str:
     if media_kind(part) is None:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _OTHER_PARTS:
-            raise RequestError(f"{what} is of type {kind!r}: only text and images can be sent")
+            raise RequestError(f"{what} is of type {kind!r}: only text, images and audio can be sent")
         if kind == "text" and isinstance(part.get("text"), str):
             return part["text"]
     raise RequestError(f"{what} is not a text part: expected {_TEXT_EXAMPLE}")
@@ -154,10 +160,12 @@ def is_image(part: Any) -> bool:
     return media_kind(part) == "image"
 
 
-def show_images(messages: Sequence[Any]) -> bool:
-    """Whether any of some messages, which need not be well-formed, shows an image."""
+def show_media(messages: Sequence[Any], *kinds: str) -> bool:
+    """Whether any of some messages, which need not be well-formed, shows a piece of these kinds of media; of any kind
+    where none is named."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    return any(isinstance(content, list) and any(map(is_image, content)) for content in contents)
+    shown = {media_kind(part) for content in contents if isinstance(content, list) for part in content} - {None}
+    return bool(shown.intersection(kinds) if kinds else shown)
 
 
 def media_of_part(part: dict[str, Any], kind: str, what: str) -> MediaReference:
@@ -170,6 +178,10 @@ def media_of_part(part: dict[str, Any], kind: str, what: str) -> MediaReference:
         )
     key, is_url = given[0]
     source = part[key]
+    if key == "input_audio":
+        data = source.get("data") if isinstance(source, dict) else None
+        require_kind(isinstance(data, str), f"{what}: input_audio", source, "an object with base64 as data")
+        return MediaReference(f"data:audio/x;base64,{data}", True, "RGB", what, kind)
     if key == f"{kind}_url" and isinstance(source, dict):
         source = source.get("url")
     is_known = not is_url or isinstance(source, str) or hasattr(source, "__fspath__")
@@ -188,13 +200,14 @@ def media_of_messages(messages: Sequence[dict[str, Any]]) -> list[MediaReference
     ]
 
 
-def images_of_prompt(images: Sequence[Any]) -> list[MediaReference]:
-    """The images of a prompt without messages: each as `read_image` takes it, a URL, or an image part."""
-    named = [(image, f"image {number}") for number, image in enumerate(images, 1)]
+def media_of_prompt(kind: str, pieces: Sequence[Any]) -> list[MediaReference]:
+    """The pieces of a kind of a prompt without messages: each as `read_image` or `read_audio` takes it, a URL, or a
+    part of a message."""
+    named = [(piece, f"{kind} {number}") for number, piece in enumerate(pieces, 1)]
     return [
-        media_of_part(each, "image", name)
-        if is_image(each)
-        else MediaReference(each, isinstance(each, str), "RGB", name)
+        media_of_part(each, kind, name)
+        if media_kind(each) == kind
+        else MediaReference(each, isinstance(each, str), "RGB", name, kind)
         for each, name in named
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
-from edgellm.text.messages import SYSTEM_ROLES, show_images, shown_texts
+from edgellm.text.messages import SYSTEM_ROLES, show_media, shown_texts
 from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 from edgellm.text.template_trials import TOOL, TemplateTrials
 
@@ -208,7 +208,7 @@ def _fitted_system(messages: list[dict[str, Any]], trials: TemplateTrials) -> li
     if any(message["role"] == "developer" for message in messages) and not trials.writes_developer:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
-    if len(leading) < 2 or show_images(leading) or trials.writes_several_systems:
+    if len(leading) < 2 or show_media(leading) or trials.writes_several_systems:
         return messages
     texts = ("\n".join(shown_texts(message["content"])) for message in leading)
     return [{"role": leading[0]["role"], "content": "\n\n".join(filter(None, texts))}, *messages[len(leading) :]]

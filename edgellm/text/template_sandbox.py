@@ -20,21 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
+from edgellm.text import template_operations
 from edgellm.text.template_budget import TemplateRaised, check, current_budget
-from edgellm.text.template_operations import (
-    FILTERS,
-    TESTS,
-    TEXT_METHODS,
-    binary,
-    call_method,
-    compare,
-    concatenated,
-    date_of_today,
-    format_text,
-    make_dictionary,
-    printed,
-    take_slice,
-)
 
 _LONGEST_REFUSAL = 2000  # characters of an error's text
 _LARGEST_PROGRAM = 1024 * 1024  # characters of the Python that a template becomes
@@ -50,7 +37,7 @@ _REFUSED: dict[type[nodes.Node], str] = {
 }
 #: The methods that templates may call.
 _METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(TEXT_METHODS.split()),
+    str: frozenset(template_operations.TEXT_METHODS.split()),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     list: frozenset(("copy", "count", "index")),
     tuple: frozenset(("count", "index")),
@@ -59,10 +46,10 @@ _METHODS: dict[type, frozenset[str]] = {
 _ATTRIBUTES = {kind: frozenset(dir(kind)) for kind in (str, Markup, dict, list, tuple)}
 #: Operations that are compiled into calls of filters, by names that nobody writes in a template.
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "a < b": compare,
-    "a ~ b": lambda values: concatenated(map(printed, values)),
-    "{a: b}": make_dictionary,
-    "a[b:c]": take_slice,
+    "a < b": template_operations.compare,
+    "a ~ b": lambda values: template_operations.concatenated(map(template_operations.printed, values)),
+    "{a: b}": template_operations.make_dictionary,
+    "a[b:c]": template_operations.take_slice,
     "[a, b]": lambda value: current_budget.get().take(value),
     "for": lambda value: current_budget.get().take(value),
 }
@@ -72,7 +59,7 @@ class _Namespace(Namespace):
     """jinja2's namespace, which prints as nothing of what it holds: it is the one value that can be changed later."""
 
     def __init__(self, pairs: Any = (), /, **values: Any) -> None:
-        super().__init__(make_dictionary(pairs, **values))
+        super().__init__(template_operations.make_dictionary(pairs, **values))
 
     def __repr__(self) -> str:
         return "namespace"
@@ -118,13 +105,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Language], finalize=_finalize, cache_size=0
         )
         self.optimized = False  # nothing is computed at compile time that could be left for the rendering
-        self.concat = concatenated  # type: ignore[method-assign]
-        self.filters = FILTERS | _OPERATIONS
-        self.tests = TESTS  # type: ignore[assignment]
+        self.concat = template_operations.concatenated  # type: ignore[method-assign]
+        self.filters = template_operations.FILTERS | _OPERATIONS
+        self.tests = template_operations.TESTS  # type: ignore[assignment]
         kept = {name: self.globals[name] for name in ("range", "joiner", "cycler")}
         self.globals.clear()
-        self.globals.update(kept, namespace=_Namespace, dict=make_dictionary)
-        self.globals.update(raise_exception=_raise_exception, strftime_now=date_of_today)
+        self.globals.update(kept, namespace=_Namespace, dict=template_operations.make_dictionary)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=template_operations.date_of_today)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -174,11 +161,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if name not in _METHODS[kind]:
             return self.unsafe_undefined(obj, name)  # type: ignore[return-value]
         if name == "format":
-            return lambda *args, **values: format_text(self, obj, args, values)
+            return lambda *args, **values: template_operations.format_text(self, obj, args, values)
         if name == "format_map":
-            return lambda values: format_text(self, obj, (), values)
+            return lambda values: template_operations.format_text(self, obj, (), values)
         if kind is str:
-            return lambda *args, **values: call_method(obj, name, *args, **values)
+            return lambda *args, **values: template_operations.call_method(obj, name, *args, **values)
 
         def measured(*args: Any) -> Any:  # it hashes its argument, or compares it with what the object holds
             for value in (*args[:1], *([obj] if name in ("count", "index") else ())):
@@ -189,7 +176,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An operator whose result is checked, before it is made where it could be large."""
-        return binary(operator, left, right, self.binop_table[operator])
+        return template_operations.binary(operator, left, right, self.binop_table[operator])
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call that pays for its arguments and its result."""
@@ -254,8 +241,8 @@ def _operation(node: nodes.Node, name: str, value: nodes.Expr, *args: nodes.Expr
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> str:
     """What `{{ }}` prints. It asks for the context so that nothing is printed while a template is compiled."""
-    return printed(value)
+    return template_operations.printed(value)
 
 
 def _raise_exception(message: Any) -> None:
-    raise TemplateRaised(printed(message)[:_LONGEST_REFUSAL])
+    raise TemplateRaised(template_operations.printed(message)[:_LONGEST_REFUSAL])

@@ -56,6 +56,8 @@ class Tokenizer:
         self.media: Collection[str] = ()
         #: Writes out the marker that the chat template has for an image, where that is not the image's token.
         self.write_images: Callable[[str], str] = str
+        #: Whether a raw prompt begins with what the tokenizer puts around a text: not where `write_images` writes that.
+        self.begins_prompts = True
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
         self.write_calls: WriteCalls | None = None
         # What the model's files name as special, and tokenizer.json does not: no token is added.

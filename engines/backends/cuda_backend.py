@@ -198,17 +198,17 @@ class CudaBackend(CudaDevice):
         parts = [part for part in part_places(dense) if check.is_due(part[1])]
         due, padded = dict[str, DeviceArray](), dict[str, tuple[Padding, slice]]()
         for spec, name, place in parts:
-            if spec.dtype == "compute":
+            if spec.dtype == "compute" and spec.kernel == 1:
                 padding, whole = paddings.get(spec.name), weights[spec.name].reshape(-1)
                 due[name] = whole[place if padding is None else padding.place(place)]
                 if padding is not None:
                     padded[name] = padding, place
         found = self._first_not_finite(due)
         found |= {name: padding.published_index(place, found[name]) for name, (padding, place) in padded.items()}
-        small = {  # the kernel looks at weights of one dtype
+        small = {  # the kernel looks at weights of one dtype, in the order of their tensors
             name: first_not_finite(checkpoint.raw(name).reshape(-1))
             for spec, name, _ in parts
-            if spec.dtype != "compute"
+            if spec.dtype != "compute" or spec.kernel != 1
         }
         check.conclude(found | small)
 

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    ScaledResidual,
+)
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.kernels.arrays import ITEM_SIZES
@@ -196,6 +204,12 @@ class EncoderCalls:
         self._call("add_rows", value, added, output)
         self._values[step.output] = output
 
+    def _scaled_residual(self, step: ScaledResidual, number: int) -> None:
+        residual = self._values[step.residual]
+        output = self._in_place(step.residual, number) or self._buffer(residual.shape, "float32")
+        self._call("add_scaled_rows", residual, self._values[step.value], self._weight(step.weight), output)
+        self._values[step.output] = output
+
     def _normed(self, step: Normed, number: int) -> None:
         value = self._values[step.value]
         output = self._buffer(value.shape, "float32")
@@ -243,6 +257,7 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], None]] = {
     EncoderAttention: EncoderCalls._attention,
     Add: EncoderCalls._add,
     Normed: EncoderCalls._normed,
+    ScaledResidual: EncoderCalls._scaled_residual,
     Gather: EncoderCalls._gather,
     Prepend: EncoderCalls._prepend,
     DropFirst: EncoderCalls._drop_first,
@@ -279,6 +294,8 @@ def _step_refusal(step: Step, limit: int) -> str | None:
 def _attention_refusal(step: EncoderAttention, limit: int) -> str | None:
     if (refusal := heads_refusal(step.head_size)) is not None:
         return refusal
+    if step.qk_norms is not None:
+        return "norms of queries and keys have no kernel"
     needed = attention_bytes(step.head_size, step.windows[1])
     return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
 
@@ -313,6 +330,7 @@ def _width_refusal(width: int) -> str | None:
 _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     EncoderAttention: _attention_refusal,
     Normed: lambda step, limit: _norm_refusal(step.norm),
+    ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
 }

@@ -18,6 +18,8 @@ from edgellm.engines.model.segments import BETWEEN, segment_shapes
 from edgellm.engines.model.steps import Experts
 from edgellm.kernels.gpu import find_gpu
 
+#: What `DecoderConfig.layers_differ` says, in words.
+_DIFFERENT_LAYERS = "layers that share rows, or have heads, embeddings or factors of their own"
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 << 10),
@@ -61,6 +63,8 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         return f"kernels compute in float16 and bfloat16, not {dtype}"
     if isinstance(config, DraftConfig) and config.block is not None:
         return "the rows of a draft of blocks are written by kernels alone"
+    if isinstance(config, DecoderConfig) and config.layers_differ:
+        return f"TensorRT has nothing for {_DIFFERENT_LAYERS}"
     program = model_program(config, shape)
     for step in program.steps:
         if isinstance(step, Experts):
@@ -107,6 +111,7 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     lacking = {
         "mixtures of experts": config.mixture is not None,
         "recurrent layers": config.is_recurrent,
+        _DIFFERENT_LAYERS: config.layers_differ,
         "attention within a window": config.window is not None and shape.window_rows > 0,
         "rotary embeddings of neighbours": config.rotates_neighbours,
         "attention of an image's tokens to those behind them": looks_ahead(config, shape),

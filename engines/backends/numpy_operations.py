@@ -11,16 +11,14 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.operations import Operations, Scoring
-from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
-from edgellm.engines.model.steps import Experts
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.decode.numpy_twins import capped
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -163,7 +161,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 y[sequence] += np.dot(low.T, b[rows])
         return y
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
+    def rms_norm(self, x: np.ndarray, weight: np.ndarray | None, epsilon: float, offset: float = 0.0) -> np.ndarray:
         size = x.shape[-1]
         if x.size == size:
             flat = x.reshape(size)
@@ -174,7 +172,8 @@ class NumpyOperations(Operations[np.ndarray]):
             scale += epsilon
             np.sqrt(scale, out=scale)
             result = x / scale
-        result *= weight if offset == 0.0 else weight + np.float32(offset)
+        if weight is not None:
+            result *= weight if offset == 0.0 else weight + np.float32(offset)
         return result
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
@@ -224,14 +223,7 @@ class NumpyOperations(Operations[np.ndarray]):
     def pairs_apart(self, x: np.ndarray, rotary: int) -> np.ndarray:
         return pairs_apart(x, rotary)
 
-    def kv_cache_update(
-        self,
-        cache: np.ndarray,
-        update: np.ndarray,
-        start_index: np.ndarray,
-        scales: np.ndarray | None = None,
-        wraps: bool = False,
-    ) -> np.ndarray:
+    def kv_cache_update(self, cache, update, start_index, scales=None, wraps=False):
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
             if wraps:
@@ -242,15 +234,7 @@ class NumpyOperations(Operations[np.ndarray]):
             write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
         return cache
 
-    def attention(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray | None,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def attention(self, query, keys, values, mask, scoring, *scales):
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
@@ -268,34 +252,14 @@ class NumpyOperations(Operations[np.ndarray]):
                     context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink, cap)
         return context.reshape(query.shape)
 
-    def short_convolution(
-        self,
-        step: ShortConvolution,
-        value: np.ndarray,
-        columns: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        parents: np.ndarray | None,
-        tokens: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def short_convolution(self, step, value, columns, weight, bias, parents, tokens):
         convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
         output, inputs = convolved(value, convolution, bias, columns, parents)
         if tokens is not None:
             take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
         return output, inputs
 
-    def update_matrices(
-        self,
-        step: GatedDelta,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        matrices: np.ndarray,
-        a_log: np.ndarray,
-        dt_bias: np.ndarray,
-        skip: np.ndarray | None,
-        parents: np.ndarray | None,
-        tokens: np.ndarray | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def update_matrices(self, step, rows, projected, matrices, a_log, dt_bias, skip, parents, tokens):
         if skip is None:
             gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
         else:
@@ -307,45 +271,17 @@ class NumpyOperations(Operations[np.ndarray]):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count), skip=skip)
         return output.reshape(*rows.shape[:2], -1), gates
 
-    def experts(
-        self,
-        step: Experts,
-        x: np.ndarray,
-        scores: np.ndarray,
-        correction: np.ndarray | None,
-        gate_up: tuple[Any, np.ndarray | None],
-        down: tuple[Any, np.ndarray | None],
-    ) -> np.ndarray:
+    def experts(self, step, x, scores, correction, gate_up, down):
         return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
 
-    def window_attention(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        mask: np.ndarray,
-        start_index: np.ndarray,
-        window: int,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
             return np.arange(first, start + query.shape[2]), hidden
 
         return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
 
-    def attention_ahead(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        start_index: np.ndarray,
-        last_seen: np.ndarray,
-        window: int | None,
-        scoring: Scoring[np.ndarray],
-        *scales: np.ndarray,
-    ) -> np.ndarray:
+    def attention_ahead(self, query, keys, values, start_index, last_seen, window, scoring, *scales):
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
             positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
             hidden = positions > last_seen[b][:, None]
@@ -368,6 +304,13 @@ class NumpyOperations(Operations[np.ndarray]):
         if rows.size and (rows.min() < 0 or rows.max() >= x.shape[1]):
             raise EngineError(f"the rows {rows.ravel().tolist()} are to be gathered of {x.shape[1]}")
         return x[np.arange(x.shape[0])[:, None], rows]
+
+    def unfold(self, step: Unfold, x: np.ndarray) -> np.ndarray:
+        (images, height, width), zeros = step.grid, (step.padding, step.padding)
+        padded = np.pad(x.reshape(images, height, width, -1), ((0, 0), zeros, zeros, (0, 0)))
+        places = np.lib.stride_tricks.sliding_window_view(padded, step.kernel, (1, 2))
+        places = places[:, :: step.stride, :: step.stride]
+        return places.reshape(1, math.prod(places.shape[:3]), -1)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

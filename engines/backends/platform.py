@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -47,6 +48,19 @@ class TensorRTLibrary:
         return getattr(self.module.ComputeCapability, target.replace("_", "").upper(), None) or (
             self.module.ComputeCapability.CURRENT
         )
+
+    def logger(self, take: Callable[[Any, str], None]) -> Any:
+        """A logger of TensorRT's, for its builder or runtime, that lets `take` have each line with its severity."""
+        base: Any = self.module.ILogger
+
+        class Logger(base):
+            def __init__(self) -> None:
+                base.__init__(self)
+
+            def log(self, severity: Any, message: str) -> None:
+                take(severity, message)
+
+        return Logger()
 
 
 @lru_cache(maxsize=1)

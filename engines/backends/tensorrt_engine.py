@@ -102,7 +102,12 @@ class TensorRTPlans:
     def __init__(self, directory: EngineDirectory, gpu: GPU, made: Made) -> None:
         """Plans that are built are counted in `made`. Raises MissingDependencyError without TensorRT."""
         self._directory, self._library, self._made = directory, load_tensorrt(), made
-        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
+        trt = self._library.module
+        levels = {trt.ILogger.Severity.WARNING: logging.INFO, trt.ILogger.Severity.INFO: logging.DEBUG}
+        levels[trt.ILogger.Severity.VERBOSE] = logging.DEBUG
+        self._runtime = trt.Runtime(
+            self._library.logger(lambda severity, line: logger.log(levels.get(severity, logging.ERROR), "%s", line))
+        )
         self._platform = gpu_platform(gpu, self._library)
         self._cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
 
@@ -169,27 +174,3 @@ class RuntimeCache:
             digest, content = stored[:32], stored[32:]
             if hashlib.sha256(content).digest() == digest and self._cache.deserialize(content):
                 self._stored = content
-
-
-class _Logger:
-    """Passes TensorRT's warnings and errors on to logging."""
-
-    @staticmethod
-    def make(trt: Any) -> Any:
-        severity = trt.ILogger.Severity
-        levels = {
-            severity.INTERNAL_ERROR: logging.ERROR,
-            severity.ERROR: logging.ERROR,
-            severity.WARNING: logging.INFO,
-            severity.INFO: logging.DEBUG,
-            severity.VERBOSE: logging.DEBUG,
-        }
-
-        class Logger(trt.ILogger):
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, level: Any, message: str) -> None:
-                logger.log(levels[level], "%s", message)
-
-        return Logger()

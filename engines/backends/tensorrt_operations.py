@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
+from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations, Scoring
@@ -262,6 +263,9 @@ class TensorRTOperations(Operations[Any]):
         layer.num_elementwise_dims = 1
         return self._layer(layer, "gather_rows")
 
+    def unfold(self, step: Unfold, x: Any) -> Any:
+        raise EngineError("no network for TensorRT is made of an encoder with convolutions: it runs on NumPy")
+
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))
         layer.axis = axis
@@ -351,8 +355,14 @@ def build_plan(
             f"{', '.join(library.buildable_targets) or 'no target without its GPU'}. "
             "Build on the device itself: on a Jetson with JetPack's TensorRT."
         )
-    trt, log = library.module, _Log(library)
-    builder = trt.Builder(log.logger)
+    trt, errors = library.module, list[str]()
+
+    def keep(severity: Any, line: str) -> None:
+        """Errors are for the exception: nothing is printed."""
+        if severity <= trt.ILogger.Severity.ERROR:
+            errors.append(line)
+
+    builder = trt.Builder(library.logger(keep))
     flags = 0
     if hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         flags |= 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
@@ -367,28 +377,6 @@ def build_plan(
         settings.set_compute_capability(capability, 0)
     plan = builder.build_serialized_network(network, settings)
     if plan is None:
-        raise BuildError(f"TensorRT {library.version} could not build {shape.name}: {log.last_error()}")
+        reason = " / ".join(errors[-3:]) or "no reason was logged"
+        raise BuildError(f"TensorRT {library.version} could not build {shape.name}: {reason}")
     return bytes(plan)
-
-
-class _Log:
-    """Keeps TensorRT's error lines for the exception instead of printing them."""
-
-    def __init__(self, library: TensorRTLibrary) -> None:
-        trt = library.module
-        errors: list[str] = []
-
-        class Logger(trt.ILogger):
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity <= trt.ILogger.Severity.ERROR:
-                    errors.append(message)
-
-        self.logger = Logger()
-        self.errors = errors
-
-    def last_error(self) -> str:
-        """The latest error lines, or a word that there were none."""
-        return " / ".join(self.errors[-3:]) or "no reason was logged"

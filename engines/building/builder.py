@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,7 @@ from typing import Any
 from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
 from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.backends.planned_engines import planned_engines
-from edgellm.engines.building.checks import (
-    EMBEDDINGS,
-    check_image_rows,
-    check_limits,
-    check_places,
-    check_settings,
-    choose_limits,
-    choose_platforms,
-    leaves_out_embedding,
-    plan_bytes_bound,
-    with_window_rows,
-)
+from edgellm.engines.building import checks
 from edgellm.engines.building.draft_weights import with_packed_draft
 from edgellm.engines.building.inputs import (
     BuildInputs,
@@ -43,18 +32,75 @@ from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, c
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import ModelSource, write_description
+from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES, ModelSource, write_description
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
-from edgellm.engines.formats.digests import FileDigest, copy_hashed, remember_digest
+from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.config import folder_quantization
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """What is asked of a build beside limits and targets; BuildError for a setting that there is not.
+
+    `dtype` is by default the checkpoint's own (float16 where that is float32); `weights` is "copy" or "link". `draft`
+    is the checkpoint of an EAGLE head, or "mtp" for the head that ships in the checkpoint itself, which is taken
+    unasked, too, unless limits have no draft; it proposes the ids in the file `draft_vocabulary` (None: those that are
+    said most). `adapters` are the directories of LoRA adapters by name; limits must have room for them. `vision` is the
+    directory of a vision encoder that was published apart; one in the checkpoint itself is left out where limits have
+    no vision engines. `head` is one of `HEADS`, `draft_weights` of `DRAFT_WEIGHTS`. `embedding` is one of `EMBEDDINGS`:
+    where tokens are looked up of a model whose embedding table was its head. `tool_format` names the format of the
+    model's calls, `origin` is recorded: where the checkpoint comes from. With `force` an existing engine directory is
+    replaced, once the new one is complete. `check` gets the directory before it has its name, and the report; what it
+    raises fails the build, in an error that names the checkpoint's files.
+
+    Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. For
+    `kernels`, targets too, the hand-written kernels are compiled, by the compiler of CUDA's release `cuda` (None: the
+    newest); where they are named, and no targets, there are no plans.
+    """
+
+    dtype: str | None = None
+    attention: str = "auto"
+    weights: str = checks.WEIGHT_MODES[0]
+    force: bool = False
+    beyond_trained_context: bool = False
+    progress: Progress = lambda stage, done, total: None
+    draft: str | Path | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    vision: str | Path | None = None
+    all_plans: bool = False
+    head: str = HEADS[0]
+    embedding: str = checks.EMBEDDINGS[0]
+    tool_format: str | None = None
+    draft_vocabulary: str | Path | None = None
+    draft_weights: str = DRAFT_WEIGHTS[0]
+    check: Callable[[Path, BuildReport], None] | None = None
+    kernels: Sequence[Target] = ()
+    cuda: tuple[int, int] | None = None
+    origin: ModelSource | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                option, expected = f"--{name.replace('_', '-')}", ", ".join(filter(None, choices))
+                raise BuildError(f"{option} is {getattr(self, name)!r}: expected one of {expected}")
+
+
+#: What settings may be, where these are few.
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "dtype": (None, *DTYPES),
+    "attention": ATTENTION_SETTINGS,
+    "weights": checks.WEIGHT_MODES,
+    "head": HEADS,
+    "embedding": checks.EMBEDDINGS,
+    "draft_weights": DRAFT_WEIGHTS,
+}
 
 
 def build_engine_directory(
@@ -63,81 +109,45 @@ def build_engine_directory(
     limits: EngineLimits | Mapping[str, Any] | None = None,
     targets: Sequence[str] | None = None,
     dtype: str | None = None,
-    attention: str = "auto",
-    weights: str = "copy",
-    force: bool = False,
-    beyond_trained_context: bool = False,
-    progress: Progress | None = None,
-    draft: str | Path | None = None,
-    adapters: Mapping[str, str | Path] | None = None,
-    vision: str | Path | None = None,
-    all_plans: bool = False,
-    head: str = HEADS[0],
-    embedding: str = EMBEDDINGS[0],
-    tool_format: str | None = None,
-    draft_vocabulary: str | Path | None = None,
-    draft_weights: str = DRAFT_WEIGHTS[0],
-    check: Callable[[Path, BuildReport], None] | None = None,
-    kernels: Sequence[Target] = (),
-    cuda: tuple[int, int] | None = None,
-    origin: ModelSource | None = None,
+    **settings: Any,
 ) -> BuildReport:
-    """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
+    """Build an engine directory as `BuildSettings` say; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
-    `limits` default to what fits the model; a mapping has those of `choose_limits` that are asked for by name, with
-    "has_draft" False to leave out the head that ships in the checkpoint. `origin` is recorded: where the checkpoint
-    comes from. `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
-    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, or "mtp" for the
-    head that ships in the checkpoint itself, which is taken unasked, too, unless `limits` have no draft; it proposes
-    the ids in the file `draft_vocabulary` (None: those that are said most). `adapters` are the directories of LoRA
-    adapters by name; `limits` must have room for them. `vision` is the directory of a vision encoder that was published
-    apart; one in the checkpoint itself is left out where `limits` have no vision engines. `head` is one of `HEADS`,
-    `draft_weights` of `DRAFT_WEIGHTS`. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
-    embedding table was its head. `tool_format` names the format of the model's calls.
-    Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. For
-    `kernels`, targets too, the hand-written kernels are compiled, by the compiler of CUDA's release `cuda` (None: the
-    newest); where they are named, and no `targets`, there are no plans. With `force` an existing engine directory is
-    replaced, once the new one is complete. `check` gets the directory before it
-    has its name, and the report; what it raises fails the build, in an error that names the checkpoint's files.
-    Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
+    `limits` default to what fits the model; a mapping has those of `AskedLimits` that are asked for by name, with
+    "has_draft" False to leave out the head that ships in the checkpoint; `targets` to this machine's GPU. Raises
+    AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
-    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
-    progress("check", 0, 1)
+    started, asked = time.perf_counter(), BuildSettings(dtype, **settings)
+    asked.progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
-    check_places(source, target, force)
-    check_settings(dtype, attention, weights, head, embedding, draft_weights)
-    platforms, note = ((), "") if kernels and not targets else choose_platforms(targets)
-    cuda = check_compiler(kernels, cuda) if kernels else None
-    vision = None if vision is None else Path(vision)
-    vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
-    inputs, known_limits, dtype = read_build(
-        source, draft, adapters or {}, vision, limits, dtype, beyond_trained_context, vocabulary
-    )
+    checks.check_places(source, target, asked.force)
+    platforms, note = ((), "") if asked.kernels and not targets else checks.choose_platforms(targets)
+    if asked.kernels:
+        asked = replace(asked, cuda=check_compiler(asked.kernels, asked.cuda))
+    inputs, limits, dtype = read_build(source, limits, asked)
     try:
         with StagedDirectory(target) as staged:
             packing = time.perf_counter()
-            inputs = with_packed_draft(inputs, draft_weights, dtype, staged.path, partial(progress, "draft"))
+            draft_progress = partial(asked.progress, "draft")
+            inputs = with_packed_draft(inputs, asked.draft_weights, dtype, staged.path, draft_progress)
             packing = time.perf_counter() - packing
-            embeds = leaves_out_embedding(
-                inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
-            )
-            inputs = with_packed_head(inputs, head, embeds, dtype)
+            planned = partial(_planned_bytes, inputs, asked.head, limits, dtype)
+            embeds = checks.leaves_out_embedding(inputs.config, asked.head, asked.embedding, planned)
+            inputs = with_packed_head(inputs, asked.head, embeds, dtype)
             packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
-            if refusal is not None and (platforms or kernels):
-                if targets or kernels:
+            if refusal is not None and (platforms or asked.kernels):
+                if targets or asked.kernels:
                     raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
                 platforms, note = (), f"No plans are built: {refusal}."
-            limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
-            report = _begun(target, inputs, dtype, limits, weights, note)
-            plans = choose_plans(report, inputs.models, platforms, all_plans, packed)
-            copied = inputs.head_bytes + (inputs.weight_bytes if weights == "copy" else 0)
-            needed = copied + plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
-            check_space(staged.path, needed + len(kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
+            limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
+            report = _begun(target, inputs, dtype, limits, asked.weights, note)
+            plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
+            copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)
+            needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
+            check_space(staged.path, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
             report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
-            progress("check", 1, 1)
-            describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format, source=origin)
-            compiles = partial(compile_kernels, kernels, cuda)
-            _make(staged, inputs, report, plans, attention, describe, force, progress, check, compiles)
+            asked.progress("check", 1, 1)
+            _make(staged, inputs, report, plans, asked)
     except OSError as error:
         raise BuildError(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
@@ -147,49 +157,34 @@ def build_engine_directory(
 
 
 def read_build(
-    source: Path,
-    draft: str | Path | None,
-    adapters: Mapping[str, str | Path],
-    vision: Path | None,
-    limits: EngineLimits | Mapping[str, Any] | None,
-    dtype: str | None,
-    beyond_trained_context: bool,
-    vocabulary: Path | None = None,
+    source: Path, limits: EngineLimits | Mapping[str, Any] | None, asked: BuildSettings
 ) -> tuple[BuildInputs, EngineLimits, str]:
     """What is built of a checkpoint and the parts that it gets, limits and dtype; the latter are chosen where they are
     None, or asked for by name. All were found to suit each other. A vision encoder in the checkpoint itself is left out
     where the limits have no room for one."""
     config = read_decoder_config(source)
-    loras = read_adapters(adapters, config)
+    loras = read_adapters(asked.adapters, config)
     ranks = [adapter.rank for adapter in loras.values()]
-    encoder = None
+    vision, encoder = None if asked.vision is None else Path(asked.vision), None
     if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     known = limits if isinstance(limits, EngineLimits) else None
-    asked: dict[str, Any] = {} if limits is None or isinstance(limits, EngineLimits) else dict(limits)
-    takes_images = asked.get("max_image_patches") != 0 if known is None else bool(known.image_rows)
+    wanted: dict[str, Any] = {} if limits is None or isinstance(limits, EngineLimits) else dict(limits)
+    takes_images = wanted.get("max_image_patches") != 0 if known is None else bool(known.image_rows)
     if vision is not None or takes_images:
         encoder = read_vision_config(source, vision, config)
-    leaves_out = draft is None and asked.get("has_draft") is False
-    drafted = None if leaves_out else choose_draft(source, config, draft, known)
+    leaves_out = asked.draft is None and wanted.get("has_draft") is False
+    drafted = None if leaves_out else choose_draft(source, config, asked.draft, known)
+    vocabulary = None if asked.draft_vocabulary is None else Path(asked.draft_vocabulary)
     inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
     block = 0 if inputs.draft is None or inputs.draft.block is None else inputs.draft.block.size
-    limits = known or choose_limits(
-        config,
-        **asked
-        | {
-            "has_draft": drafted is not None,
-            "adapter_ranks": ranks,
-            "vision": encoder,
-            "is_packed": folder_quantization(source) is not None,
-            "is_mtp": drafted == MTP,
-            "draft_block": block,
-            "beyond_trained_context": beyond_trained_context,
-        },
-    )
-    limits = replace(with_window_rows(config, limits), draft_block=block)
-    check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
-    check_image_rows(encoder, vision is not None, limits)
+    wanted |= {"has_draft": drafted is not None, "is_mtp": drafted == MTP, "draft_block": block}
+    wanted |= {"adapter_ranks": ranks, "vision": encoder, "beyond_trained_context": asked.beyond_trained_context}
+    chosen = known or checks.choose_limits(config, **wanted, is_packed=folder_quantization(source) is not None)
+    chosen = replace(checks.with_window_rows(config, chosen), draft_block=block)
+    checks.check_limits(config, chosen, asked.beyond_trained_context, drafted is not None, ranks)
+    checks.check_image_rows(encoder, vision is not None, chosen)
+    dtype = asked.dtype
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
         narrow = "bfloat16" if config.post_norms else "float16"
         dtype = narrow if config.dtype == "float32" else config.dtype
@@ -197,11 +192,11 @@ def read_build(
         raise BuildError(
             f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
         )
-    return inputs, limits, dtype
+    return inputs, chosen, dtype
 
 
 def _has_vision_part(source: Path) -> bool:
-    return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
+    return isinstance(JSONObject.read(source / "config.json", CheckpointError).values.get("vision_config"), dict)
 
 
 def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
@@ -225,16 +220,11 @@ def _make(
     inputs: BuildInputs,
     report: BuildReport,
     plans: Mapping[Platform, Sequence[EngineShape]],
-    attention: str,
-    describe: Callable[[Mapping[str, FileDigest]], bytes],
-    replaces: bool,
-    progress: Progress,
-    check: Callable[[Path, BuildReport], None] | None,
-    compiles: Callable[[Path, BuildReport, Progress], None],
+    asked: BuildSettings,
 ) -> None:
-    """Write the directory under another name, let it be checked, then move it to its place. `describe` gives the
-    content of `edgellm.json` for the digests of all files."""
-    target, advance = report.path, counted(inputs.weight_bytes, partial(progress, "weights"))
+    """Write the directory under another name, let it be checked, then move it to its place."""
+    target, progress, attention = report.path, asked.progress, asked.attention
+    advance = counted(inputs.weight_bytes, partial(progress, "weights"))
     started, never = time.perf_counter(), threading.Event()
     for name in (*inputs.published, *inputs.weights):
         (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -263,18 +253,19 @@ def _make(
         finally:
             stop.set()
     progress("finish", 0, 1)
-    write_description(staged.path, describe(published | digests))
-    compiles(staged.path, report, progress)
+    described = report.dtype, attention, report.limits, published | digests, asked.tool_format, asked.origin
+    write_description(staged.path, inputs.description(*described))
+    compile_kernels(asked.kernels, asked.cuda, staged.path, report, progress)
     report.published_bytes = sum(digest.size for digest in published.values())
     report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
-    if check is not None:
+    if asked.check is not None:
         for name, digest in digests.items():
             remember_digest(staged.path / name, digest)
         try:
-            check(staged.path, report)
+            asked.check(staged.path, report)
         except EdgeLLMError as error:
             raise BuildError(f"{target} was not built: {_by_source(str(error), inputs, staged.path)}") from error
-    staged.commit(replaces)
+    staged.commit(asked.force)
     for name, digest in digests.items():
         remember_digest(target / name, digest, staged.path / name)
     progress("finish", 1, 1)

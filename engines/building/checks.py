@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
-from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, DecoderConfig
+from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
     DRAFT_RANGES,
     KV_CACHES,
@@ -62,56 +62,66 @@ _PLAN_BYTES_PER_LAYER = 1 << 20
 _JETSON_TARGETS = ("sm_72", "sm_87", "sm_101", "sm_110")
 
 
-def choose_limits(
-    config: DecoderConfig,
-    max_batch: int | None = None,
-    prefill_chunk: int | None = None,
-    kv_capacity: int | None = None,
-    beyond_trained_context: bool = False,
-    has_draft: bool = False,
-    draft_top_k: int | None = None,
-    draft_steps: int | None = None,
-    verify_tree_size: int | None = None,
-    adapter_ranks: Sequence[int] = (),
-    max_lora_rank: int | None = None,
-    lora_slots: int | None = None,
-    vision: VisionConfig | None = None,
-    max_image_patches: int | None = None,
-    kv_cache: str = KV_CACHES[0],
-    is_packed: bool = False,
-    is_mtp: bool = False,
-    draft_block: int = 0,
-) -> EngineLimits:
-    """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
+@dataclass(frozen=True)
+class AskedLimits:
+    """What limits are to be, None for what fits the model, and what is known of it.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
     each sequence. `vision` is the model's vision encoder, `kv_cache` one of `KV_CACHES`; `is_packed`: the model has
     packed weights, as devices have that are short of memory; `is_mtp`: its draft is the head that ships with it;
     `draft_block` are the tokens of the block that its draft fills in one pass, if it does.
     """
+
+    max_batch: int | None = None
+    prefill_chunk: int | None = None
+    kv_capacity: int | None = None
+    beyond_trained_context: bool = False
+    has_draft: bool = False
+    draft_top_k: int | None = None
+    draft_steps: int | None = None
+    verify_tree_size: int | None = None
+    adapter_ranks: Sequence[int] = ()
+    max_lora_rank: int | None = None
+    lora_slots: int | None = None
+    vision: VisionConfig | None = None
+    max_image_patches: int | None = None
+    kv_cache: str = KV_CACHES[0]
+    is_packed: bool = False
+    is_mtp: bool = False
+    draft_block: int = 0
+
+
+def choose_limits(config: DecoderConfig, **given: Any) -> EngineLimits:
+    """Limits as `AskedLimits` of these keywords say, with defaults that fit the model where nothing is asked for;
+    BuildError for numbers out of range."""
+    asked = AskedLimits(**given)
+    kv_capacity, prefill_chunk = asked.kv_capacity, asked.prefill_chunk
+    block, ranks = asked.draft_block, asked.adapter_ranks
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
     if prefill_chunk is None:
-        wide = is_packed and config.intermediate_size > _WIDE
+        wide = asked.is_packed and config.intermediate_size > _WIDE
         fitting = min(WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
-    asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
-    usual = (MTP_DEFAULTS if is_mtp else DRAFT_DEFAULTS) if has_draft else dict.fromkeys(asked, 0)
-    if draft_block:
-        tree = max(BLOCK_LEAST_TREE, draft_block)
-        usual = {"draft_top_k": BLOCK_TOP_K, "draft_steps": draft_block - 1, "verify_tree_size": tree}
-    chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in asked.items()}
-    batch = 1 if max_batch is None else max_batch
-    if max_lora_rank is None:
-        max_lora_rank = max(adapter_ranks, default=0)
-    if lora_slots is None:
-        lora_slots = min(max(batch, len(adapter_ranks)), LARGEST_LORA_SLOTS) if max_lora_rank else 0
-    chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots, "draft_block": draft_block}
-    rows = choose_image_rows(vision, max_image_patches)
-    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
+    usual = MTP_DEFAULTS if asked.is_mtp else DRAFT_DEFAULTS
+    if not asked.has_draft:
+        usual = dict.fromkeys(usual, 0)
+    if block:
+        usual = {"draft_top_k": BLOCK_TOP_K, "draft_steps": block - 1, "verify_tree_size": max(BLOCK_LEAST_TREE, block)}
+    chosen: dict[str, Any] = {name: _given(getattr(asked, name), value) for name, value in usual.items()}
+    batch = _given(asked.max_batch, 1)
+    rank = chosen["max_lora_rank"] = _given(asked.max_lora_rank, max(ranks, default=0))
+    chosen["lora_slots"] = _given(asked.lora_slots, min(max(batch, len(ranks)), LARGEST_LORA_SLOTS) if rank else 0)
+    chosen |= {"draft_block": block, "kv_cache": asked.kv_cache}
+    rows = choose_image_rows(asked.vision, asked.max_image_patches)
+    limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows)
     limits = with_window_rows(config, limits)
-    check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
+    check_limits(config, limits, asked.beyond_trained_context, asked.has_draft, ranks)
     return limits
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None = None) -> tuple[int, ...]:
@@ -135,11 +145,8 @@ def choose_image_rows(vision: VisionConfig | None, max_image_patches: int | None
         return (vision.image_side**2,)
     step = math.lcm(vision.window_patches, vision.merge_patches)
     asked = DEFAULT_MAX_IMAGE_PATCHES if asked is None else asked
-    if not step <= asked <= LARGEST_MAX_IMAGE_PATCHES:
-        raise BuildError(
-            f"--max-image-patches is {asked}: expected a whole number from {step} to {LARGEST_MAX_IMAGE_PATCHES}, "
-            "or 0 for the language model alone"
-        )
+    expected = f"{_whole(step, LARGEST_MAX_IMAGE_PATCHES)}, or 0 for the language model alone"
+    _require(step <= asked <= LARGEST_MAX_IMAGE_PATCHES, "max_image_patches", asked, expected)
     largest = vision.rows_for_patches(asked)
     rows = {-(-size // step) * step for size in _IMAGE_ROWS}
     return (*sorted(size for size in rows if size < largest), largest)
@@ -174,14 +181,10 @@ def check_limits(
 ) -> None:
     """Raise BuildError that names option, value and range; those of drafting are all 0 without a draft, and those of
     LoRA adapters where there are to be none."""
-    if not 1 <= limits.max_batch <= LARGEST_BATCH:
-        raise BuildError(f"--max-batch is {limits.max_batch}: expected a whole number from 1 to {LARGEST_BATCH}")
-    chunk = limits.prefill_chunk
-    if not PREFILL_CHUNK_STEP <= chunk <= LARGEST_PREFILL_CHUNK or chunk % PREFILL_CHUNK_STEP:
-        raise BuildError(
-            f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
-            f"{LARGEST_PREFILL_CHUNK}"
-        )
+    chunk, step = limits.prefill_chunk, PREFILL_CHUNK_STEP
+    _require(1 <= limits.max_batch <= LARGEST_BATCH, "max_batch", limits.max_batch, _whole(1, LARGEST_BATCH))
+    fits = step <= chunk <= LARGEST_PREFILL_CHUNK and not chunk % step
+    _require(fits, "prefill_chunk", chunk, f"a multiple of {step} from {step} to {LARGEST_PREFILL_CHUNK}")
     trained, capacity = config.max_position_embeddings, limits.kv_capacity
     for name, bound in context_bounds(config).items():
         if bound < PREFILL_CHUNK_STEP:
@@ -194,12 +197,10 @@ def check_limits(
                 f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
-    if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
-        trained = min(trained, LARGEST_CONTEXT)
-        raise BuildError(
-            f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
-            "positions that the model was made for; --beyond-trained-context lifts this bound)"
-        )
+    made_for = "the positions that the model was made for; --beyond-trained-context lifts this bound"
+    expected = _whole(f"{chunk} (the prefill chunk)", f"{min(trained, LARGEST_CONTEXT)} ({made_for})")
+    fits = chunk <= capacity <= LARGEST_CONTEXT and (capacity <= trained or beyond_trained_context)
+    _require(fits, "kv_capacity", capacity, expected)
     if (problem := limits.window_problem(config)) is not None:
         raise BuildError(f"the limits' window_rows: {problem}")
     if limits.image_rows and (problem := limits.image_problem(config)) is not None:
@@ -207,11 +208,10 @@ def check_limits(
     if limits.kv_cache not in KV_CACHES:
         raise BuildError(f"--kv-cache is {limits.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
     for name, (smallest, largest) in DRAFT_RANGES.items():
-        value, option = getattr(limits, name), f"--{name.replace('_', '-')}"
-        if has_draft and not smallest <= value <= largest:
-            raise BuildError(f"{option} is {value}: expected a whole number from {smallest} to {largest}")
+        value = getattr(limits, name)
+        _require(not has_draft or smallest <= value <= largest, name, value, _whole(smallest, largest))
         if not has_draft and value != 0:
-            raise BuildError(f"{option} is {value}, but there is no draft: name one with --draft")
+            raise BuildError(f"--{name.replace('_', '-')} is {value}, but there is no draft: name one with --draft")
     if limits.draft_block and limits.draft_steps >= limits.draft_block:
         raise BuildError(
             f"--draft-steps is {limits.draft_steps}: expected at most {limits.draft_block - 1}, since the draft fills "
@@ -224,35 +224,18 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
     rank, slots, needed = limits.max_lora_rank, limits.lora_slots, max(adapter_ranks, default=0)
     if rank == slots == needed == 0:
         return
-    if not max(1, needed) <= rank <= LARGEST_RANK:
-        reason = " (the rank of an adapter)" if needed else ""
-        raise BuildError(
-            f"--max-lora-rank is {rank}: expected a whole number from {max(1, needed)}{reason} to {LARGEST_RANK}"
-        )
-    if not 1 <= slots <= LARGEST_LORA_SLOTS:
-        raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
+    least = f"{max(1, needed)}{' (the rank of an adapter)' if needed else ''}"
+    _require(max(1, needed) <= rank <= LARGEST_RANK, "max_lora_rank", rank, _whole(least, LARGEST_RANK))
+    _require(1 <= slots <= LARGEST_LORA_SLOTS, "lora_slots", slots, _whole(1, LARGEST_LORA_SLOTS))
 
 
-def check_settings(
-    dtype: str | None,
-    attention: str,
-    weights: str = WEIGHT_MODES[0],
-    head: str = HEADS[0],
-    embedding: str = EMBEDDINGS[0],
-    draft_weights: str = DRAFT_WEIGHTS[0],
-) -> None:
-    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head,
-    embedding or kind of a draft's weights."""
-    for option, value, choices in (
-        ("--dtype", dtype, (None, *DTYPES)),
-        ("--attention", attention, ATTENTION_SETTINGS),
-        ("--weights", weights, WEIGHT_MODES),
-        ("--head", head, HEADS),
-        ("--embedding", embedding, EMBEDDINGS),
-        ("--draft-weights", draft_weights, DRAFT_WEIGHTS),
-    ):
-        if value not in choices:
-            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(filter(None, choices))}")
+def _require(condition: bool, name: str, value: int, expected: str) -> None:
+    if not condition:
+        raise BuildError(f"--{name.replace('_', '-')} is {value}: expected {expected}")
+
+
+def _whole(least: object, most: object) -> str:
+    return f"a whole number from {least} to {most}"
 
 
 def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:

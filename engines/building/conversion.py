@@ -25,14 +25,7 @@ from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import check_ordinary, size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.quantizer.written_layout import (
-    FOR_SPACE,
-    StoredTensor,
-    StreamedTensor,
-    shard_names,
-    write_index,
-    write_tensors,
-)
+from edgellm.engines.quantizer import written_layout
 from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
@@ -44,15 +37,8 @@ PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 #: Files that belong to a model beside those that an engine directory takes along.
 _OTHER_FILES = (
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "README.md",
-    "LICENSE",
-    "LICENSE.txt",
+    *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "preprocessor_config.json"),
+    *("processor_config.json", "README.md", "LICENSE", "LICENSE.txt"),
 )
 _ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 #: What training programs leave beside the weights.
@@ -92,7 +78,7 @@ def convert_checkpoint(
         copied = _files_to_copy(source)
         total = sum(file.tensors[name].nbytes for name, file in tensors.items())
         needed = total + sum((source / name).stat().st_size for name in copied)
-        check_space(target.parent, needed, CheckpointError, FOR_SPACE)
+        check_space(target.parent, needed, CheckpointError, written_layout.FOR_SPACE)
         try:
             _write(source, target, copied, [dict.fromkeys(file.tensors, file) for file in opened], force, progress)
         except OSError as error:
@@ -118,15 +104,15 @@ def _write(
             copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
         names = [SINGLE_FILE]
         if len(shards) > 1:
-            names = shard_names(len(shards))
+            names = written_layout.shard_names(len(shards))
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            write_index(staged.path, weight_map, total)
+            written_layout.write_index(staged.path, weight_map, total)
         digests: dict[str, bytes] = {}
         advance = counted(total, partial(progress, "weights"))
         advance(0)
         for name, shard in zip(names, shards, strict=True):
             streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor, file in shard.items()}
-            write_tensors(staged.path / name, streamed)
+            written_layout.write_tensors(staged.path / name, streamed)
         advance = counted(total, partial(progress, "verify"))
         advance(0)
         for name, shard in zip(names, shards, strict=True):
@@ -227,20 +213,20 @@ def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> I
 
 def _streamed(
     name: str, source: TorchFile, digests: dict[str, bytes], advance: Callable[[int], None]
-) -> StreamedTensor:
+) -> written_layout.StreamedTensor:
     """The tensor as it is written, when its SHA-256 is put into `digests`."""
     view = source.tensors[name]
 
     def pieces() -> Iterator[np.ndarray]:
         digest = hashlib.sha256()
         if view.nbytes:
-            for piece in StoredTensor(view.storage.dtype, source.elements(name)).pieces():
+            for piece in written_layout.StoredTensor(view.storage.dtype, source.elements(name)).pieces():
                 yield piece
                 digest.update(piece)
                 advance(piece.size)
         digests[name] = digest.digest()
 
-    return StreamedTensor(view.storage.dtype, view.shape, pieces)
+    return written_layout.StreamedTensor(view.storage.dtype, view.shape, pieces)
 
 
 def _verify(path: Path, tensors: Tensors, digests: Mapping[str, bytes], advance: Callable[[int], None]) -> None:

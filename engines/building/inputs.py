@@ -39,10 +39,16 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
 from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
-from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
+from edgellm.engines.model.decoder import (
+    decoder_weights,
+    embedding_name,
+    head_format,
+    head_weight_name,
+    token_table,
+    unread_tensors,
+)
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
@@ -151,7 +157,7 @@ def read_vision_config(
     UnsupportedModelError.
     """
     with Checkpoint.open(checkpoint if vision_source is None else vision_source) as opened:
-        if not is_multimodal(opened.config):
+        if not isinstance(opened.config.get("vision_config"), dict):
             if vision_source is None:
                 return None
             raise CheckpointError(f"{opened.path} is no vision encoder: its config.json has no vision_config")
@@ -209,7 +215,7 @@ def read_inputs(
     sources = {"base": source, "draft": source, "vision": vision_source or source}
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
-        checkpoint.check(decoder_weights(config), unread_tensors(config))
+        checkpoint.check([*decoder_weights(config), *token_table(config)], unread_tensors(config))
         config = with_delta_products(config, checkpoint)
         weights = _weight_files(checkpoint, "", published)
         if not (source / "tokenizer.json").exists():

@@ -16,9 +16,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
-from edgellm.engines.runners.following_logits import MOST_TOKENS
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.contract import MAX_TOKENS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.launch import Kernel
@@ -209,7 +209,7 @@ def engine_shapes(limits: EngineLimits) -> list[EngineShape]:
     shapes += [limits.base_shape("verify", batch, size, keys, size) for batch in limits.batches for size in given]
     shapes += [
         limits.base_shape("verify", 1, size, limits.key_ranges[-1], size)
-        for size in (MOST_TOKENS, limits.prefill_chunks[0])
+        for size in (MAX_TOKENS, limits.prefill_chunks[0])
     ]
     adapted = [limits.with_adapters(shape) for shape in shapes if shape.model == "base" and limits.has_lora]
     return list(_widest([*shapes, *adapted]))

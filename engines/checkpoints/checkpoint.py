@@ -55,7 +55,7 @@ _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 #: Weights of two dimensions that are no linear layer's.
-_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+_TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "pos_embed.weight", "position_embedding.weight")
 _WEIGHT = ".weight"
 #: What chooses experts.
 _ROUTERS = (

@@ -117,7 +117,10 @@ def load_numpy_weights(
         position += size
     shapes = (shape for spec in specs for _, shape in spec.parts)
     places = zip(part_places(specs), shapes, strict=True)
-    parts = [(name, weights[spec.name].reshape(-1)[place].reshape(shape)) for (spec, name, place), shape in places]
+    parts = [
+        (name, weights[spec.name].reshape(-1)[place].reshape(shape), spec.kernel)
+        for (spec, name, place), shape in places
+    ]
 
     def mapped_part(name: str, shape: tuple[int, int]) -> _MappedPart:
         read = checkpoint.reader(name, shape)
@@ -129,7 +132,7 @@ def load_numpy_weights(
             found[name] = first_not_finite(values.reshape(-1))
         return values, checkpoint.info(name).dtype
 
-    def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
+    def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
         packed = checkpoint.packed(name, target.shape)
         if packed is not None:
             rows = max(1, _PIECE // target.shape[1])
@@ -138,17 +141,18 @@ def load_numpy_weights(
                 piece[...] = packed.rows(start, start + rows).values()
                 if packed.input_scales is not None:
                     piece *= packed.input_scales
+                piece[...] = _neighbours_first(piece, kernel)
             return name, -1
         values = _part(checkpoint, name, target.shape)
         found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
-        float32_into(values, checkpoint.info(name).dtype, target)
+        float32_into(_neighbours_first(values, kernel), checkpoint.info(name).dtype, target)
         return name, found
 
     found: dict[str, int] = {}
     with ThreadPoolExecutor(_THREADS) as pool:  # NumPy lets other threads run while it looks and converts
-        done, total = 0, sum(target.nbytes for _, target in parts)
+        done, total = 0, sum(target.nbytes for _, target, _ in parts)
         finished = pool.map(lambda part: convert_part(*part), parts)
-        for (_, target), (name, index) in zip(parts, finished, strict=True):
+        for (_, target, _), (name, index) in zip(parts, finished, strict=True):
             found[name] = index
             done += target.nbytes
             if progress is not None:
@@ -213,11 +217,12 @@ def iterate_weight_parts(
         if packed is not None:
             step = max(1, _PIECE // shape[1])
             for start in range(0, shape[0], step):
-                values = packed.rows(start, start + step).values().reshape(-1)
+                values = _neighbours_first(packed.rows(start, start + step).values(), spec.kernel).reshape(-1)
                 piece = converted(checkpoint.info(name), values, own, "float32")
                 yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
             continue
-        values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
+        values = _neighbours_first(_part(checkpoint, name, shape), spec.kernel).reshape(-1)
+        info = checkpoint.info(name)
         step = max(1, values.size) if info.dtype == own else _PIECE
         for start in range(0, values.size, step):
             piece = converted(info, values[start : start + step], own)
@@ -232,6 +237,13 @@ def _part(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
             f"{list(shape)}. Take config.json and weights of one and the same model"
         )
     return values
+
+
+def _neighbours_first(values: np.ndarray, kernel: int) -> np.ndarray:
+    """The rows [N, K] of a convolution with the columns of each neighbour side by side; see `WeightSpec`."""
+    if kernel == 1:
+        return values
+    return values.reshape(len(values), -1, kernel).swapaxes(1, 2).reshape(values.shape)
 
 
 def load_draft_to_target(checkpoint: Checkpoint, config: DraftConfig) -> np.ndarray:

@@ -52,9 +52,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _FAMILY_FIELDS = {
     "llava": ("image_size", "feature_layers"),
     "gemma3": ("image_size", "feature_layers"),
+    "paligemma": ("image_size", "feature_layers"),
+    "mistral3": ("feature_layers",),
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
     "qwen3_5": ("num_position_embeddings",),
+    "smolvlm": ("image_size", "feature_layers"),
+    "lfm2_vl": ("num_position_embeddings", "feature_layers", "projector_size"),
+    "internvl": ("image_size", "feature_layers", "class_token"),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -258,8 +263,12 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     require = partial(_require, values, config)
     divides = config.num_heads % config.num_kv_heads == 0
     require(divides, "num_heads", f"expected a multiple of 'num_kv_heads', {config.num_kv_heads}")
-    fits = config.rotary_dim % 2 == 0 and config.rotary_dim <= config.head_dim
-    require(fits, "rotary_dim", f"expected an even number up to 'head_dim', {config.head_dim}")
+    _check_rows(values, config)
+    is_normed = config.post_norms or not config.layer_scalars
+    require(is_normed, "layer_scalars", "expected false where layers are not normed behind what they add")
+    head_size = config.full_heads[1] if config.full_heads else config.head_dim
+    fits = config.rotary_dim % 2 == 0 and config.rotary_dim <= head_size
+    require(fits, "rotary_dim", f"expected an even number up to {head_size}, the elements of a head")
     section, half = config.mrope_section, config.rotary_dim // 2
     fits = not section or (len(section) == 3 and sum(section) == half)
     require(fits, "mrope_section", f"expected three numbers with a sum of {half}")
@@ -299,6 +308,19 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
     if beyond:
         raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
+
+
+def _check_rows(values: JSONObject, config: DecoderConfig) -> None:
+    """Key-value heads of layers that attend to all, and the layers that attend to the rows of others."""
+    require, heads, layers = partial(_require, values, config), config.full_heads, config.num_layers
+    fits = not heads or (len(heads) == 2 and min(heads) > 0 and config.num_heads % heads[0] == 0)
+    require(fits, "full_heads", "expected the numbers of key-value heads, a divisor of 'num_heads', and of elements")
+    kinds = [config.layer_kind(index) for index in range(layers)] if len(config.layer_kinds) in (0, layers) else []
+    first = layers - config.shared_rows
+    fits = not config.shared_rows or (first > 0 and set(kinds[first:]) <= set(kinds[:first]) & {"attention", "window"})
+    require(
+        fits, "shared_rows", f"expected fewer than {layers} layers, and one with rows of each of their kinds before"
+    )
 
 
 def _check_delta(values: JSONObject, config: DecoderConfig) -> None:

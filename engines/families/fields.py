@@ -308,7 +308,7 @@ def _scaling(
     kind = kinds[0] or kinds[1] or "default"
     if "mrope_section" in scaling:
         fields.unsupported.append(f"{key}: mrope_section (positions in several dimensions) is not supported")
-    partial = scaling.pop("partial_rotary_factor", 1)
+    partial = 1 if kind == "proportional" else scaling.pop("partial_rotary_factor", 1)
     if partial != 1:
         fields.refuse(f"{key}: partial_rotary_factor", partial, "which is not supported")
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):

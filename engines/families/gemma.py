@@ -15,13 +15,13 @@ from edgellm.engines.model.config import DecoderConfig
 _TANH_GELU = "gelu_pytorch_tanh"
 
 
-def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
-    """What both have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
+def read_gemma(fields: ConfigFields, word: str | None, norm_offset: float = 1.0, **own: Any) -> DecoderConfig:
+    """What all have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
     activation = fields.values.get("hidden_activation")
     if activation not in (None, _TANH_GELU):
         fields.refuse("hidden_activation", activation, f"supported is {_TANH_GELU}")
     activations: dict[str | None, str] = {_TANH_GELU: "gelu_tanh", word: "gelu_tanh"}
-    config = read_decoder(fields, activations=activations, norm_offset=1.0, **biases(fields), **own)
+    config = read_decoder(fields, activations=activations, norm_offset=norm_offset, **biases(fields), **own)
     return replace(config, embedding_scale=config.hidden_size**0.5)
 
 
@@ -29,7 +29,7 @@ def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    partial(_read, word="gelu"),
+    partial(read_gemma, word="gelu"),
     {"head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
 )
 
@@ -37,7 +37,7 @@ GEMMA = Family(
 def read_gemma2(fields: ConfigFields) -> DecoderConfig:
     """Every other layer attends to all, the first not among them, unless `layer_types` says otherwise. A cap of null is
     none."""
-    return _read(
+    return read_gemma(
         fields,
         None,
         windowed=windowed_but_every(2),
@@ -83,7 +83,7 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     if fields.values.get("sliding_window") is None:
         fields.wrong.append("sliding_window is null, expected a whole number: there is no sliding_window in use")
     pattern = max(1, fields.size("sliding_window_pattern", 6))
-    config = _read(
+    config = read_gemma(
         fields,
         None,
         windowed=windowed_but_every(pattern),

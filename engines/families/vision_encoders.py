@@ -7,96 +7,48 @@ adds interpolated positions, and gives out features of several layers, which Qwe
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
+from edgellm.engines.families import pixtral, tile_encoders
+from edgellm.engines.families.vision_parts import (
+    PROJECTOR,
+    TOWER,
+    TowerWeights,
+    mlp_steps,
+    projection_steps,
+    tower_steps,
+    used_layers,
+)
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Product
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Add, Input, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
-_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 #: Gemma 3's projection, published as [columns of the tower, hidden size of the language model].
 _PROJECTION = "mm_input_projection_weight"
 
 
-class TowerWeights(NamedWeights):
-    """Makes the weights and norms of one part of a checkpoint."""
-
-    def __init__(self, prefix: str, source: str, epsilon: float = 0.0) -> None:
-        super().__init__(prefix, source)
-        self._epsilon = epsilon
-
-    def rms_norm(self, name: str, size: int, offset: float = 0.0) -> Norm:
-        """A norm by a weight [H] and an offset."""
-        return Norm(self.weight(f"{name}.weight", size), self._epsilon, offset=offset)
-
-    def layer_norm(self, name: str, size: int) -> Norm:
-        """A norm by a weight and a bias [H]."""
-        return Norm(self.weight(f"{name}.weight", size), self._epsilon, self.weight(f"{name}.bias", size))
-
-    def convolution(self, name: str, rows: int, kernel: tuple[int, ...], bias: bool) -> Linear:
-        """A convolution whose stride is its kernel: one linear layer over flattened patches, [N, product of kernel]."""
-        weight = self.weight(f"{name}.weight", rows, math.prod(kernel), part=(rows, *kernel))
-        return Linear(f"{self._prefix}{name}", weight, self.weight(f"{name}.bias", rows) if bias else None)
-
-
-def used_layers(config: VisionConfig) -> int:
-    """How many layers are computed: those behind the last hidden state that is taken are not."""
-    return max(config.feature_layers)
-
-
 def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a tower has and that nothing which reaches the language model needs."""
-    behind = [f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers)]
+    layers = "transformer.layers." if config.family == "mistral3" else "encoder.layers."
+    behind = [f"{layers}{index}." for index in range(used_layers(config), config.num_layers)]
     behind += ["post_layernorm."] if config.family == "llava" else []
     return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
 
 
-def _tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
-    """CLIP or SigLIP, from "patches" to "hidden_0" and the outputs of layers, "hidden_1" and on.
-
-    Every image has the same number of patches, in reading order: nothing is padded.
-    """
-    hidden, rows = config.hidden_size, config.tower_rows
-    patch = (config.in_channels, config.patch_size, config.patch_size)
-    embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)
-    steps: list[Step] = [NormLinear("hidden_0", (Input("patches"),), embedding)]
-    if config.class_token:
-        steps.append(Prepend("hidden_0", "hidden_0", tower.weight("embeddings.class_embedding", hidden)))
-    steps.append(Add("hidden_0", "hidden_0", tower.weight("embeddings.position_embedding.weight", rows, hidden)))
-    if config.class_token:
-        norm = tower.layer_norm("pre_layrnorm", hidden)  # spelt so in every published checkpoint
-        steps.append(Normed("hidden_0", "hidden_0", norm))
-    for index in range(used_layers(config)):
-        layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
-        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
-        qkv = tower.linear(f"{layer}self_attn.qkv_proj", parts, hidden)
-        first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
-        steps += [
-            NormLinear("qkv", (Input(value, (first,)),), qkv),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows)),
-            LinearResidual(result, "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), value),
-            *_mlp(config, result, second, tower, (f"{layer}mlp.fc1", f"{layer}mlp.fc2")),
-        ]
-    return steps
-
-
 def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
-    projector = TowerWeights(_PROJECTOR, config.projector_prefix)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix)
     hidden, out, rows = config.hidden_size, config.out_hidden_size, config.tower_rows
-    steps = _tower_steps(config, TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps))
+    steps = tower_steps(config, TowerWeights(TOWER, config.tensor_prefix, config.norm_eps))
     features = [f"hidden_{index}" for index in config.feature_layers]
     if config.drops_first_row:
         steps += [DropFirst(f"{value}_patches", value, rows - 1) for value in features]
         features = [f"{value}_patches" for value in features]
     first = projector.linear("linear_1", out, len(features) * hidden, config.projector_bias)
     second = projector.linear("linear_2", out, out, config.projector_bias)
-    return [*steps, *_projection("image_embeddings", features, (first, second), config.projector_activation)]
+    return [*steps, *projection_steps("image_embeddings", features, (first, second), config.projector_activation)]
 
 
 def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -105,16 +57,27 @@ def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     The language model multiplies all that it takes by the square root of its width, but is made for images as they are
     projected: they are divided by it before they are rounded.
     """
-    tower = TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps)
-    projector = TowerWeights(_PROJECTOR, config.projector_prefix, config.norm_eps)
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix, config.norm_eps)
     hidden, out, merge = config.hidden_size, config.out_hidden_size, config.spatial_merge_size
     return [
-        *_tower_steps(config, tower),
+        *tower_steps(config, tower),
         Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
         AveragePool("pooled", "normed", hidden, config.image_side, merge),
         Normed("pooled", "pooled", projector.rms_norm("mm_soft_emb_norm", hidden, offset=1.0)),
         Product("image_embeddings", "pooled", projector.weight(_PROJECTION, hidden, out), out**-0.5),
     ]
+
+
+def _paligemma_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """A linear layer behind the tower's norm. As Gemma 3's, its rows are divided by what the language model multiplies
+    by."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix)
+    last = Input(f"hidden_{config.num_layers}", (tower.layer_norm("post_layernorm", config.hidden_size),))
+    linear = projector.linear("linear", config.out_hidden_size, config.hidden_size)
+    scale = config.out_hidden_size**-0.5
+    return [*tower_steps(config, tower), NormLinear("image_embeddings", (last,), linear, scale=scale)]
 
 
 def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -146,7 +109,7 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         *steps,
         Normed("hidden", "hidden", weights.rms_norm("merger.ln_q", hidden)),
         Reshape("merged", "hidden", (1, rows // config.merge_patches, merged)),
-        *_projection("tokens", ["merged"], linears, "gelu"),
+        *projection_steps("tokens", ["merged"], linears, "gelu"),
         Gather("image_embeddings", "tokens", "output_rows"),
     ]
 
@@ -162,7 +125,7 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     def projection(output: str, name: str) -> list[Step]:
         first = weights.linear(f"{name}.linear_fc1", merged, merged)
         second = weights.linear(f"{name}.linear_fc2", config.out_hidden_size, merged)
-        return _projection(output, ["merged"], (first, second), "gelu")
+        return projection_steps(output, ["merged"], (first, second), "gelu")
 
     merging = (1, rows // config.merge_patches, merged)
     steps: list[Step] = [
@@ -174,7 +137,7 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         steps += [
             *_attention(config, weights, f"{layer}attn", first, (1, rows), "attention_mask"),
-            *_mlp(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
+            *mlp_steps(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
         ]
         if index in config.deepstack_layers:
             place = config.deepstack_layers.index(index)
@@ -205,31 +168,17 @@ def _attention(
     ]
 
 
-def _mlp(config: VisionConfig, value: str, norm: Norm, weights: NamedWeights, names: tuple[str, str]) -> list[Step]:
-    """An MLP without a gate, whose linear layers are called so, on the residual stream `value`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    first, second = weights.linear(names[0], inner, hidden), weights.linear(names[1], hidden, inner)
-    return [
-        NormLinear("activation", (Input(value, (norm,)),), first, config.activation),
-        LinearResidual(value, "activation", second, value),
-    ]
-
-
-def _projection(output: str, values: Sequence[str], linears: tuple[Linear, Linear], activation: str) -> list[Step]:
-    """The projection from the `values`, side by side, to the width of the language model."""
-    inputs = tuple(Input(value) for value in values)
-    return [
-        NormLinear("projected", inputs, linears[0], activation),
-        NormLinear(output, (Input("projected"),), linears[1]),
-    ]
-
-
 _STEPS = {
     "qwen2_5_vl": _qwen2_5_vl_steps,
     "qwen3_vl": _qwen3_vl_steps,
     "qwen3_5": _qwen3_vl_steps,
     "llava": _llava_steps,
     "gemma3": _gemma3_steps,
+    "paligemma": _paligemma_steps,
+    "mistral3": pixtral.pixtral_steps,
+    "smolvlm": tile_encoders.smolvlm_steps,
+    "lfm2_vl": tile_encoders.lfm2_vl_steps,
+    "internvl": tile_encoders.internvl_steps,
 }
 
 
@@ -250,5 +199,6 @@ def host_weights(config: VisionConfig) -> list[WeightSpec]:
     """Weights that are read on the host instead: a table of positions [positions, H], interpolated there."""
     if config.num_position_embeddings is None:
         return []
-    names = NamedWeights("visual.", config.tensor_prefix)
-    return [names.weight("pos_embed.weight", config.num_position_embeddings, config.hidden_size)]
+    names, is_tower = NamedWeights("visual.", config.tensor_prefix), bool(config.feature_layers)
+    name = "embeddings.position_embedding.weight" if is_tower else "pos_embed.weight"
+    return [names.weight(name, config.num_position_embeddings, config.hidden_size)]

@@ -1,18 +1,39 @@
-"""Models with images whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3."""
+"""Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
+SmolVLM, LFM2-VL, InternVL, Qwen3-ASR."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA3
+from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
+from edgellm.engines.families.hybrid import LFM2
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
+from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
+from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
 from edgellm.engines.families.qwen import QWEN2, QWEN3
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
+from edgellm.engines.families.tiled_vision import INTERNVL_IMAGE_TOKEN, LFM2_VL_IMAGE_TOKEN, SMOLVLM_IMAGE_TOKEN
+from edgellm.engines.families.vision_config import (
+    GEMMA3_IMAGE_TOKEN,
+    GEMMA3_TOKENS,
+    PALIGEMMA_IMAGE_TOKEN,
+    read_vision_config,
+)
 from edgellm.engines.model.config import DecoderConfig
 
-_LLAVA_IMAGE_TOKEN = 32000
+_LLAVA_IMAGE_TOKEN, _AUDIO_TOKEN = 32000, 151676
+#: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
+_ASR = {
+    **QWEN3.defaults,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 65536,
+}
 #: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
 _SMALL = {
     **MISTRAL.defaults,
@@ -27,18 +48,41 @@ _SMALL = {
 }
 
 
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads")
+_GEMMA_CLASS = {"num_attention_heads": 8, "max_position_embeddings": 8192, "bos_token_id": 2, "eos_token_id": 1}
+#: Gemma inside PaliGemma has what its class has where the file does not say.
+_PALIGEMMA_TEXT = {
+    name: {**_GEMMA_CLASS, "rms_norm_eps": 1e-6, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, sizes in {"gemma": (257152, 2048, 16384, 18, 1), "gemma2": (256000, 2304, 9216, 26, 4)}.items()
+}
+
+
+def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
+    """Tokens of speech stand at consecutive positions."""
+    if "thinker_config" in fields.values:
+        fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
+    config = inner_family(fields, QWEN3).read(text_fields(fields, _ASR))
+    token = fields.token_id("audio_token_id", _AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
+    return replace(config, audio_token_id=token)
+
+
 def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
-    """The vision encoder is not supported: the model is served without images, the image token one like any other."""
+    """An image's tokens stand at consecutive positions, with a token behind each of its rows."""
     family = inner_family(fields, MISTRAL, MINISTRAL3)
-    return family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
+    config = family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
+    return with_image_tokens(config, fields, _image_key(fields), MISTRAL3_IMAGE_TOKEN)
 
 
 def _read_llava(fields: ConfigFields) -> DecoderConfig:
     """An image's tokens stand at consecutive positions."""
     family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
-    key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
     config = family.read(text_fields(fields, family.defaults))
-    return with_image_tokens(config, fields, key, _LLAVA_IMAGE_TOKEN)
+    return with_image_tokens(config, fields, _image_key(fields), _LLAVA_IMAGE_TOKEN)
+
+
+def _image_key(fields: ConfigFields) -> str:
+    """Under which name a file has the token of images."""
+    return "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
 
 
 def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
@@ -48,6 +92,33 @@ def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
+def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
+    """All of a prompt sees itself; its images have one token for each patch."""
+    family = inner_family(fields, GEMMA, GEMMA2)
+    text = text_fields(fields, {**family.defaults, **_PALIGEMMA_TEXT[family.name]})
+    if text.values.pop("use_bidirectional_attention", True) is False:
+        fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
+    vision = read_vision_config(fields.values, fields.tensors_dtype)
+    tokens = 0 if vision is None else vision.tower_rows
+    config = with_image_tokens(family.read(text), fields, _image_key(fields), PALIGEMMA_IMAGE_TOKEN)
+    return replace(config, image_tokens=tokens, prefix_attention=True)
+
+
+def _read_tiled(fields: ConfigFields, token: int, families: tuple[Family, ...]) -> DecoderConfig:
+    """A language model of one of the families; an image's tokens stand at consecutive positions."""
+    family = inner_family(fields, *families)
+    return with_image_tokens(family.read(text_fields(fields, family.defaults)), fields, "image_token_id", token)
+
+
+_read_smolvlm = partial(_read_tiled, token=SMOLVLM_IMAGE_TOKEN, families=(LLAMA,))
+_read_lfm2_vl = partial(_read_tiled, token=LFM2_VL_IMAGE_TOKEN, families=(LFM2,))
+_read_internvl = partial(_read_tiled, token=INTERNVL_IMAGE_TOKEN, families=(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
 LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
+PALIGEMMA = Family("paligemma", "PaliGemmaForConditionalGeneration", _read_paligemma)
 GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)
+SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
+IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
+LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
+INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
+QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})

@@ -58,10 +58,12 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
     return f"{value[0]} at [{', '.join(str(int(each)) for each in np.unravel_index(index, values.shape))}]"
 
 
-#: What begins a tensor of the vision encoder, or of what leads from it to the language model.
-VISION_PREFIXES = tuple(
-    f"{outer}{inner}" for inner in ("visual.", "vision_tower.", "multi_modal_projector.") for outer in ("", "model.")
+#: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
+_OF_ENCODERS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision."),
+    *("audio_tower.", "embed_audio."),
 )
+VISION_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
     ("model.language_model.model.", "model."),
@@ -71,12 +73,13 @@ _WRAPPINGS = (
     ("language_model.lm_head.", "lm_head."),
     *((f"{outer}embeddings.", "model.embed_tokens.") for outer in ("backbone.", "model.")),  # Nemotron-H's
     ("backbone.", "model."),
+    ("model.text_model.", "model."),
 )
 
 
 def is_multimodal(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` describes a model with a vision part."""
-    return isinstance(config.get("vision_config"), dict)
+    """Whether a `config.json` describes a model with an encoder of images or speech."""
+    return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
 
 
 def is_wrapped(config: dict[str, Any]) -> bool:

@@ -127,7 +127,9 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
-    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. With
+    `prefix_attention` (PaliGemma) each token of a prompt sees all of the prompt, which shows an image. The
+    `audio_token_id` stands for each token of speech in a model that takes it.
 
     `hidden_act` is the activation of the MLP, one of `MLP_ACTIVATIONS`: that of its gate or, without a `gated_mlp`, of
     what goes through its first layer. `norm_offset` is added to the weights of all norms (Gemma: 1); with `layer_norms`
@@ -154,6 +156,14 @@ class DecoderConfig:
     parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With `lone_parts` a layer is one
     part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture (Nemotron-H). With
     `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
+
+    Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
+    are others than in a window. The last `shared_rows` layers have no KV rows: each attends to those of the last layer
+    of its kind before them, and its MLP has `shared_intermediate_size` rows, where that is another. With `value_norms`
+    value heads are divided by the root of the mean of their squares, with `values_are_keys` layers that attend to all
+    project them as keys, before these are normed; with `layer_scalars` what a layer gives is multiplied by a number of
+    its own. Of a `layer_embedding_size` above 0 each token has so many elements for each layer, embeddings of its own,
+    by which a further residual block of the layer is gated (Gemma 4).
     """
 
     family: str
@@ -204,6 +214,7 @@ class DecoderConfig:
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
+    prefix_attention: bool = field(default=False, metadata=ADDED_LATER)
     pre_norms: bool = field(default=True, metadata=ADDED_LATER)
     joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     layer_norms: bool = field(default=False, metadata=ADDED_LATER)
@@ -215,6 +226,14 @@ class DecoderConfig:
     norms_behind_rotation: bool = field(default=False, metadata=ADDED_LATER)
     scores_cap: float = field(default=0.0, metadata=ADDED_LATER)
     logits_cap: float = field(default=0.0, metadata=ADDED_LATER)
+    full_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    shared_rows: int = field(default=0, metadata=bounded(LARGEST_DEPTH, True))
+    shared_intermediate_size: int = field(default=0, metadata=ADDED_LATER)
+    value_norms: bool = field(default=False, metadata=ADDED_LATER)
+    values_are_keys: bool = field(default=False, metadata=ADDED_LATER)
+    layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
+    layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
+    audio_token_id: int | None = field(default=None, metadata=ADDED_LATER)
     lone_parts: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
@@ -225,16 +244,17 @@ class DecoderConfig:
     @property
     def media(self) -> dict[str, MediaKind]:
         """The kinds of media that its prompts can have, by their names."""
-        return {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+        kinds = {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
+        return kinds if self.audio_token_id is None else kinds | {"audio": MediaKind("audio", self.audio_token_id)}
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""
-        return MediaKind("image", token_id, self.image_tokens)
+        return MediaKind("image", token_id, 0 if self.prefix_attention else self.image_tokens)
 
     @property
     def has_whole_media(self) -> bool:
-        """Whether there are spans each token of which sees all of the span."""
-        return any(kind.tokens for kind in self.media.values())
+        """Whether there are spans each token of which sees all of the span, or prompts of this kind."""
+        return self.prefix_attention or any(kind.tokens for kind in self.media.values())
 
     @property
     def window(self) -> int | None:
@@ -256,7 +276,22 @@ class DecoderConfig:
     def rotary_columns(self) -> int:
         """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own, or of
         queries that are scaled."""
-        return self.rotary_dim * (2 if self.local_rope_theta is not None or self.scales_far_queries else 1)
+        return self.rotary_dim + self.local_rotary_dim + (self.rotary_dim if self.scales_far_queries else 0)
+
+    @property
+    def local_rotary_dim(self) -> int:
+        """What is rotated of a head in layers with a rotary base of their own; 0 where none has one."""
+        return 0 if self.local_rope_theta is None else self.head_dim if self.full_heads else self.rotary_dim
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether layers share rows, or have heads, embeddings or factors of their own."""
+        return bool(self.full_heads or self.shared_rows or self.layer_embedding_size or self.layer_scalars)
+
+    @property
+    def token_row_size(self) -> int:
+        """Elements of the embeddings that a token has for all layers together; 0 without such."""
+        return self.num_layers * self.layer_embedding_size
 
     @property
     def query_size(self) -> int:
@@ -292,6 +327,23 @@ class DecoderConfig:
         """What mixes the tokens of a layer, one of `LAYER_KINDS`."""
         return self.layer_kinds[index] if self.layer_kinds else LAYER_KINDS[0]
 
+    def kv_heads(self, index: int) -> tuple[int, int]:
+        """Key-value heads of a layer, and elements of each of its heads."""
+        heads, size = self.full_heads if self.full_heads and self.layer_kind(index) == "attention" else (0, 0)
+        return heads or self.num_kv_heads, size or self.head_dim
+
+    def rows_layer(self, index: int) -> int:
+        """The layer whose KV rows a layer attends to: itself, or the last of its kind that has rows."""
+        first = self.num_layers - self.shared_rows
+        if index < first:
+            return index
+        return next(own for own in reversed(range(first)) if self.layer_kind(own) == self.layer_kind(index))
+
+    def inner_size(self, index: int) -> int:
+        """Rows of a layer's MLP, of its gate or its ups alone."""
+        is_shared = index >= self.num_layers - self.shared_rows
+        return (self.shared_intermediate_size if is_shared else 0) or self.intermediate_size
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -299,7 +351,8 @@ class WeightSpec:
 
     `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
     or "float32", which it then has on every backend. With `experts` its rows are those of so many experts of a mixture,
-    one behind the other, of which a step reads a few.
+    one behind the other, of which a step reads a few. With a `kernel` the columns of a tensor are those of a
+    convolution, for each channel so many neighbours; in the buffer each neighbour's channels stand side by side.
     """
 
     name: str
@@ -307,6 +360,7 @@ class WeightSpec:
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
     dtype: str = field(default="compute", repr=False)
     experts: int = field(default=0, repr=False)
+    kernel: int = field(default=1, repr=False)
 
 
 #: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, as_published, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import as_published, embedding_name, head_weight_name
+from edgellm.engines.model.layer_weights import LayerWeights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program, single_weight, token_inputs
@@ -89,7 +90,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
         attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
     steps += layer.attention(0, attended, masks_all=True, keep=keep)
-    steps += layer.residual(residual, shape.selected < shape.tokens, mixture=decoder.mixture)
+    steps += layer.residual(residual, shape.selected < shape.tokens)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     kept = Keep("hidden_states", raw=not config.feed_back_normed)
     steps.append(NormLinear("logits", (normed,), _head(config), keep=kept))
@@ -125,18 +126,17 @@ def _context_program(config: DraftConfig, shape: EngineShape) -> Program:
 
 def _block_program(config: DraftConfig, shape: EngineShape) -> Program:
     """One pass of a draft over a block behind the rows of the base's features; `attention_mask` says which of the block
-    each of its tokens sees. Its output are the `logits` [B, selected, Vd] float32 of the places that are guessed."""
+    each of its tokens sees. Its output are the `logits` [B, T, Vd] float32 of its places."""
     decoder, value = config.decoder, "inputs_embeds"
     steps: list[Step] = []
     for index, layer in enumerate(_block_layers(config)):
-        selects = shape.selected < shape.tokens and index == decoder.num_layers - 1
         steps += layer.attention(index, (Input(value, (layer.norm("input_layernorm"),)),))
-        steps += layer.residual(value, selects)
+        steps += layer.residual(value, False)
         value = steps[-1].output
     final = LayerWeights(decoder, "", config.checkpoint_prefix).norm("norm")
     steps.append(NormLinear("logits", (Input(value, (final,)),), _head(config)))
     inputs = token_inputs(shape, config.hidden_size, decoder.rotary_dim)
-    outputs: Edge = {"logits": ((shape.batch, shape.selected, config.draft_vocab_size), "float32")}
+    outputs: Edge = {"logits": ((shape.batch, shape.tokens, config.draft_vocab_size), "float32")}
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
 
 

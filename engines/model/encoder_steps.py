@@ -1,11 +1,12 @@
-"""The steps of vision encoders alone."""
+"""The steps of encoders of images and speech alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.steps import READS, Step
+from edgellm.engines.model.steps import READS, Norm, Step
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class EncoderAttention(Step):
     """Attention of all rows of a window to each other; `windows` are how many, and of how many rows each.
 
     `value` [.., 3 n D] holds query, key and value heads. `mask` and `rotary` name inputs of the engine, where it has
-    them.
+    them; `qk_norms` are those of all queries and of all keys together, if they are normed.
     """
 
     value: str = field(metadata=READS)
@@ -22,6 +23,7 @@ class EncoderAttention(Step):
     windows: tuple[int, int]
     mask: str | None = field(default=None, metadata=READS)
     rotary: str | None = field(default=None, metadata=READS)
+    qk_norms: tuple[Norm, Norm] | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,15 @@ class DropFirst(Step):
 
 
 @dataclass(frozen=True)
+class ScaledResidual(Step):
+    """output = residual + weight [K] times value, column by column (Touvron et al. 2021)."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    residual: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
 class AveragePool(Step):
     """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
     `size` of them, in reading order; summed in float32."""
@@ -57,6 +68,22 @@ class AveragePool(Step):
     width: int
     side: int
     size: int
+
+
+@dataclass(frozen=True)
+class Unfold(Step):
+    """output = what each place of a convolution reads, side by side: its linear layer then makes the convolution.
+
+    value [1, images * height * width, C] has the rows of each image of the `grid` (images, height, width). A `kernel`
+    (height, width) stands at every `stride`th place, with `padding` zeros before the first row and column and behind
+    the last: output [1, its places, C * kernel], the channel the slowest, as weights are published.
+    """
+
+    value: str = field(metadata=READS)
+    grid: tuple[int, int, int]
+    kernel: tuple[int, int]
+    stride: int = 1
+    padding: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,26 @@ Every kind of step is told once here, in terms of `Operations`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, Product
+from edgellm.engines.model.encoder_graph import average_pool, encoder_attention
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    ScaledResidual,
+    Unfold,
+)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -35,13 +44,10 @@ from edgellm.engines.model.steps import (
     SideBySide,
     Stateful,
 )
+from edgellm.kernels.decode.contract import TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
-
-#: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
-#: 16 heads all of them would be a gigabyte.
-_MOST_SCORES = 1 << 26
 
 
 class ProgramGraph(Generic[Tensor]):
@@ -70,8 +76,13 @@ class ProgramGraph(Generic[Tensor]):
             DropFirst: cls._drop_first,
             Reshape: cls._reshape,
             AveragePool: cls._average_pool,
+            ScaledResidual: cls._scaled_residual,
             Product: cls._product,
+            Unfold: cls._unfold,
             SideBySide: cls._side_by_side,
+            UnitNorm: cls._unit_norm,
+            InsertColumns: cls._insert_columns,
+            TokenGate: cls._token_gate,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
@@ -166,7 +177,8 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.scale)
         if step.norm is not None:
             y = self._to_residual(self._norm(y, step.norm))
-        values[step.output] = operations.add(residual, y)
+        y = operations.add(residual, y)
+        values[step.output] = y if step.factor is None else operations.multiply(y, self._weights[step.factor.name])
 
     def _experts(self, step: Experts) -> None:
         operations, weights = self._operations, self._weights
@@ -318,21 +330,11 @@ class ProgramGraph(Generic[Tensor]):
                 self._operations.output(PRESENT + name, self._values[name])
 
     def _encoder_attention(self, step: EncoderAttention) -> None:
-        operations, heads, size = self._operations, step.heads, step.head_size
-        count, rows = step.windows
-        x = operations.reshape(self._values[step.value], (count, rows, 3 * heads * size))
-        rotated, value = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
-        if step.rotary is not None:
-            cos_sin = operations.to_compute(self._values[step.rotary])
-            rotated = operations.rotary_embedding(rotated, operations.reshape(cos_sin, (count, rows, size)))
-        query, key = operations.split(rotated, (heads, heads), axis=1)
-        mask = None if step.mask is None else self._values[step.mask]
-        blocks = _query_blocks(count * heads, rows)
-        parts = operations.split(query, blocks, axis=2) if len(blocks) > 1 else [query]
-        contexts = [operations.attention(part, key, value, mask, Scoring(size**-0.5)) for part in parts]
-        context = operations.concatenate(contexts, axis=2) if len(blocks) > 1 else contexts[0]
-        merged = operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
-        self._values[step.output] = merged
+        given = self._values
+        value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
+        if step.qk_norms is not None:
+            value = self._normed_parts(value, step.qk_norms, step.heads * step.head_size)
+        given[step.output] = encoder_attention(self._operations, step, value, rotary, mask)
 
     def _scale(self, step: Scale) -> None:
         residual = self._to_residual(self._values[step.value])
@@ -354,6 +356,28 @@ class ProgramGraph(Generic[Tensor]):
         rest = width - sum(norm.weight.shape[0] for norm in step.norms)
         self._values[step.output] = self._normed_parts(self._values[step.value], step.norms, rest)
 
+    def _unit_norm(self, step: UnitNorm) -> None:
+        operations, width = self._operations, self._program.kinds[step.value][0][-1]
+        before, x = operations.split(self._values[step.value], (step.first, width - step.first), axis=2)
+        parts = operations.split_heads(x, (width - step.first) // step.size)
+        normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
+        self._values[step.output] = operations.concatenate((before, normed), axis=2)
+
+    def _insert_columns(self, step: InsertColumns) -> None:
+        width, all_columns = (self._program.kinds[name][0][-1] for name in (step.value, step.into))
+        behind = self._operations.split(self._values[step.into], (width, all_columns - width), axis=2)[1]
+        self._values[step.output] = self._operations.concatenate((self._values[step.value], behind), axis=2)
+
+    def _token_gate(self, step: TokenGate) -> None:
+        operations, (gate, *taken) = self._operations, (self._values[each] for each in step.reads)
+        width, whole = (self._program.kinds[each][0][-1] for each in step.reads[:2])
+        sizes = (step.first, width, whole - step.first - width)
+        projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
+        rows = operations.scale(rows, step.scale)
+        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
+        gate = operations.activation(operations.to_float32(gate), step.activation)
+        self._values[step.output] = operations.to_compute(operations.multiply(gate, through))
+
     def _gather(self, step: Gather) -> None:
         self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])
 
@@ -367,31 +391,23 @@ class ProgramGraph(Generic[Tensor]):
     def _reshape(self, step: Reshape) -> None:
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
 
+    def _scaled_residual(self, step: ScaledResidual) -> None:
+        operations, (width,) = self._operations, step.weight.shape
+        weight = operations.reshape(operations.to_float32(self._weights[step.weight.name]), (1, 1, width))
+        added = operations.multiply(operations.to_float32(self._values[step.value]), weight)
+        residual = self._to_residual(self._values[step.residual])
+        self._values[step.output] = operations.add(residual, self._to_residual(added))
+
     def _average_pool(self, step: AveragePool) -> None:
-        operations, size, width = self._operations, step.size, step.width
-        squares = step.side // size
-
-        def total(x: Tensor) -> Tensor:
-            first, *others = operations.split(x, (1,) * size, axis=1)
-            return reduce(operations.add, others, first)
-
-        rows = operations.reshape(operations.to_float32(self._values[step.value]), (squares, size, step.side * width))
-        columns = total(operations.reshape(total(rows), (squares**2, size, width)))
-        mean = operations.scale(operations.reshape(columns, (1, squares**2, width)), 1 / size**2)
-        self._values[step.output] = operations.to_compute(mean)
+        self._values[step.output] = average_pool(self._operations, step, self._values[step.value])
 
     def _product(self, step: Product) -> None:
         operations = self._operations
         product = operations.product(self._values[step.value], self._weights[step.weight.name])
         self._values[step.output] = operations.to_compute(operations.scale(product, step.scale))
 
+    def _unfold(self, step: Unfold) -> None:
+        self._values[step.output] = self._operations.unfold(step, self._values[step.value])
+
     def _side_by_side(self, step: SideBySide) -> None:
-        parts = [self._values[value] for value in step.values]
-        self._values[step.output] = self._operations.concatenate(parts, axis=2)
-
-
-def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
-    """How many queries each the attention of `rows` rows is cut into; `heads` are those of all sequences together."""
-    count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
-    size = -(-rows // max(1, count))
-    return tuple(min(size, rows - start) for start in range(0, rows, size))
+        self._values[step.output] = self._operations.concatenate([self._values[each] for each in step.values], axis=2)

@@ -254,8 +254,7 @@ class EngineLimits:
     def propose_shapes(self, batch: int, key_range: int) -> list[EngineShape]:
         """The propose engines, in the order of their tokens: one for each width, or for a block."""
         if self.draft_block:
-            guesses = self.draft_block - 1
-            return [self.draft_shape("propose", batch, self.draft_block, key_range, guesses)]
+            return [self.draft_shape("propose", batch, self.draft_block, key_range, self.draft_block)]
         return [self.draft_shape("propose", batch, width, key_range, width) for width in self.propose_widths]
 
     @cached_property

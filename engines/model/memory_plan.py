@@ -25,6 +25,7 @@ from edgellm.engines.model.states import (
     state_edge,
 )
 from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.decode.contract import MAX_TOKENS
 
 MEBIBYTE = 1 << 20
 
@@ -74,6 +75,7 @@ def plan_memory(
     windows = state_bytes(state_edge(in_windows, limits.max_batch, 0), dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
+    step += most_tokens(limits) * config.token_row_size * item
     if config.image_tokens:  # the last row that each token sees
         step += limits.prefill_chunk * ITEM_SIZES["int32"]
     if config.deepstack_layers:  # and their zeros
@@ -118,6 +120,12 @@ def most_logit_rows(limits: EngineLimits) -> int:
     """The most rows of logits of a step: those of the nodes of every slot's tree, a draft's or a given one, since a
     directory with a draft may be opened without it."""
     return limits.max_batch * max((GIVEN_NODES, *limits.verify_sizes))
+
+
+def most_tokens(limits: EngineLimits) -> int:
+    """The most tokens of a step, of all slots together: a chunk of a prompt, the nodes of every slot's tree, or what
+    follows in a text whose logits are all asked for."""
+    return max(limits.prefill_chunk, most_logit_rows(limits), MAX_TOKENS)
 
 
 def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:

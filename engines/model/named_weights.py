@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from edgellm.engines.model.config import WeightSpec
@@ -80,16 +80,19 @@ class NamedWeights:
         any_expert = f"mlp.experts.*.{module[expert.end() :]}"
         return self._published.get(any_expert, any_expert).replace("*", expert[1])
 
-    def linear(self, name: str, rows: int | Mapping[str, int], columns: int, bias: bool = True) -> Linear:
+    def linear(
+        self, name: str, rows: int | Mapping[str, int] | Sequence[tuple[str, int]], columns: int, bias: bool = True
+    ) -> Linear:
         """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
-        fill one behind the other."""
-        folder = name[: name.rfind(".") + 1]
-        parts = {name: rows} if isinstance(rows, int) else {f"{folder}{part}": size for part, size in rows.items()}
-        named = {self._named(part): size for part, size in parts.items()}
+        fill one behind the other; one of them may do so twice."""
+        folder, parts = name[: name.rfind(".") + 1], [(name, rows)] if isinstance(rows, int) else []
+        if not isinstance(rows, int):
+            pairs = rows.items() if isinstance(rows, Mapping) else rows
+            parts = [(f"{folder}{part}", size) for part, size in pairs]
 
         def spec(kind: str, *width: int) -> WeightSpec:
-            sources = tuple((f"{self._source}{part}.{kind}", (size, *width)) for part, size in named.items())
-            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(named.values()), *width), sources)
+            sources = tuple((f"{self._source}{self._named(part)}.{kind}", (size, *width)) for part, size in parts)
+            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(size for _, size in parts), *width), sources)
 
         return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 
@@ -54,9 +55,9 @@ class Operations(Protocol[Tensor]):
         `scales` [B, S] says how much of each adapter each sequence takes. `y` is not to be used afterwards.
         """
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, epsilon: float, offset: float = 0.0) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis, the mean and what is multiplied by in
-        float32 (Zhang and Sennrich 2019)."""
+        float32 (Zhang and Sennrich 2019); without a weight times 1."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last axis, mean and variance in float32.
@@ -211,6 +212,9 @@ class Operations(Protocol[Tensor]):
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows of [B, T, H] named by `rows` [B, S] int32: [B, S, H]."""
+
+    def unfold(self, step: Unfold, x: Tensor) -> Tensor:
+        """What each place of a convolution reads of x (see `Unfold`)."""
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""

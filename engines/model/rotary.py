@@ -8,6 +8,7 @@ A scaling changes the inverse frequencies, and some scale cosine and sine by an 
 - yarn: low frequencies interpolated, high ones left, a ramp between (Peng et al. 2023).
 - longrope: a factor for each frequency, one set for short and one for long contexts (Ding et al. 2024).
 - llama3: low frequencies divided by a factor, high ones left, blended between (Llama 3.1's `config.json`).
+- proportional: the highest frequencies alone, a share of all; pairs of the others are not turned (Gemma 4).
 
 `dynamic` and `longrope` follow the length of a text as it grows; keys that are cached already cannot be rotated anew,
 so here one length, the context a table is made for, decides for all its positions.
@@ -45,18 +46,18 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
     frequencies, attention_factor = inverse_frequencies(config, positions if context is None else context)
     parts = [(frequencies, attention_factor)]
     if config.local_rope_theta is not None:
-        parts.append((_unscaled(config.local_rope_theta, config.rotary_dim), 1.0))
-    table = np.empty((positions, config.rotary_columns), np.float32)
-    half = config.rotary_dim // 2
-    for first, (frequencies, attention_factor) in zip(range(0, 4 * half, 2 * half), parts, strict=False):
-        angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
+        parts.append((_unscaled(config.local_rope_theta, config.local_rotary_dim), 1.0))
+    table, first = np.empty((positions, config.rotary_columns), np.float32), 0
+    for frequencies, attention_factor in parts:
+        angles, half = np.arange(positions, dtype=np.float64)[:, None] * frequencies, len(frequencies)
         table[:, first : first + half] = np.cos(angles) * attention_factor
         table[:, first + half : first + 2 * half] = np.sin(angles) * attention_factor
+        first += 2 * half
     if config.scales_far_queries:
         scaling = config.rope_scaling or {}
         times = np.arange(positions) // scaling[_LENGTH]
         far = 1 + scaling[FAR_SCALING] * np.log1p(times)
-        table[:, 2 * half :] = table[:, : 2 * half] * far[:, None]
+        table[:, first:] = table[:, :first] * far[:, None]
     return table
 
 
@@ -134,6 +135,7 @@ _PARAMETERS: dict[Any, dict[str, tuple[str, int, bool]]] = {
     "yarn": _STRETCHED | dict.fromkeys(_OF_YARN, ("from", 0, False)),
     "longrope": _STRETCHED,
     "llama3": _FACTOR | _TRAINED | dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("above", 0, True)),
+    "proportional": dict.fromkeys(("factor", "partial_rotary_factor"), ("above", 0, False)),
 }
 
 
@@ -211,6 +213,12 @@ def _llama3(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tup
     return frequencies * (kept + (1 - kept) / factor), 1.0
 
 
+def _proportional(config: DecoderConfig, scaling: dict[str, Any], context: int) -> tuple[np.ndarray, float]:
+    frequencies = _unscaled(config.rope_theta, config.rotary_dim)
+    frequencies[int(scaling.get("partial_rotary_factor", 1) * config.rotary_dim // 2) :] = 0
+    return frequencies / (scaling.get("factor") or 1), 1.0
+
+
 #: The scalings by their published names; each takes the configuration, the scaling and the context.
 SCALINGS: dict[str, Callable[[DecoderConfig, dict[str, Any], int], tuple[np.ndarray, float]]] = {
     "linear": _linear,
@@ -218,4 +226,5 @@ SCALINGS: dict[str, Callable[[DecoderConfig, dict[str, Any], int], tuple[np.ndar
     "yarn": _yarn,
     "longrope": _longrope,
     "llama3": _llama3,
+    "proportional": _proportional,
 }

@@ -297,14 +297,15 @@ def decoder_states(
 ) -> list[LayerState]:
     """The states of a decoder's layers, in their order; a layer may have several. Without `limits` they are those of a
     draft, or of a context that no window is shorter than."""
-    return [state for index in range(config.num_layers) for state in _layer_states(config, index, kv_cache, limits)]
+    own = (index for index in range(config.num_layers) if config.rows_layer(index) == index)
+    return [state for index in own for state in _layer_states(config, index, kv_cache, limits)]
 
 
 def _layer_states(config: DecoderConfig, index: int, kv_cache: str, limits: EngineLimits | None) -> list[LayerState]:
     kind = config.layer_kind(index)
     if kind in _OTHERS:
         return [*_OTHERS[kind](config, index)]
-    rows = KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)
+    rows = KVRows(index, *config.kv_heads(index), kv_cache)
     if limits is None or kind != "window" or not limits.window_rows or config.sliding_window is None:
         return [rows]
     held, reach = limits.window_rows, config.sliding_window + WINDOW_SLACK

@@ -250,8 +250,8 @@ class NormLinear(Step):
 
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
-    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets
-    the residual; `selects` as in `NormLinear`."""
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), and with a
+    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`."""
 
     value: str = field(metadata=READS)
     linear: Linear
@@ -260,6 +260,7 @@ class LinearResidual(Step):
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = field(default=None, metadata=ADDED_LATER)
+    factor: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
     gated: ClassVar[bool] = False
     activation: ClassVar[None] = None
 

@@ -6,11 +6,16 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from edgellm.engines.formats.strict_formats import bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3")
+VISION_FAMILIES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3", "paligemma", "mistral3"),
+    *("smolvlm", "lfm2_vl", "internvl"),
+)
+#: Those of square pictures whose patches are put in blocks of a token behind the tower.
+BLOCKS_BEHIND = ("smolvlm", "internvl")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 #: Pixels in height and width of a patch; published encoders have up to 32.
 LARGEST_PATCH = 256
@@ -33,11 +38,17 @@ class VisionConfig:
     `tensor_prefix` and `projector_prefix` begin the checkpoint's tensor names. `image_token_id` marks an image's
     tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
 
-    Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
-    Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are
-    Qwen3-VL's alone. LLaVA's and Gemma 3's: `image_size`, of the square image. LLaVA's: `class_token` (CLIP: class
-    token, norm before the layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden
-    states are concatenated; `drops_first_row`, of each of them; `projector_bias`.
+    Qwen's and Pixtral's: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no
+    windows. Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated;
+    `deepstack_layers` are Qwen3-VL's alone. LLaVA's, Gemma 3's and PaliGemma's: `image_size`, of the square image.
+    LLaVA's: `class_token` (CLIP: class token, norm before the layers, no bias of the patches; else SigLIP: bias
+    alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of each of them. LLaVA's and
+    Pixtral's: `projector_bias`. Pixtral's (of Mistral 3) `norm_eps` is that of the norm behind its tower.
+
+    SmolVLM's, LFM2-VL's and InternVL's: parts of pictures, each taken for itself; SmolVLM's and InternVL's of
+    `image_size`. LFM2-VL's: `num_position_embeddings` as Qwen3-VL's, but resized as pictures are; `projector_size`, the
+    width inside its projector; `projector_norm`. InternVL's: `class_token`; `attention_bias`; `qk_norm`, of all heads
+    together; `rms_norms` in place of layer norms; `final_norm` behind the layers.
     """
 
     family: str
@@ -69,6 +80,12 @@ class VisionConfig:
     drops_first_row: bool = False
     projector_activation: str = "gelu"
     projector_bias: bool = True
+    projector_size: int | None = field(default=None, metadata=ADDED_LATER)
+    projector_norm: bool = field(default=False, metadata=ADDED_LATER)
+    attention_bias: bool = field(default=True, metadata=ADDED_LATER)
+    qk_norm: bool = field(default=False, metadata=ADDED_LATER)
+    rms_norms: bool = field(default=False, metadata=ADDED_LATER)
+    final_norm: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def head_dim(self) -> int:
@@ -145,11 +162,18 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     `patches` [1, R, elements], the image's first; for Qwen's `rotary_cos_sin` [1, R, D] and `attention_mask`
     [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
     `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each token's); for
-    Qwen3-VL and Qwen3.5 `position_embeddings` [1, R, H]. Masks are there if a layer reads them.
+    Qwen3-VL, Qwen3.5 and LFM2-VL `position_embeddings` [1, R, H]; for SmolVLM and InternVL `block_rows` [1, R] (which
+    patch stands in each row behind the tower). Masks are there if a layer reads them.
     """
     rows = shape.tokens
     inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}
+    if config.family in BLOCKS_BEHIND:
+        inputs["block_rows"] = ((1, rows), "int32")
     if config.image_side:
+        return inputs
+    if config.family == "lfm2_vl":
+        inputs["attention_mask"] = ((1, 1, 1, rows), "bool")
+        inputs["position_embeddings"] = ((1, rows, config.hidden_size), "float32")
         return inputs
     inputs["rotary_cos_sin"] = ((1, rows, config.head_dim), "float32")
     full = len(config.full_attention_layers) if config.window_size else config.num_layers
@@ -161,7 +185,7 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     if config.family == "qwen2_5_vl":
         inputs["input_rows"] = ((1, rows), "int32")
         inputs["output_rows"] = ((1, embedding_rows(config, shape)), "int32")
-    else:
+    elif config.num_position_embeddings is not None:
         inputs["position_embeddings"] = ((1, rows, config.hidden_size), "float32")
     return inputs
 

@@ -23,18 +23,8 @@ FP8 = ("float8_e4m3",)
 _INTEGER_TYPES = {"int8": np.int8, "uint8": np.uint8, "int32": np.int32, "uint32": np.uint32, "int64": np.int64}
 #: What may stand beside a packed weight and changes nothing of it: scales of activations and of caches.
 UNUSED_ENDINGS = (
-    ".input_scale",
-    ".input_global_scale",
-    ".input_zero_point",
-    ".output_scale",
-    ".activation_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
-    ".k_zero_point",
-    ".v_zero_point",
-    ".kv_scale",
-    ".prob_scale",
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".activation_scale", ".q_scale"),
+    *(".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".prob_scale"),
 )
 #: The tensor of a linear layer whose name alone says that it is packed.
 PACKED_ENDINGS = ("weight_packed", "qweight")

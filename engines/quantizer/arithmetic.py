@@ -8,15 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.quantizer.rounding import (
-    BLIND_CLIPPING,
-    BLIND_WITH_ZEROS,
-    CLIPPING,
-    Clipping,
-    quantize_rows,
-    side_by_side,
-    unbiased,
-)
+from edgellm.engines.quantizer import rounding
 from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -41,18 +33,18 @@ class Arithmetic:
         weights: np.ndarray,
         format: WeightFormat,
         factors: np.ndarray | None = None,
-        clipping: Clipping | None = None,
+        clipping: rounding.Clipping | None = None,
     ) -> PackedWeight:
         """The weight float32 [N, K] as `rounding.quantize_rows` finds its codes, by default with `CLIPPING`, without
         factors with `BLIND_CLIPPING` or `BLIND_WITH_ZEROS`, and with the scales of `unbiased`."""
-        blind = BLIND_WITH_ZEROS if format.zeros else BLIND_CLIPPING
-        clipping = clipping or (blind if factors is None else CLIPPING)
-        return unbiased(weights, self._searched(weights, format, factors, clipping), factors)
+        blind = rounding.BLIND_WITH_ZEROS if format.zeros else rounding.BLIND_CLIPPING
+        clipping = clipping or (blind if factors is None else rounding.CLIPPING)
+        return rounding.unbiased(weights, self._searched(weights, format, factors, clipping), factors)
 
     def _searched(
-        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
+        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: rounding.Clipping
     ) -> PackedWeight:
-        return quantize_rows(weights, format, factors, clipping)
+        return rounding.quantize_rows(weights, format, factors, clipping)
 
     def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
         """float32 [M, N]: `inputs` [M, K] times the transpose of `weight` [N, K], which may be kept until `forget`."""
@@ -67,7 +59,7 @@ class Arithmetic:
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         """What the function gives for each item, side by side where that can be."""
-        return side_by_side(function, items)
+        return rounding.side_by_side(function, items)
 
 
 NUMPY = Arithmetic()
@@ -89,7 +81,7 @@ class CudaArithmetic(Arithmetic):
         self._device.close()
 
     def _searched(
-        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
+        self, weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: rounding.Clipping
     ) -> PackedWeight:
         device, (rows, columns) = self._device, weights.shape
         groups = format.groups(columns)

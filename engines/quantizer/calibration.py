@@ -89,32 +89,22 @@ class CalibrationRows:
         observe: Callable[[np.ndarray, np.ndarray], None] = lambda weight, inputs: None,
     ) -> None:
         """Go through layer `index`, whose weights are float32 arrays by the names that its program has; `observe` gets
-        the weight of each linear layer and what it takes."""
+        the weight of each linear layer and what it takes. Of a text all tokens at once: each sees those before it."""
         for number, rows in enumerate(self.texts):
-            self.texts[number] = self._run(index, weights, rows, observe)
+            tokens = len(rows)
+            program = layer_program(self._config, index, tokens)
+            values = {
+                "inputs_embeds": rows[None],
+                "rope_rotary_cos_sin": self._rotary[None, :tokens],
+                "attention_mask": np.tri(tokens, dtype=np.bool_)[None, None],
+                "kvcache_start_index": np.zeros(1, np.int32),
+            }
+            if self._config.is_recurrent:
+                values["state_tokens"] = np.full(1, tokens, np.int32)
+            values |= {name: np.zeros(shape, np.float32) for name, (shape, _) in program.states.items()}
+            ProgramGraph(_ObservedOperations(values, weights, observe, self._arithmetic), program).run()
+            self.texts[number] = values["hidden"][0]
         self._arithmetic.forget()
-
-    def _run(
-        self,
-        index: int,
-        weights: Mapping[str, np.ndarray],
-        rows: np.ndarray,
-        observe: Callable[[np.ndarray, np.ndarray], None],
-    ) -> np.ndarray:
-        """One text, all of its tokens at once: every token sees those before it."""
-        tokens = len(rows)
-        program = layer_program(self._config, index, tokens)
-        values = {
-            "inputs_embeds": rows[None],
-            "rope_rotary_cos_sin": self._rotary[None, :tokens],
-            "attention_mask": np.tri(tokens, dtype=np.bool_)[None, None],
-            "kvcache_start_index": np.zeros(1, np.int32),
-        }
-        if self._config.is_recurrent:
-            values["state_tokens"] = np.full(1, tokens, np.int32)
-        values |= {name: np.zeros(shape, np.float32) for name, (shape, _) in program.states.items()}
-        ProgramGraph(_ObservedOperations(values, weights, observe, self._arithmetic), program).run()
-        return values["hidden"][0]
 
 
 class _ObservedOperations(NumpyOperations):

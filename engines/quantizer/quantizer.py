@@ -20,7 +20,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
@@ -32,6 +32,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.config import quantization_settings
+from edgellm.engines.quantizer import written_layout
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
@@ -52,15 +53,7 @@ from edgellm.engines.quantizer.layers import (
 from edgellm.engines.quantizer.options import QuantizationOptions, check_groups, check_options, columns_of
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
-from edgellm.engines.quantizer.written_layout import (
-    FOR_SPACE,
-    StoredTensor,
-    quantization_config,
-    shard_names,
-    write_index,
-    write_json,
-    write_tensors,
-)
+from edgellm.engines.quantizer.written_layout import StoredTensor
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
@@ -189,11 +182,16 @@ class _Run:
         checkpoint, options = self.checkpoint, self.options
         check_options(options, texts)
         config = checkpoint_decoder_config(checkpoint)
+        if config.layers_differ:
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings or factors of "
+                "their own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another"
+            )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]
-        check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
+        check_space(self.target.parent, _total_bytes(checkpoint), CheckpointError, written_layout.FOR_SPACE)
         programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
         done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
         with WorkFolder(self.target, job_of(checkpoint, asdict(options), texts), restart) as work:
@@ -257,13 +255,13 @@ class _Run:
             for name, info in checkpoint.tensors.items()
             if name not in done
         }
-        names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
+        names = written_layout.shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
         weight_map: dict[str, str] = {}
         chosen: dict[int, list[int]] = {}
         size = 0
         with StagedDirectory(self.target) as staged:
             copied = _copy_others(checkpoint.path, staged.path)
-            write_tensors(staged.path / names[0], others | tensors)
+            written_layout.write_tensors(staged.path / names[0], others | tensors)
             for layer, name in zip(layers, names[1:], strict=True):
                 _link(layer, staged.path / name)
             for number, name in enumerate(names):
@@ -274,9 +272,11 @@ class _Run:
                 size += sum(info.nbytes for info in file.tensors.values())
                 file.close()
             if layers:
-                write_index(staged.path, weight_map, size)
-            settings = quantization_config(self.format, ignored)
-            write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
+                written_layout.write_index(staged.path, weight_map, size)
+            settings = written_layout.quantization_config(self.format, ignored)
+            written_layout.write_json(
+                staged.path / "config.json", checkpoint.config | {"quantization_config": settings}
+            )
             staged.commit(self.force)
         sizes = _total_bytes(checkpoint), size
         return QuantizationReport(self.target, self.options, len(done), 0, *sizes, 0, copied, chosen=chosen)

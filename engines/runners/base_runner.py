@@ -21,7 +21,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name, looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
+from edgellm.engines.model.memory_plan import most_logit_rows, most_tokens, plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.model.steps import LAST_SEEN
@@ -33,6 +33,7 @@ from edgellm.engines.runners.prefill import PrefillingRunner, Stops
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
+from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState
@@ -105,6 +106,8 @@ class BaseEngineRunner(PrefillingRunner):
         )
         backend.check_memory(self.memory_plan)
         self.weights = backend.load_weights(checkpoint, specs, progress)
+        #: Also of prompts and rounds.
+        self.token_rows = TokenRows(backend, config, checkpoint, most_tokens(limits))
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         self.offsets = backend.zeros((limits.max_batch,), "int32")
         self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
@@ -260,7 +263,8 @@ class BaseEngineRunner(PrefillingRunner):
         if key not in self._stages:
             whole = in_order([*self._forward(batch, rows, adapts), *self._choose(batch, plain, False)])
             kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
-            self._stages[key] = {f"plain decode of {batch} sequences, {rows} rows, {kind}": whole}
+            name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
+            self._stages[key] = {**self._own_rows(batch), name: whole}
         return self._stages[key]
 
     def _forward_step(self, batch: int, rows: int, adapts: bool) -> Stages:
@@ -268,7 +272,7 @@ class BaseEngineRunner(PrefillingRunner):
         key = "forward", batch, rows, adapts
         if key not in self._stages:
             name = f"logits of {batch} sequences, {rows} rows{', with adapters' if adapts else ''}"
-            self._stages[key] = {name: in_order(self._forward(batch, rows, adapts))}
+            self._stages[key] = {**self._own_rows(batch), name: in_order(self._forward(batch, rows, adapts))}
         return self._stages[key]
 
     def _choice_step(self, batch: int, plain: bool) -> Stages:
@@ -278,6 +282,10 @@ class BaseEngineRunner(PrefillingRunner):
             name = f"choice for {batch} sequences, {'greedy' if plain else 'sampled'}"
             self._stages[key] = {name: in_order(self._choose(batch, plain, True))}
         return self._stages[key]
+
+    def _own_rows(self, batch: int) -> Stages:
+        """What brings the rows of the tokens that the leading slots take next."""
+        return self.token_rows.stages(self.sequences(slice(0, batch)).token_ids)
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -355,7 +363,7 @@ class BaseEngineRunner(PrefillingRunner):
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
-            inputs = bound_inputs(self._step_inputs(shape))
+            inputs = bound_inputs(self._step_inputs(shape)) | self.token_rows.bound(shape)
             bound = self.engine_weights() | inputs | self._media_inputs.engine_inputs(shape)
             if shape.phase == "prefill" and self.states.is_recurrent:
                 bound["state_tokens"] = self._buffers.state_tokens

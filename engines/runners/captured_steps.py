@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 from edgellm.engines.backends.base import Backend, Engine
@@ -29,6 +31,10 @@ def in_order(launches: Sequence[Callable[[], object]]) -> Callable[[], None]:
     return run
 
 
+class HostStage(partial[None]):
+    """A stage in which the host takes part, so that it waits for what was enqueued before: no capture holds it."""
+
+
 class Planned(NamedTuple):
     """A step that is captured before it comes up: what makes its stages, what is to be done once they have run, and
     what tells it apart beside the names of the stages."""
@@ -42,7 +48,8 @@ class CapturedSteps:
     """Runs steps by key and keeps their captures.
 
     A step runs once as it is before it is captured: that loads code, which a capture must not do. All stages are
-    captured as one; where that fails, each stage by itself; a stage that cannot be captured runs as it is. Steps that
+    captured as one, or what is between those of the host (`HostStage`); where that fails, each stage by itself; a stage
+    that cannot be captured runs as it is. Steps that
     are `planned` are captured by `capture_next` alone, and until then run as they are; others when they come up the
     second time. `seconds` adds up the time of each stage by name, on a backend that computes at once. With `around`,
     which gives what is to surround a stage of a name, stages are captured one by one.
@@ -95,7 +102,8 @@ class CapturedSteps:
         planned.ran()
         self._warm.add(key)
         launches = self.captures[key] = self._capture(key, stages)
-        failed = [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
+        own = {name: stage for name, stage in stages.items() if not isinstance(stage, HostStage)}
+        failed = [name for name, stage in own.items() if any(launch is stage for launch in launches)]
         self.uncaptured += [name + planned.kind for name in failed]
         return True
 
@@ -105,6 +113,12 @@ class CapturedSteps:
         self.captures.clear()
 
     def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
+        launches: list[Callable[[], None]] = []
+        for _, between in groupby(stages.items(), lambda named: isinstance(named[1], HostStage)):
+            launches += self._capture_between(key, dict(between))
+        return launches
+
+    def _capture_between(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
         if len(stages) > 1:
             whole = in_order([*stages.values()])
             captured = self._backend.capture(whole, f"the step {key}")
@@ -124,7 +138,10 @@ class CapturedSteps:
         self._warm.add(key)
 
     def _capture_each(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
-        return [self._backend.capture(stage, f"{name} of the step {key}") for name, stage in stages.items()]
+        return [
+            stage if isinstance(stage, HostStage) else self._backend.capture(stage, f"{name} of the step {key}")
+            for name, stage in stages.items()
+        ]
 
     def _run_timed(self, stages: Stages) -> None:
         around = self.around or (lambda name: nullcontext())

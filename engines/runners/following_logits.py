@@ -14,9 +14,7 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.kernels.arrays import Array, leading
-
-#: The most tokens of a step: what kernels verify at once.
-MOST_TOKENS = 64
+from edgellm.kernels.decode.contract import MAX_TOKENS
 
 
 class FollowingLogits:
@@ -30,7 +28,7 @@ class FollowingLogits:
 
     def __init__(self, base: BaseEngineRunner) -> None:
         self._base, limits, backend = base, base.limits, base.backend
-        sizes = [MOST_TOKENS, limits.prefill_chunks[0]]
+        sizes = [MAX_TOKENS, limits.prefill_chunks[0]]
         if backend.fixed_shapes:
             sizes = [size for size in sizes if all(map(backend.takes_any_key_range, self._shapes(size)))]
             # A padded step may reach so many rows past the context as a padded chunk of a prompt, no more.
@@ -97,7 +95,7 @@ class FollowingLogits:
         """The logits [n, V] behind `ids` [n], which are written to the rows from `start` on."""
         base, buffers, one = self._base, self._buffers, slice(slot, slot + 1)
         backend, vocabulary = base.backend, base.config.vocab_size
-        token_ids = buffers.upload_prompt(ids, start, size)
+        token_ids = buffers.upload_prompt(ids, start, size, base.token_rows)
         widest = base.engine_shape(self._shape(size), one)
         shape = replace(widest, key_range=self._engines.key_range(widest, start + len(ids)))
         inputs = buffers.inputs(shape, buffers.prefill_start)
@@ -105,6 +103,7 @@ class FollowingLogits:
 
         def bindings() -> dict[str, Array]:
             bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape) | {"logits": logits}
+            bound |= base.token_rows.bound(shape)
             if base.states.is_recurrent and size > 1:
                 bound["node_parents"] = leading(self._parents.reshape(-1), (1, size))
             return bound | base.states.bound(one, self._kept.of(1, size)) | base.adapter_inputs(shape, one)

@@ -1,7 +1,8 @@
 """What is inserted among a prompt's tokens: spans, what stands there instead of embeddings, and at which positions.
 
-Images are one kind of media. What a prompt has of any kind are spans: an id repeated for each token, the rows that the
-kind's encoder made for these, the digest of their content, their positions, and whether each of them sees all of them.
+Images are one kind of media. What a prompt has of any kind are spans: an id repeated for each token, perhaps with other
+tokens among them (ends of rows, marks of slices), the rows that the kind's encoder made for these, the digest of their
+content, their positions, and whether each of them sees all of them.
 
 M-RoPE (Wang et al. 2024, Qwen2-VL; Bai et al. 2025, Qwen2.5-VL) gives every token three positions: time, height, width.
 Those of text are equal and go on from the largest before it; an image's tokens count its rows and columns.
@@ -10,6 +11,7 @@ Those of text are equal and go on from the largest before it; an image's tokens 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgellm.engines.errors import EngineError
+from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.formats.strict_formats import canonical_json
 from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.kernels.arrays import Array
 
@@ -30,13 +34,15 @@ class MediaEmbeddings:
 
     `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
     first layers. `digest` names the content, `grid` are (frames, height, width) in patches; None where the tokens
-    follow each other as those of text do.
+    follow each other as those of text do. Where other tokens stand among its own, `runs` says how many of these follow
+    each other; none: all do.
     """
 
     rows: Array
     deepstack: tuple[Array, ...]
     digest: str
     grid: tuple[int, int, int] | None = None
+    runs: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -81,30 +87,42 @@ class EmbeddingCache:
 
 @dataclass(frozen=True, eq=False)
 class MediaSpan:
-    """Where in a prompt the `tokens` of one piece stand: from `start` on, before `stop`. It is the prompt's `number`th
-    of its kind, counted from 1."""
+    """At which `places` in a prompt the tokens of one piece, or of a part of it, stand, ascending. It is the prompt's
+    `number`th of its kind, counted from 1."""
 
     kind: MediaKind
     number: int
-    start: int
-    tokens: int
+    places: Sequence[int]
     embeddings: MediaEmbeddings
 
     @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self.places)
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return self.places[0]
+
+    @property
     def stop(self) -> int:
-        """The first token behind it."""
-        return self.start + self.tokens
+        """The first token behind all of them."""
+        return self.places[-1] + 1
 
 
 @dataclass(frozen=True, eq=False)
 class PromptMedia:
     """The `spans` of a prompt of N tokens, in their order there; made by `place_media`.
 
-    `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
+    `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE. Each of the
+    first `prefix` tokens sees all of these (PaliGemma); `prefix_digest` is that of their ids and what they show.
     """
 
     spans: tuple[MediaSpan, ...]
     positions: np.ndarray | None
+    prefix: int = 0
+    prefix_digest: str = ""
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -118,7 +136,9 @@ class PromptMedia:
 
     @property
     def whole(self) -> list[tuple[int, int]]:
-        """(first token, tokens) of each span whose tokens see all of it."""
+        """(first token, tokens) of each span, or of the prefix, whose tokens see all of it."""
+        if self.prefix:
+            return [(0, self.prefix)]
         return [(span.start, span.tokens) for span in self.spans if span.kind.tokens]
 
     def within(self, first: int, stop: int) -> list[tuple[MediaSpan, int, int]]:
@@ -126,19 +146,18 @@ class PromptMedia:
         first row there, rows there)."""
         parts = []
         for span in self.spans:
-            begin, end = max(first, span.start), min(stop, span.stop)
-            if begin < end:
-                parts.append((span, begin - span.start, end - begin))
+            row, end = (bisect_left(span.places, place) for place in (first, stop))
+            if row < end:
+                parts.append((span, row, end - row))
         return parts
 
     def last_seen(self, first: int, stop: int) -> np.ndarray:
         """Which token is the last that each of first..stop - 1 sees, where a token of a whole span sees all of it: [n]
         int32, in the prompt's numbers."""
         seen = np.arange(first, stop, dtype=np.int32)
-        for span, row, count in self.within(first, stop):
-            if span.kind.tokens:
-                begin = span.start + row - first
-                seen[begin : begin + count] = span.stop - 1
+        for start, tokens in self.whole:
+            begin, end = max(start - first, 0), max(start + tokens - first, 0)
+            seen[begin:end] = start + tokens - 1
         return seen
 
     def inside(self, place: int) -> MediaSpan | None:
@@ -150,7 +169,7 @@ class PromptMedia:
         for kind in dict.fromkeys(span.kind for span in self.spans):
             found = np.flatnonzero(prompt_ids == kind.token_id).tolist()
             spans = [span for span in self.spans if span.kind == kind]
-            expected = [place for span in spans for place in range(span.start, span.stop)]
+            expected = [place for span in spans for place in span.places]
             if found != expected:
                 raise EngineError(
                     f"the prompt has {len(found)} {kind.name} tokens (id {kind.token_id}) and {len(spans)} "
@@ -174,9 +193,11 @@ class PromptMedia:
         """The tokens of a text that begins with the prompt, as KV rows see them: a span's tokens are told by its
         content, for all spans of a kind have the same token id."""
         identities: list[TokenIdentity] = list(token_ids)
+        if self.prefix:  # what the rows hold depends on all of it
+            return [*((self.prefix_digest, index) for index in range(self.prefix)), *identities[self.prefix :]]
         for span in self.spans:
-            digest = span.embeddings.digest
-            identities[span.start : span.stop] = [(digest, index) for index in range(span.tokens)]
+            for index, place in enumerate(span.places):
+                identities[place] = (span.embeddings.digest, index)
         return identities
 
 
@@ -196,7 +217,10 @@ def place_media(
         shaped = [(span, span.embeddings.grid) for span in spans if span.embeddings.grid is not None]
         places, grids = [(span.start, span.tokens) for span, _ in shaped], [grid for _, grid in shaped]
         positions, _ = mrope_positions(len(prompt_ids), places, grids, config.spatial_merge_size)
-    return PromptMedia(tuple(spans), positions)
+    if not config.prefix_attention:
+        return PromptMedia(tuple(spans), positions)
+    shown = canonical_json([ids.tolist(), *(span.embeddings.digest for span in spans)])
+    return PromptMedia(tuple(spans), positions, len(ids), hash_bytes(shown))
 
 
 def _spans_of(
@@ -214,10 +238,12 @@ def _spans_of(
     spans: list[MediaSpan] = []
     place = 0
     for number, (each, count) in enumerate(zip(media, counts, strict=True), 1):
-        start = int(found[place])
-        if found[place + count - 1] != start + count - 1:
+        places = found[place : place + count].tolist()
+        runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), count]).tolist()
+        if tuple(runs) != (each.runs or (count,)):
             raise EngineError(
-                f"the {count} tokens of {name} {number} are interrupted: the prompt has another token among them"
+                f"the {count} tokens of {name} {number} are interrupted: they follow each other in parts of {runs}, "
+                f"expected are {list(each.runs or (count,))}. The prompt has another token among them, or lacks one"
             )
         expected = [(count, config.hidden_size)] * (1 + config.deepstack_layers)
         shapes = [tuple(array.shape) for array in (each.rows, *each.deepstack)]
@@ -231,12 +257,12 @@ def _spans_of(
                 f"{name} {number} has {count} tokens, this language model takes {name}s of {kind.tokens}: the encoder "
                 "must be that of the same model"
             )
-        if kind.tokens and spans and spans[-1].stop == start:
+        if kind.tokens and spans and spans[-1].stop == places[0]:
             raise EngineError(
                 f"the {name}s {number - 1} and {number} follow each other without a token between them: the model "
                 "would take them for one. Put the tokens around them that the model's processor writes"
             )
-        spans.append(MediaSpan(kind, number, start, count, each))
+        spans.append(MediaSpan(kind, number, places, each))
         place += count
     return spans
 

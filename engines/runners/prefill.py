@@ -20,6 +20,7 @@ from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import ArrivingRows, StepBuffers
 from edgellm.engines.runners.states import ModelStates
+from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
@@ -93,6 +94,7 @@ class PrefillingRunner(AdaptedRunner):
     _state: SequenceState
     _buffers: StepBuffers
     _media_inputs: MediaInputs
+    token_rows: TokenRows
     _arriving: ArrivingRows | None = None
 
     def fill(self, slot: int, token_ids: np.ndarray) -> int:
@@ -163,7 +165,7 @@ class PrefillingRunner(AdaptedRunner):
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, media: PromptMedia | None) -> None:
         """Take `ids` [n], n <= chunk, into the states, as rows from `start` on; logits are those after the last."""
-        token_ids = self._buffers.upload_prompt(ids, start, chunk)
+        token_ids = self._buffers.upload_prompt(ids, start, chunk, self.token_rows)
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         if self.states.is_recurrent:
             self.backend.upload(self._buffers.state_tokens, np.asarray([len(ids)], np.int32))
@@ -195,6 +197,10 @@ class PrefillingRunner(AdaptedRunner):
             return
         if (problem := self.limits.image_problem(self.config)) is not None:
             raise EngineError(problem)
+        if media.prefix > self.limits.prefill_chunk:
+            raise EngineError(f"{media.prefix} tokens that see each other are more than a chunk's")
+        if 0 < reused < media.prefix:
+            raise EngineError(f"{reused} of a prompt's {media.prefix} tokens, which see each other, cannot be reused")
         inside = media.inside(reused)
         if inside is not None:
             raise EngineError(

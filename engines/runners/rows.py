@@ -10,6 +10,7 @@ from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.token_rows import TokenRows
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.sampling.contract import StepInputs
 
@@ -79,12 +80,14 @@ class StepBuffers:
         self.state_tokens = backend.zeros((1,), "int32")
         self.last_seen = backend.zeros((limits.prefill_chunk if config.image_tokens else 1,), "int32")
 
-    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int) -> Array:
-        """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device."""
+    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int, rows: TokenRows) -> Array:
+        """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device, with their own
+        `rows`."""
         padded = np.full((1, tokens), -1, np.int32)
         padded[0, : len(ids)] = ids
         token_ids = leading(self.prefill_ids, (1, tokens))
         self._backend.upload(token_ids, padded)
+        rows.bring(padded)
         self._backend.upload(self.prefill_start, np.asarray([start], np.int32))
         return token_ids
 

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import Backend
+from edgellm.engines.errors import EngineError
 from edgellm.engines.model.states import (
     PRESENT,
     Edge,
+    KVRows,
     LayerState,
     WindowRows,
     exchange_sizes,
@@ -21,6 +23,7 @@ from edgellm.engines.model.states import (
 from edgellm.engines.runners.captured_steps import in_order
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.dlpack import SharedArray
 from edgellm.kernels.recurrent.contract import AcceptedPath
 
 #: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
@@ -166,6 +169,26 @@ class ModelStates:
             for name, (shape, _) in layer.saved(count).items():
                 if name in views:
                     yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
+
+    def shared_rows(self, slot: int, layer: int, tokens: int, owner: object) -> tuple[SharedArray, SharedArray]:
+        """Keys and values [1, key-value heads, N, D] of a slot's first N = `tokens` tokens in an attention layer, where
+        they are; they keep `owner`. Raises EngineError for a layer that has no such rows, or not as they are read."""
+        rows = next((each for each in self._layers if each.index == layer and isinstance(each, KVRows)), None)
+        if rows is None:
+            raise EngineError(f"layer {layer} keeps no keys and values: name layers of attention")
+        if rows.dtype != "compute":
+            raise EngineError(
+                f"layer {layer} keeps its keys and values as {rows.dtype}, which nobody else reads: open the model "
+                "with kv_cache='compute'"
+            )
+        if isinstance(rows, WindowRows) and tokens > rows.reach:  # behind it a step begins at the ring's first row
+            raise EngineError(
+                f"layer {layer} keeps its rows in a ring, in which {tokens} tokens are not in their order: prefill at "
+                f"most {rows.reach}, or name layers without a window"
+            )
+        shape = 1, rows.heads, tokens, rows.size
+        keys, values = (SharedArray(self.tensors[name][slot : slot + 1], shape, owner) for name in rows.names)
+        return keys, values
 
     def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:
         """The same of the recurrent states alone, which are as large after any number of tokens."""

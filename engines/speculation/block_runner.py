@@ -10,11 +10,8 @@ product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 
-import numpy as np
-
-from edgellm.engines.backends.base import uploaded
 from edgellm.engines.model.draft_decoder import draft_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.captured_steps import in_order
@@ -39,8 +36,7 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
         assert self.config.block is not None
         state, slots, shape = self._base.sequences(slice(0, batch)), slice(0, batch), self._shape(batch, key_range)
         inputs = self._inputs(shape, state.kvcache_start_index)
-        own = {"last_token_ids": self._guessed[slots]}
-        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, slots, inputs, own))
+        engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, slots, inputs, {}))
         block = Block(self.config.block.mask_token_id, not self.config.block.causal)
         prepare = partial(self.backend.draft_tree.prepare_block, block, state.token_ids, self.tables(slots), inputs)
         levels = range(1, plan.steps + 1)
@@ -55,10 +51,10 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
 
     def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """See `EagleDraftEngineRunner`; slot by slot, as the rows of a level do not stand one behind the other."""
-        count, chain = self.limits.draft_block - 1, self.chain(batch, plan)
+        count, chain = self.limits.draft_block, self.chain(batch, plan)
         logits, draws = self.logits(batch, count).reshape(batch * count, self.config.draft_vocab_size), []
         for slot in range(batch):
-            one, row = slice(slot, slot + 1), slot * count + level - 1
+            one, row = slice(slot, slot + 1), slot * count + level
             own = chain._replace(tokens=chain.tokens[one], probabilities=chain.probabilities[one])
             rows, positions = self._base.sampling.rows(one), self._base.sequences(one).positions
             place = level - 1, logits[row : row + 1]
@@ -68,7 +64,7 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
 
     def _expand(self, batch: int, plan: DraftPlan) -> Callable[[], None]:
         """What makes candidates of all levels of what the pass says of each place."""
-        logits = self.logits(batch, self.limits.draft_block - 1)
+        logits = self.logits(batch, self.limits.draft_block)
         expansion = Expansion(self.draft_to_target, self._workspace)
         expand = self.backend.draft_tree.expand_block
         return partial(expand, plan.level(plan.steps), logits, self.candidates(batch, plan), expansion)
@@ -76,12 +72,6 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
     def _shape(self, batch: int, key_range: int) -> EngineShape:
         (shape,) = self.limits.propose_shapes(batch, key_range)
         return shape
-
-    @cached_property
-    def _guessed(self) -> Array:
-        """[B, S-1] int32: the places of a block that get logits, all behind the first."""
-        places = np.arange(1, self.limits.draft_block, dtype=np.int32)
-        return uploaded(self.backend, np.tile(places, (self.limits.max_batch, 1)))
 
     def _bindings(
         self, shape: EngineShape, slots: slice, inputs: StepInputs, own: dict[str, Array]
@@ -93,4 +83,4 @@ class BlockDraftEngineRunner(EagleDraftEngineRunner):
 
     def _outputs(self, shape: EngineShape) -> dict[str, Array]:
         """Those of a block alone."""
-        return {"logits": self.logits(shape.batch, shape.selected)} if shape.phase == "propose" else {}
+        return {"logits": self.logits(shape.batch, shape.tokens)} if shape.phase == "propose" else {}

@@ -25,7 +25,6 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, in_order
-from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.media_inputs import MediaInputs
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
@@ -83,15 +82,7 @@ class EagleDraftEngineRunner(ModelDrafter):
             self._media_inputs.rows = base.media_rows
         self._allocate_buffers()
 
-    def prefill(
-        self,
-        slot: int,
-        token_ids: np.ndarray,
-        features: Array,
-        position: int,
-        chunk: int,
-        media: PromptMedia | None = None,
-    ) -> None:
+    def prefill(self, slot, token_ids, features, position, chunk, media=None):
         count = len(token_ids)
         if not 0 < count <= chunk:
             raise EngineError(f"{count} tokens for a chunk of {chunk}: at least one, and no more, must be given")

@@ -114,6 +114,9 @@ class Round:
         if key.constrained and not plan.is_given:
             self._laid_out = LaidOut(base, self._tree.nodes.tokens, self._tree.nodes.parents)
             laid_out.append(self._laid_out.show)
+        if rows := base.token_rows.stages(self._tree.nodes.tokens):
+            before |= {"tree layout": in_order(laid_out)} | dict(rows)
+            laid_out = []
         before[BASE_VERIFY] = in_order([*laid_out, verify])
         self.stages: dict[str, Callable[[], None]] = before | {ACCEPTANCE: accept}
         #: What is launched as one, with its key: all stages, or with masks or biases first those before acceptance.

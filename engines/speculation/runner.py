@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from edgellm.engines.model.memory_plan import GIVEN_NODES
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.media import PromptMedia
-from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.block_runner import BlockDraftEngineRunner
@@ -120,21 +120,11 @@ class DecodingRunner:
         """Seconds spent so far in each stage of rounds, by name; empty where stages cannot be timed."""
         return self._steps.seconds
 
-    def start(
-        self,
-        slot: int,
-        prompt_ids: Sequence[int],
-        reused: int,
-        sampling: SamplingValues,
-        media: PromptMedia | None = None,
-        rules: StepRules | None = None,
-        generated: int = 0,
-        stops: Stops | None = None,
-    ) -> Readback:
+    def start(self, slot: int, prompt_ids: Sequence[int], *others: Any, **more: Any) -> Readback:
         """Starts as `BaseEngineRunner.start` does; the first `reused` rows must be there in the base and in the
         draft."""
         self.draft.start(slot, len(prompt_ids))
-        return self.base.start(slot, prompt_ids, reused, sampling, media, rules, generated, stops)
+        return self.base.start(slot, prompt_ids, *others, **more)
 
     def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
         """What a slot holds on the device of a sequence that goes on from there, and `resume` cannot make anew: `rows`

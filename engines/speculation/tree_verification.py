@@ -176,6 +176,7 @@ class TreeVerification:
 
     def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
         bound = self._base.engine_weights() | tree.inputs._asdict() | {"logits": tree.logits.logits}
+        bound |= self._base.token_rows.bound(shape)
         if tree.features.shape[2]:
             bound["hidden_states"] = tree.features
         slots, states = slice(0, shape.batch), self._base.states

@@ -19,7 +19,7 @@ sum; float arithmetic is confined to operations that IEEE 754 fixes and to `port
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
@@ -36,12 +36,19 @@ MAXIMUM_ACCEPTED = 33
 TARGET_STREAM, DRAFT_STREAM, TEST_STREAM, RESIDUAL_STREAM = 0, 1, 2, 3
 
 
+#: A number for each token of the vocabulary at each node, one for each node, one for each slot, and bytes.
+NodeRows: TypeAlias = Annotated[OwnArray, "BTV float32"]
+OfNodes: TypeAlias = Annotated[OwnArray, "BT int32"]
+OfSlots: TypeAlias = Annotated[OwnArray, "B int32"]
+Workspace: TypeAlias = Annotated[OwnArray, "N uint8"]
+
+
 class NodeLogits(NamedTuple):
     """The base's logits at each node, the threshold of each row, and the token that plain decoding draws there."""
 
-    logits: Annotated[OwnArray, "BTV float32"]
+    logits: NodeRows
     thresholds: Annotated[OwnArray, "BT float32"]
-    drawn: Annotated[OwnArray, "BT int32"]
+    drawn: OfNodes
 
 
 class Chain(NamedTuple):
@@ -67,7 +74,7 @@ class Accepted(NamedTuple):
 
     indices: Annotated[OwnArray, "BW int32"]
     ids: Annotated[OwnArray, "BW int32"]
-    lengths: Annotated[OwnArray, "B int32"]
+    lengths: OfSlots
 
 
 class Pending(NamedTuple):
@@ -78,8 +85,8 @@ class Pending(NamedTuple):
 
     features: Annotated[OwnArray, "BQF compute"]
     token_ids: Annotated[OwnArray, "BQ int32"]
-    counts: Annotated[OwnArray, "B int32"]
-    start: Annotated[OwnArray, "B int32"]
+    counts: OfSlots
+    start: OfSlots
     last: Annotated[OwnArray, "B1 int32"]
 
 
@@ -142,11 +149,11 @@ class AcceptanceKernels(Protocol):
     @limited(_check_limits)
     def process_tree_logits(
         self,
-        logits: Annotated[OwnArray, "BTV float32"],
+        logits: NodeRows,
         token_counts: Annotated[OwnArray, "BV int32"],
         tree: TreeNodes,
         rows: SamplingRows,
-        processed: Annotated[OwnArray, "BTV float32"],
+        processed: NodeRows,
     ) -> None:
         """`SamplingKernels.process_logits` of every node: `logits` to `processed` (may be the same array).
 
@@ -160,23 +167,12 @@ class AcceptanceKernels(Protocol):
 
     @limited(_check_limits)
     def eagle_accept(
-        self,
-        logits: Annotated[OwnArray, "BTV float32"],
-        tree: TreeNodes,
-        active: Annotated[OwnArray, "B int32"],
-        accepted: Accepted,
-        workspace: Annotated[OwnArray, "N uint8"],
+        self, logits: NodeRows, tree: TreeNodes, active: OfSlots, accepted: Accepted, workspace: Workspace
     ) -> None:
         """Greedy acceptance: `accept_drawn` with the argmax (lowest id of equals) of each row of `logits`."""
 
     @limited(_check_limits)
-    def accept_drawn(
-        self,
-        drawn: Annotated[OwnArray, "BT int32"],
-        tree: TreeNodes,
-        active: Annotated[OwnArray, "B int32"],
-        accepted: Accepted,
-    ) -> None:
+    def accept_drawn(self, drawn: OfNodes, tree: TreeNodes, active: OfSlots, accepted: Accepted) -> None:
         """Follow `drawn`, the token that plain decoding draws at each node, from the root of each tree.
 
         At a node go to the child, of depth one more, whose token equals the drawn one (the lowest index of several);
@@ -193,11 +189,11 @@ class AcceptanceKernels(Protocol):
         self,
         nodes: NodeLogits,
         tree: TreeNodes,
-        active: Annotated[OwnArray, "B int32"],
+        active: OfSlots,
         rows: SamplingRows,
         bounds: TypicalBounds,
         accepted: Accepted,
-        workspace: Annotated[OwnArray, "N uint8"],
+        workspace: Workspace,
     ) -> None:
         """Typical acceptance (Hewitt et al. 2022; Cai et al. 2024): lossy, the emitted distribution is not the base's.
 
@@ -217,9 +213,9 @@ class AcceptanceKernels(Protocol):
         step: int,
         logits: Annotated[OwnArray, "BU float32"],
         rows: SamplingRows,
-        positions: Annotated[OwnArray, "B int32"],
+        positions: OfSlots,
         chain: Chain,
-        workspace: Annotated[OwnArray, "N uint8"],
+        workspace: Workspace,
     ) -> None:
         """Draw token `step` (0..D-1) of a sampled chain from the draft's distribution q, and keep q.
 
@@ -235,11 +231,11 @@ class AcceptanceKernels(Protocol):
         self,
         nodes: NodeLogits,
         tree: TreeNodes,
-        active: Annotated[OwnArray, "B int32"],
+        active: OfSlots,
         rows: SamplingRows,
         chain: Chain,
         accepted: Accepted,
-        workspace: Annotated[OwnArray, "N uint8"],
+        workspace: Workspace,
     ) -> None:
         """Speculative sampling (Leviathan et al. 2023; Chen et al. 2023) of a chain: what is emitted has p's law.
 
@@ -271,7 +267,7 @@ class AcceptanceKernels(Protocol):
         rows: SamplingRows,
         chain: Chain,
         accepted: Accepted,
-        workspace: Annotated[OwnArray, "N uint8"],
+        workspace: Workspace,
     ) -> None:
         """Acceptance of sampled chains from the logits on: process and filter every node, then `accept_sampled_chain`.
 
@@ -282,7 +278,7 @@ class AcceptanceKernels(Protocol):
     def move_accepted(
         self,
         caches: Annotated[Sequence[OwnArray], "SHRC any"],
-        kvcache_start_index: Annotated[OwnArray, "B int32"],
+        kvcache_start_index: OfSlots,
         accepted: Accepted,
         hidden_states: Annotated[OwnArray, "BTF compute"],
         pending: Pending,
@@ -311,11 +307,7 @@ class AcceptanceKernels(Protocol):
 
     @limited(_check_limits)
     def append_pending(
-        self,
-        hidden_states: Annotated[OwnArray, "B1F compute"],
-        tokens: Annotated[OwnArray, "B int32"],
-        state: SequenceState,
-        pending: Pending,
+        self, hidden_states: Annotated[OwnArray, "B1F compute"], tokens: OfSlots, state: SequenceState, pending: Pending
     ) -> None:
         """After a plain step of active slots: its feature and its token join what the draft has not yet seen.
 

@@ -6,20 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.kernels.acceptance.contract import (
-    DRAFT_STREAM,
-    MAXIMUM_ACCEPTED,
-    MAXIMUM_TREE_SIZE,
-    RESIDUAL_STREAM,
-    TARGET_STREAM,
-    TEST_STREAM,
-    AcceptanceKernels,
-    Accepted,
-    Chain,
-    NodeLogits,
-    Pending,
-    TypicalBounds,
-)
+from edgellm.kernels.acceptance import contract
+from edgellm.kernels.acceptance.contract import AcceptanceKernels, Accepted, NodeLogits
 from edgellm.kernels.acceptance.twin import check_alike
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
@@ -42,13 +30,13 @@ _ELEMENTS = {16: "uint4", 4: "unsigned", 2: "unsigned short"}
 def _source(name: str, *expressions: str) -> ModuleSource:
     macros = {
         "ROW_BYTES": _ROW_BYTES,
-        "MAXIMUM_TREE_SIZE": MAXIMUM_TREE_SIZE,
-        "MAXIMUM_ACCEPTED": MAXIMUM_ACCEPTED,
+        "MAXIMUM_TREE_SIZE": contract.MAXIMUM_TREE_SIZE,
+        "MAXIMUM_ACCEPTED": contract.MAXIMUM_ACCEPTED,
         "CACHES_PER_LAUNCH": _CACHES_PER_LAUNCH,
-        "TARGET_STREAM": TARGET_STREAM,
-        "DRAFT_STREAM": DRAFT_STREAM,
-        "TEST_STREAM": TEST_STREAM,
-        "RESIDUAL_STREAM": RESIDUAL_STREAM,
+        "TARGET_STREAM": contract.TARGET_STREAM,
+        "DRAFT_STREAM": contract.DRAFT_STREAM,
+        "TEST_STREAM": contract.TEST_STREAM,
+        "RESIDUAL_STREAM": contract.RESIDUAL_STREAM,
     }
     headers = (("acceptance/arguments.cuh", cuda_header(AcceptanceKernels)), SAMPLING_HEADER)
     return ModuleSource(name, (f"acceptance/{name}.cu",), expressions, (*macros.items(), *SAMPLING_MACROS), headers)
@@ -79,15 +67,7 @@ class CudaAcceptance(Launcher):
         super().__init__(module, AcceptanceKernels)
         self._sampling = sampling
 
-    def process_tree_logits(
-        self,
-        logits: DeviceArray,
-        token_counts: DeviceArray,
-        tree: TreeNodes,
-        rows: SamplingRows,
-        processed: DeviceArray,
-    ) -> None:
-        """Penalties and temperature of every node; see the contract."""
+    def process_tree_logits(self, logits, token_counts, tree, rows, processed):
         sizes, packed = self._packed("process_tree_logits", logits, token_counts, tree, rows, processed)
         self._launch(Kernel(TREE_LOGITS, "process_tree_logits"), self._node_grid(sizes), _ROW_THREADS, (packed,))
 
@@ -95,36 +75,23 @@ class CudaAcceptance(Launcher):
         """Bytes of the workspace of every kernel but `draft_sample`."""
         return _ROW_BYTES * batch * tree_size
 
-    def eagle_accept(
-        self, logits: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted, workspace: DeviceArray
-    ) -> None:
+    def eagle_accept(self, logits, tree, active, accepted, workspace):
         """Greedy acceptance in one launch; see the contract."""
         sizes, packed = self._packed("eagle_accept", logits, tree, active, accepted, workspace)
         rows, kernel = _rows_of(workspace, "eagle_accept", sizes), Kernel(WALK, "eagle_accept")
         self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), zeroed=rows)
 
     def accept_drawn(self, drawn: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted) -> None:
-        """Follow the drawn tokens through the trees; see the contract."""
         sizes, packed = self._packed("accept_drawn", drawn, tree, active, accepted)
         self._launch(Kernel(WALK, "accept_drawn"), (sizes["B"],), _WALK_THREADS, (packed,))
 
     def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows) -> None:
-        """What plain decoding draws at every node; see the contract."""
         self._check("draw_nodes", nodes, tree, state, rows)
         logits, thresholds = self._filter_nodes(nodes, tree, state, rows)
         flat = thresholds.size
         self._sampling.sample(logits, thresholds, rows, tree.draw_positions.reshape(flat), nodes.drawn.reshape(flat))
 
-    def typical_accept(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        active: DeviceArray,
-        rows: SamplingRows,
-        bounds: TypicalBounds,
-        accepted: Accepted,
-        workspace: DeviceArray,
-    ) -> None:
+    def typical_accept(self, nodes, tree, active, rows, bounds, accepted, workspace):
         """Typical acceptance in three launches; see the contract."""
         sizes, packed = self._packed("typical_accept", nodes, tree, active, rows, bounds, accepted, workspace)
         used = self._total_rows(TYPICAL, "typical_accept", workspace, sizes, packed)
@@ -134,16 +101,7 @@ class CudaAcceptance(Launcher):
         """Bytes of workspace that `draft_sample` needs: of scaled logits, row sums and thresholds."""
         return _scaled_bytes(batch, draft_vocabulary) + (_ROW_BYTES + 4) * batch
 
-    def draft_sample(
-        self,
-        step: int,
-        logits: DeviceArray,
-        rows: SamplingRows,
-        positions: DeviceArray,
-        chain: Chain,
-        workspace: DeviceArray,
-    ) -> None:
-        """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
+    def draft_sample(self, step, logits, rows, positions, chain, workspace):
         sizes, struct = self._packed("draft_sample", step, logits, rows, positions, chain, workspace)
         batch, vocabulary = sizes["B"], sizes["U"]
         needed = self.draft_workspace_size(batch, vocabulary)
@@ -160,16 +118,7 @@ class CudaAcceptance(Launcher):
         for name in ("draft_total", "draft_draw"):
             self._launch(Kernel(CHAINS, name), grid, _ROW_THREADS, packed)
 
-    def accept_sampled_chain(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        active: DeviceArray,
-        rows: SamplingRows,
-        chain: Chain,
-        accepted: Accepted,
-        workspace: DeviceArray,
-    ) -> None:
+    def accept_sampled_chain(self, nodes, tree, active, rows, chain, accepted, workspace):
         """Speculative sampling of chains in four launches; see the contract."""
         sizes, packed = self._packed("accept_sampled_chain", nodes, tree, active, rows, chain, accepted, workspace)
         used = self._total_rows(CHAINS, "accept_sampled_chain", workspace, sizes, packed)
@@ -177,38 +126,17 @@ class CudaAcceptance(Launcher):
         grid = (self._blocks(sizes["V"], sizes["B"], _ROW_THREADS), sizes["B"])
         self._launch(Kernel(CHAINS, "chain_draw"), grid, _ROW_THREADS, (packed,), zeroed=used)
 
-    def accept_draws(
-        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows, accepted: Accepted
-    ) -> None:
-        """Follow what plain decoding draws at each node, from the logits on; see the contract."""
+    def accept_draws(self, nodes, tree, state, rows, accepted):
         self._check("accept_draws", nodes, tree, state, rows, accepted)
         self.draw_nodes(nodes, tree, state, rows)
         self.accept_drawn(nodes.drawn, tree, state.active, accepted)
 
-    def accept_sampled_draws(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        state: SequenceState,
-        rows: SamplingRows,
-        chain: Chain,
-        accepted: Accepted,
-        workspace: DeviceArray,
-    ) -> None:
-        """Acceptance of sampled chains from the logits on; see the contract."""
+    def accept_sampled_draws(self, nodes, tree, state, rows, chain, accepted, workspace):
         self._check("accept_sampled_draws", nodes, tree, state, rows, chain, accepted, workspace)
         self._filter_nodes(nodes, tree, state, rows)
         self.accept_sampled_chain(nodes, tree, state.active, rows, chain, accepted, workspace)
 
-    def move_accepted(
-        self,
-        caches: Sequence[DeviceArray],
-        kvcache_start_index: DeviceArray,
-        accepted: Accepted,
-        hidden_states: DeviceArray,
-        pending: Pending,
-        wraps: bool = False,
-    ) -> None:
+    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
         """Move the accepted rows of all caches and features together, one launch for each 256 caches whose rows have
         the same size."""
         check_alike(caches)
@@ -232,17 +160,11 @@ class CudaAcceptance(Launcher):
             kernel = Kernel(ADVANCE, f"move_accepted<{_ELEMENTS[width]}>")
             self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape))
 
-    def advance_accepted(
-        self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: DeviceArray
-    ) -> None:
-        """Take the accepted tokens into the state of each active slot; see the contract."""
+    def advance_accepted(self, accepted, state, pending, emitted):
         sizes, packed = self._packed("advance_accepted", accepted, state, pending, emitted)
         self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,))
 
-    def append_pending(
-        self, hidden_states: DeviceArray, tokens: DeviceArray, state: SequenceState, pending: Pending
-    ) -> None:
-        """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
+    def append_pending(self, hidden_states, tokens, state, pending):
         sizes, packed = self._packed("append_pending", hidden_states, tokens, state, pending)
         row_bytes = sizes["F"] * ITEM_SIZES[hidden_states.dtype]
         width = _element_bytes((row_bytes,), hidden_states, pending.features)

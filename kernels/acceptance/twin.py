@@ -6,15 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from edgellm.kernels.acceptance.contract import (
-    DRAFT_STREAM,
-    AcceptanceKernels,
-    Accepted,
-    Chain,
-    NodeLogits,
-    Pending,
-    TypicalBounds,
-)
+from edgellm.kernels.acceptance import contract
+from edgellm.kernels.acceptance.contract import AcceptanceKernels, Accepted, NodeLogits, Pending
 from edgellm.kernels.acceptance.distribution import Distribution, Draws, divided, is_typical
 from edgellm.kernels.acceptance.walks import accept_chains, deepest_path, walk, walk_all, write_accepted
 from edgellm.kernels.arrays import Array
@@ -34,10 +27,7 @@ class NumpyAcceptance:
     def __init__(self) -> None:
         self._sampling = NumpySampling()
 
-    def process_tree_logits(
-        self, logits: np.ndarray, token_counts: np.ndarray, tree: TreeNodes, rows: np.ndarray, processed: np.ndarray
-    ) -> None:
-        """Penalties and temperature of every node; see the contract."""
+    def process_tree_logits(self, logits, token_counts, tree, rows, processed):
         sizes = _check("process_tree_logits", logits, token_counts, tree, rows, processed)
         if processed is not logits:
             np.copyto(processed, logits)
@@ -48,20 +38,16 @@ class NumpyAcceptance:
         """0: NumPy needs no workspace."""
         return 0
 
-    def eagle_accept(
-        self, logits: np.ndarray, tree: TreeNodes, active: np.ndarray, accepted: Accepted, workspace: np.ndarray
-    ) -> None:
+    def eagle_accept(self, logits, tree, active, accepted, workspace):
         """Greedy acceptance; the argmax is taken of visited nodes alone. See the contract."""
         _check("eagle_accept", logits, tree, active, accepted, workspace)
         walk_all(lambda slot, node: likeliest(logits[slot, node]), tree, active, accepted)
 
     def accept_drawn(self, drawn: np.ndarray, tree: TreeNodes, active: np.ndarray, accepted: Accepted) -> None:
-        """Follow the drawn tokens through the trees; see the contract."""
         _check("accept_drawn", drawn, tree, active, accepted)
         walk_all(lambda slot, node: int(drawn[slot, node]), tree, active, accepted)
 
     def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: np.ndarray) -> None:
-        """What plain decoding draws at every node; see the contract."""
         sizes = _check("draw_nodes", nodes, tree, state, rows)
         for slot in range(sizes["B"]):
             own = rows[slot : slot + 1]
@@ -69,17 +55,7 @@ class NumpyAcceptance:
                 self._filter(slot, node, nodes, tree, state, own)
                 self._draw(slot, node, nodes, tree, own)
 
-    def typical_accept(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        active: np.ndarray,
-        rows: np.ndarray,
-        bounds: TypicalBounds,
-        accepted: Accepted,
-        workspace: np.ndarray,
-    ) -> None:
-        """The deepest path of typical tokens, then the drawn one at its end; see the contract."""
+    def typical_accept(self, nodes, tree, active, rows, bounds, accepted, workspace):
         sizes = _check("typical_accept", nodes, tree, active, rows, bounds, accepted, workspace)
         for slot in range(sizes["B"]):
             tokens, parents, depths = tree.tokens[slot], tree.parents[slot], tree.depths[slot]
@@ -101,35 +77,17 @@ class NumpyAcceptance:
         """0: NumPy needs no workspace."""
         return 0
 
-    def draft_sample(
-        self,
-        step: int,
-        logits: np.ndarray,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        chain: Chain,
-        workspace: np.ndarray,
-    ) -> None:
-        """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
+    def draft_sample(self, step, logits, rows, positions, chain, workspace):
         sizes = _check("draft_sample", step, logits, rows, positions, chain, workspace)
         temperature = records(rows)["temperature"]
         scaled, thresholds = divided(logits, temperature), np.empty(sizes["B"], np.float32)
         self._sampling.filter_threshold(scaled, rows, thresholds)
         probabilities = Distribution(scaled, thresholds, temperature).probabilities()
-        draws = Draws(records(rows), positions + np.int32(step), DRAFT_STREAM)
+        draws = Draws(records(rows), positions + np.int32(step), contract.DRAFT_STREAM)
         chain.tokens[:, step] = chain.draft_to_target[draws.by_weight(probabilities)]
         chain.probabilities[:, step] = probabilities
 
-    def accept_sampled_chain(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        active: np.ndarray,
-        rows: np.ndarray,
-        chain: Chain,
-        accepted: Accepted,
-        workspace: np.ndarray,
-    ) -> None:
+    def accept_sampled_chain(self, nodes, tree, active, rows, chain, accepted, workspace):
         """Speculative sampling of chains, all slots of one depth at once; see the contract."""
         _check("accept_sampled_chain", nodes, tree, active, rows, chain, accepted, workspace)
         temperature = records(rows)["temperature"]
@@ -139,9 +97,7 @@ class NumpyAcceptance:
 
         accept_chains(distribution, tree, active, records(rows), chain, accepted)
 
-    def accept_draws(
-        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: np.ndarray, accepted: Accepted
-    ) -> None:
+    def accept_draws(self, nodes, tree, state, rows, accepted):
         """Process, filter and draw the nodes that the walk visits, and no others; see the contract."""
         _check("accept_draws", nodes, tree, state, rows, accepted)
 
@@ -152,16 +108,7 @@ class NumpyAcceptance:
 
         walk_all(draw, tree, state.active, accepted)
 
-    def accept_sampled_draws(
-        self,
-        nodes: NodeLogits,
-        tree: TreeNodes,
-        state: SequenceState,
-        rows: np.ndarray,
-        chain: Chain,
-        accepted: Accepted,
-        workspace: np.ndarray,
-    ) -> None:
+    def accept_sampled_draws(self, nodes, tree, state, rows, chain, accepted, workspace):
         """Process and filter the nodes that the chain reaches, and no others; see the contract."""
         _check("accept_sampled_draws", nodes, tree, state, rows, chain, accepted, workspace)
         temperature = records(rows)["temperature"]
@@ -173,15 +120,7 @@ class NumpyAcceptance:
 
         accept_chains(distribution, tree, state.active, records(rows), chain, accepted)
 
-    def move_accepted(
-        self,
-        caches: Sequence[np.ndarray],
-        kvcache_start_index: np.ndarray,
-        accepted: Accepted,
-        hidden_states: np.ndarray,
-        pending: Pending,
-        wraps: bool = False,
-    ) -> None:
+    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
         """Move accepted rows and features together; rows in place already are not touched. See the contract."""
         check_alike(caches)
         sizes = _check("move_accepted", caches[0], kvcache_start_index, accepted, hidden_states, pending, wraps)
@@ -202,7 +141,6 @@ class NumpyAcceptance:
                 cache[slot, :, targets] = cache[slot, :, sources]
 
     def advance_accepted(self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: np.ndarray) -> None:
-        """Take the accepted tokens into the state of each active slot; see the contract."""
         sizes = _check("advance_accepted", accepted, state, pending, emitted)
         for slot in range(sizes["B"]):
             length = min(int(accepted.lengths[slot]), sizes["W"])
@@ -223,10 +161,7 @@ class NumpyAcceptance:
             state.positions[slot] += length
             np.add.at(state.token_counts[slot], tokens[(tokens >= 0) & (tokens < sizes["V"])], 1)
 
-    def append_pending(
-        self, hidden_states: np.ndarray, tokens: np.ndarray, state: SequenceState, pending: Pending
-    ) -> None:
-        """A plain step's feature and token join the draft's pending input of each active slot; see the contract."""
+    def append_pending(self, hidden_states, tokens, state, pending):
         sizes = _check("append_pending", hidden_states, tokens, state, pending)
         for slot in range(sizes["B"]):
             count = pending.counts[slot]

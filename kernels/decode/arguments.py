@@ -13,25 +13,14 @@ from itertools import accumulate
 
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
-from edgellm.kernels.decode.contract import (
-    ACTIVATIONS,
-    MAX_FUSED,
-    MAX_LORA_PLACES,
-    SLICES,
-    Kept,
-    LinearAdapters,
-    LinearWeights,
-    NormedInput,
-    adapters_refusal,
-    low_words,
-    slice_steps,
-)
+from edgellm.kernels.decode import contract
+from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Threads of a block of the kernels of few rows and of norms.
-THREADS = 32 * SLICES
+THREADS = 32 * contract.SLICES
 #: A column behind those of every layer.
 _BEHIND_ALL = 2**31 - 1
 #: By dtype, its name on the device.
@@ -53,7 +42,7 @@ class AdaptersArgument(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("places", "modules", "rank", "tokens", "next_words", "low_units", "low_blocks")
         ),
-        ("ends", ctypes.c_int * (MAX_FUSED - 1)),
+        ("ends", ctypes.c_int * (contract.MAX_FUSED - 1)),
     ]
 
 
@@ -80,12 +69,12 @@ class NormedArgument(ctypes.Structure):
 
 #: What every source of this folder asserts or takes.
 MACROS = (
-    ("HOST_SLICES", SLICES),
+    ("HOST_SLICES", contract.SLICES),
     ("HOST_THREADS", THREADS),
-    ("HOST_GELU_TANH", ACTIVATIONS["gelu_tanh"]),
+    ("HOST_GELU_TANH", contract.ACTIVATIONS["gelu_tanh"]),
     ("HOST_KEPT_BYTES", ctypes.sizeof(KeptArgument)),
     ("HOST_LINEAR_BYTES", ctypes.sizeof(LinearArgument)),
-    ("HOST_MOST_PLACES", MAX_LORA_PLACES),
+    ("HOST_MOST_PLACES", contract.MAX_LORA_PLACES),
     ("HOST_NORMED_INPUT_BYTES", ctypes.sizeof(NormedArgument)),
 )
 
@@ -129,7 +118,7 @@ def linear_argument(linear: LinearWeights, batch: int, rows: int, scale: float) 
     return LinearArgument(
         *addresses(linear.weight, linear.bias),
         scale,
-        *(batch, rows, columns, slice_steps(columns), first, width),
+        *(batch, rows, columns, contract.slice_steps(columns), first, width),
         AdaptersArgument() if linear.adapters is None else adapters_argument(linear.adapters, linear, batch),
     )
 
@@ -139,11 +128,11 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
     sequences, places = adapters.scales.shape
     modules, outputs, columns = adapters.modules, linear.width, linear.weight.shape[1]
     rank, rest = divmod(adapters.a.shape[0], places * len(modules))
-    reason = adapters_refusal(places, rank, modules)
+    reason = contract.adapters_refusal(places, rank, modules)
     if reason is not None:
         raise KernelError(reason)
     sizes = (places * len(modules) * rank, columns), (places * len(modules) * rank, outputs)
-    words = low_words(batch, places, len(modules), rank)
+    words = contract.low_words(batch, places, len(modules), rank)
     if rest or (adapters.a.shape, adapters.b.shape) != sizes or sum(modules) != outputs or batch % sequences:
         raise KernelError(
             f"LoRA adapters a {adapters.a.shape}, b {adapters.b.shape}, scales {adapters.scales.shape} of layers of "
@@ -152,11 +141,11 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
     if adapters.low.size < words or adapters.low.pointer == adapters.next_low.pointer:
         raise KernelError(f"LoRA adapters need {words} words of memory that the next launch does not use")
     # A tile may reach behind the last row: what is there belongs to the last module, whose products there are.
-    ends = [*accumulate(modules[:-1]), *[_BEHIND_ALL] * MAX_FUSED][: MAX_FUSED - 1]
+    ends = [*accumulate(modules[:-1]), *[_BEHIND_ALL] * contract.MAX_FUSED][: contract.MAX_FUSED - 1]
     return AdaptersArgument(
         *addresses(*adapters[:3], adapters.low, adapters.next_low),
         *(places, len(modules), rank, batch // sequences, adapters.next_low.size, 0, 0),
-        (ctypes.c_int * (MAX_FUSED - 1))(*ends),
+        (ctypes.c_int * (contract.MAX_FUSED - 1))(*ends),
     )
 
 

@@ -45,7 +45,7 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 0.0) -> np.ndarray:
+def rms_norm(x: np.ndarray, weight: np.ndarray | np.float32, epsilon: float, offset: float = 0.0) -> np.ndarray:
     """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis (Zhang and Sennrich 2019)."""
     factors = weight + np.float32(offset) if offset else weight
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * factors

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode import contract, geometries
 from edgellm.kernels.decode.arguments import (
     THREADS,
     KeptArgument,
@@ -28,37 +29,13 @@ from edgellm.kernels.decode.arguments import (
     rows_of,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
-from edgellm.kernels.decode.contract import (
-    MAX_PARTS,
-    MAX_ROWS,
-    SLICES,
-    STEP,
-    AttentionScratch,
-    AttentionStep,
-    AttentionWeights,
-    Kept,
-    LinearWeights,
-    NormedInput,
-    activation_number,
-    slice_steps,
-)
-from edgellm.kernels.decode.geometries import (
-    DEEP,
-    NARROW,
-    NORM_SUMS_BYTES,
-    WIDE,
-    Geometry,
-    block_share,
-    norm_geometry,
-    norm_shared_bytes,
-    residual_geometry,
-    staged_geometry,
-)
+from edgellm.kernels.decode.columns import CudaColumns
+from edgellm.kernels.decode.contract import LinearWeights, NormedInput
+from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import InputPermutation
 
 
 class NormLinearArgument(ctypes.Structure):
@@ -102,6 +79,7 @@ class _NormResidual(ctypes.Structure):
         ("input", NormedArgument),
         *((name, ctypes.c_void_p) for name in ("residual", "selected", "output")),
         *((name, ctypes.c_int) for name in ("width", "tokens", "adds_float")),
+        ("factor", ctypes.c_void_p),
     ]
 
 
@@ -109,34 +87,34 @@ class _NormParts(ctypes.Structure):
     """`NormParts` of norm.cu."""
 
     _fields_ = [
-        ("parts", NormedArgument * MAX_PARTS),
-        ("widths", ctypes.c_int * MAX_PARTS),
+        ("parts", NormedArgument * contract.MAX_PARTS),
+        ("widths", ctypes.c_int * contract.MAX_PARTS),
         ("next_early", ctypes.c_int),
     ]
 
 
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
-_COLUMNS = 3 * SLICES * STEP
+_COLUMNS = 3 * contract.SLICES * contract.STEP
 #: What the kernels of few rows assert or take.
 LINEAR_MACROS = (
-    ("HOST_NARROW_DEPTH", NARROW.depth),
-    ("HOST_DEEP_DEPTH", DEEP.depth),
-    ("HOST_WIDE_DEPTH", WIDE.depth),
-    ("HOST_NARROW_BYTES", NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
-    ("HOST_NARROW_PAIRS_BYTES", NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
-    ("HOST_WIDE_BYTES", WIDE.norm_bytes(1, 2, 9, _COLUMNS)),
-    ("HOST_WIDE_PAIRS_BYTES", WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
-    ("HOST_STAGED_BYTES", NARROW.staged_bytes(2, _COLUMNS)),
-    ("HOST_STREAMED_BYTES", WIDE.streamed_bytes(9)),
+    ("HOST_NARROW_DEPTH", geometries.NARROW.depth),
+    ("HOST_DEEP_DEPTH", geometries.DEEP.depth),
+    ("HOST_WIDE_DEPTH", geometries.WIDE.depth),
+    ("HOST_NARROW_BYTES", geometries.NARROW.norm_bytes(1, 1, 2, _COLUMNS)),
+    ("HOST_NARROW_PAIRS_BYTES", geometries.NARROW.norm_bytes(2, 1, 2, _COLUMNS)),
+    ("HOST_WIDE_BYTES", geometries.WIDE.norm_bytes(1, 2, 9, _COLUMNS)),
+    ("HOST_WIDE_PAIRS_BYTES", geometries.WIDE.norm_bytes(2, 1, 9, _COLUMNS)),
+    ("HOST_STAGED_BYTES", geometries.NARROW.staged_bytes(2, _COLUMNS)),
+    ("HOST_STREAMED_BYTES", geometries.WIDE.streamed_bytes(9)),
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
 _NORM_MACROS = (
     ("HOST_NORM_BYTES", ctypes.sizeof(_Norm)),
     ("HOST_NORM_RESIDUAL_BYTES", ctypes.sizeof(_NormResidual)),
-    ("HOST_NORM_SUMS_BYTES", NORM_SUMS_BYTES),
+    ("HOST_NORM_SUMS_BYTES", geometries.NORM_SUMS_BYTES),
     ("HOST_NORM_PARTS_BYTES", ctypes.sizeof(_NormParts)),
-    ("HOST_NORM_MOST_PARTS", MAX_PARTS),
+    ("HOST_NORM_MOST_PARTS", contract.MAX_PARTS),
 )
 
 
@@ -150,8 +128,8 @@ def norm_kernel(name: str, kind: str) -> Kernel:
     return decode_kernel("norm.cu", f"decode::{name}<{kind}>", _NORM_MACROS)
 
 
-class CudaDecodeKernels:
-    """The kernels for one GPU, stream and dtype; the GPU's primary context must be current."""
+class CudaDecodeKernels(CudaColumns):
+    """See `NumpyDecodeKernels`: for one GPU, stream and dtype; the GPU's primary context must be current."""
 
     def __init__(self, module: KernelModule, dtype: str, head_size: int) -> None:
         """Have compiled and loaded what steps of one token need; the rest is, when a launch is first prepared.
@@ -160,7 +138,7 @@ class CudaDecodeKernels:
         """
         self.module, self.dtype, self.head_size = module, dtype, head_size
         self._type = kind = cuda_type(dtype)
-        staged = staged_geometry(1, STEP, module.shared_limit) or NARROW
+        staged = geometries.staged_geometry(1, contract.STEP, module.shared_limit) or geometries.NARROW
         kernels = (("norm_linear", "Narrow"), ("norm_gate_up", "NarrowPairs"), ("linear_residual", staged.name))
         linear = [linear_kernel(name, kind, f"decode::{geometry}") for name, geometry in kernels]
         for kernel in (*linear, attention_kernel(dtype, head_size)):
@@ -173,15 +151,7 @@ class CudaDecodeKernels:
             return not linear.is_packed
         return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
 
-    def norm_linear(
-        self,
-        inputs: Sequence[NormedInput],
-        linear: LinearWeights,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        next_early: bool = True,
-    ) -> Launch:
+    def norm_linear(self, inputs, linear, output, scale=1.0, kept=None, next_early=True):
         """See `NumpyDecodeKernels.norm_linear`.
 
         `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished. Of
@@ -200,16 +170,15 @@ class CudaDecodeKernels:
         if linear.is_packed and len(inputs) == 1:
             return self._packed("rounded_linear" if inputs[0].weight is None else "norm_linear", linear, arguments)
         if len(inputs) == 1:
-            geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
+            geometry = geometries.norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear, inputs[0].weight is not None)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
-            kernel, geometry = linear_kernel("norms_linear", self._type, second), WIDE
+            kernel, geometry = linear_kernel("norms_linear", self._type, second), geometries.WIDE
         shared = geometry.norm_bytes(1, len(inputs), batch, sum(widths), ranks)
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`."""
         is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
@@ -219,27 +188,17 @@ class CudaDecodeKernels:
             KeptArgument(),
             output.pointer,
             True,
-            activation_number(activation),
+            contract.activation_number(activation),
         )
         if linear.is_packed:
             name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
             return self._packed(f"{name}gate_up", linear, arguments)
-        geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
+        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
-    def linear_residual(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        residual: DeviceArray | None,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: DeviceArray | None = None,
-    ) -> Launch:
-        """See `NumpyDecodeKernels.linear_residual`."""
+    def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows, columns = linear.weight.shape
         batch = output.size // linear.width if selected is None else selected.size
         _check_rows(batch, columns, batch * columns, linear)
@@ -247,8 +206,8 @@ class CudaDecodeKernels:
         check_room("output", output, batch, linear.width)
         limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
-        staged = staged_geometry(batch, columns, limit, ranks)
-        geometry = staged or residual_geometry(batch, limit, ranks)
+        staged = geometries.staged_geometry(batch, columns, limit, ranks)
+        geometry = staged or geometries.residual_geometry(batch, limit, ranks)
         arguments = _LinearResidual(
             linear_argument(linear, batch, rows, scale),
             kept_argument(kept, rows),
@@ -261,19 +220,11 @@ class CudaDecodeKernels:
             return self._packed("linear_residual", linear, arguments)
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
         # So few registers would let more blocks on a multiprocessor, and none on others.
-        shared = max(shared, block_share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
+        shared = max(shared, geometries.block_share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
         kernel = self._kernel("linear_residual", "WideTwice" if geometry.twice else geometry.name, linear)
         return self._launch(kernel, geometry, geometry.residual_tiles, linear, shared, arguments)
 
-    def attention(
-        self,
-        qkv: DeviceArray,
-        weights: AttentionWeights,
-        step: AttentionStep,
-        scratch: AttentionScratch,
-        context: DeviceArray,
-    ) -> Launch:
-        """See `NumpyDecodeKernels.attention`."""
+    def attention(self, qkv, weights, step, scratch, context):
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
     def scale_rows(self, x: DeviceArray, factor: float, output: DeviceArray) -> Launch:
@@ -316,14 +267,12 @@ class CudaDecodeKernels:
                 f"gates and ups {gates_and_ups.dtype} {list(gates_and_ups.shape)} give no {output.dtype} "
                 f"{list(output.shape)}; expected float32, {self.dtype} of half as many columns, in eights"
             )
-        numbers = ctypes.c_int(width), ctypes.c_int(activation_number(activation))
+        numbers = ctypes.c_int(width), ctypes.c_int(contract.activation_number(activation))
         arguments = *(ctypes.c_void_p(each.pointer) for each in (gates_and_ups, output)), *numbers
         grid = -(-width // (8 * THREADS)), rows, 1
         return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
 
-    def norm_residual(
-        self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None
-    ) -> Launch:
+    def norm_residual(self, normed, residual, output, selected=None, factor=None):
         """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
         are selected."""
         rows, width = rows_of(normed.values), normed.columns
@@ -341,18 +290,12 @@ class CudaDecodeKernels:
             normed_argument(normed, self.dtype),
             *addresses(residual, selected, output),
             *(width, rows_of(residual) // rows, residual.dtype == "float32"),
+            *addresses(factor),
         )
-        return Launch(self.module, norm_kernel("norm_residual", self._type), (1, rows, 1), THREADS, 0, (arguments,))
+        kernel = norm_kernel("norm_residual", self._type + ("" if factor is None else ", true"))
+        return Launch(self.module, kernel, (1, rows, 1), THREADS, 0, (arguments,))
 
-    def norm(
-        self,
-        normed: NormedInput,
-        output: DeviceArray,
-        column: int = 0,
-        kept: Kept | None = None,
-        next_early: bool = True,
-        arranged: InputPermutation | None = None,
-    ) -> Launch:
+    def norm(self, normed, output, column=0, kept=None, next_early=True, arranged=None):
         """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
         rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]
         order, scales = arranged or (None, None)
@@ -368,26 +311,28 @@ class CudaDecodeKernels:
             normed_argument(normed, self.dtype),
             kept_argument(kept, width),
             *addresses(output, order, scales),
-            *(stride, width, column, slice_steps(stride), next_early),
+            *(stride, width, column, contract.slice_steps(stride), next_early),
         )
         kernel = norm_kernel("norm", self._type + (", true" if arranged else ""))
-        shared = norm_shared_bytes(width) if arranged is None else norm_shared_bytes(stride, True)
+        shared = geometries.norm_shared_bytes(width) if arranged is None else geometries.norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
     def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> Launch:
         """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
         `norm_linear`."""
         values = parts[0].values
-        if not 1 <= len(parts) <= MAX_PARTS or any(
+        if not 1 <= len(parts) <= contract.MAX_PARTS or any(
             each.weight is None or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
             for each in parts
         ):
-            raise KernelError(f"{len(parts)} parts of rows; expected 1 to {MAX_PARTS} of one array, each with a weight")
+            raise KernelError(
+                f"{len(parts)} parts of rows; expected 1 to {contract.MAX_PARTS} of one array, each with a weight"
+            )
         if values.dtype != "float32":
             raise KernelError(f"parts of rows of {values.dtype} are normed where they are; expected float32")
         arguments = _NormParts(
-            (NormedArgument * MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
-            (ctypes.c_int * MAX_PARTS)(*(each.columns for each in parts)),
+            (NormedArgument * contract.MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
+            (ctypes.c_int * contract.MAX_PARTS)(*(each.columns for each in parts)),
             next_early,
         )
         kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
@@ -449,8 +394,8 @@ class CudaDecodeKernels:
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:
-    if not 1 <= batch <= MAX_ROWS or columns % 8 or columns != linear.weight.shape[1]:
+    if not 1 <= batch <= contract.MAX_ROWS or columns % 8 or columns != linear.weight.shape[1]:
         raise KernelError(
-            f"decode kernels take 1 to {MAX_ROWS} rows of a width that is a multiple of 8, "
+            f"decode kernels take 1 to {contract.MAX_ROWS} rows of a width that is a multiple of 8, "
             f"found {elements} elements times {linear.weight.shape}"
         )

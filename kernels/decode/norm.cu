@@ -160,17 +160,18 @@ __device__ __forceinline__ float sum_of_warps(float value, float (&sums)[WARPS])
 
 // output [rows, width] float = residual + the normed input, not rounded; a weight of null: the input as it is. selected:
 // which of the `tokens` rows that the residual has of a sequence each row gets (null: it has as many rows as the input).
-// Grid (1, rows); what a thread writes it has read.
+// SCALED: times `factor` [1]. Grid (1, rows); what a thread writes it has read.
 struct NormResidual {
     NormedInput input;
     const void* residual;
     const int* selected;
     float* output;
     int width, tokens, adds_float;
+    const float* factor;
 };
 static_assert(sizeof(NormResidual) == HOST_NORM_RESIDUAL_BYTES, "as the host's structure");
 
-template <typename T>
+template <typename T, bool SCALED = false>
 __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__ NormResidual arguments) {
     __shared__ float sums[WARPS];
     const NormedInput& input = arguments.input;
@@ -201,6 +202,8 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
 #pragma unroll
         for (int j = 0; j < 8; ++j)
             eight[j] = fmaf(eight[j] * factor, norms ? weight[j] + input.offset : 1.f, before[j]);
+#pragma unroll
+        for (int j = 0; SCALED && j < 8; ++j) eight[j] *= __ldg(arguments.factor);
         float4* target = reinterpret_cast<float4*>(output + column);
         target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
         target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edgellm.kernels.decode.contract import (
+    TOKEN_SHARE,
     AttentionScratch,
     AttentionStep,
     AttentionWeights,
@@ -150,9 +151,14 @@ class NumpyDecodeKernels:
         return NumpyLaunch(lambda: write(output, gated(rows_of(gates_and_ups), activation)))
 
     def norm_residual(
-        self, normed: NormedInput, residual: np.ndarray, output: np.ndarray, selected: np.ndarray | None = None
+        self,
+        normed: NormedInput,
+        residual: np.ndarray,
+        output: np.ndarray,
+        selected: np.ndarray | None = None,
+        factor: np.ndarray | None = None,
     ) -> NumpyLaunch:
-        """`output` [R, N] float32 = residual [R, N] + the normed input, not rounded.
+        """`output` [R, N] float32 = residual [R, N] + the normed input, not rounded; all times a `factor` [1] float32.
 
         With `selected` [B, 1] int32 the residual has T rows a sequence, of which it names the one that the B rows get.
         """
@@ -161,7 +167,7 @@ class NumpyDecodeKernels:
             before = rows_of(residual)
             if selected is not None:
                 before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
-            write(output, before + normalized(normed))
+            write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
 
         return NumpyLaunch(compute)
 
@@ -173,6 +179,42 @@ class NumpyDecodeKernels:
         def compute() -> None:
             for part in parts:
                 selected_columns(part)[...] = normalized(part)
+
+        return NumpyLaunch(compute)
+
+    def unit_norm(
+        self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True
+    ) -> NumpyLaunch:
+        """Columns `first` on of `values` [R, C] float32, part after part of `size`, are divided where they are by
+        sqrt(mean of their squares + epsilon)."""
+
+        def compute() -> None:
+            parts = rows_of(values)[:, first:].reshape(len(rows_of(values)), -1, size)
+            rows_of(values)[:, first:] = rms_norm(parts, np.float32(1), epsilon, 0.0).reshape(len(parts), -1)
+
+        return NumpyLaunch(compute)
+
+    def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
+        """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
+        return NumpyLaunch(lambda: np.copyto(rows_of(rows)[:, : columns.shape[-1]], rows_of(columns)))
+
+    def token_gate(
+        self,
+        gate: np.ndarray,
+        activation: str,
+        projected: NormedInput,
+        own: np.ndarray,
+        scale: float,
+        output: np.ndarray,
+    ) -> NumpyLaunch:
+        """`output` [R, P] compute = activation(gate [R, P] float32) (the normed columns + scale times those of `own`
+        [R, C] compute that stand in the same place) / sqrt(2)."""
+        activation_number(activation)
+
+        def compute() -> None:
+            before = selected_columns(NormedInput(own, None, first=projected.first, width=projected.width))
+            through = (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
+            write(output, gated(np.concatenate((rows_of(gate), through), axis=1), activation))
 
         return NumpyLaunch(compute)
 

@@ -25,7 +25,7 @@ from edgellm.kernels.decode.arguments import (
     own_rows,
     rows_of,
 )
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, Kept, LinearWeights, activation_number, padded_columns
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, LinearWeights, activation_number, padded_columns
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
@@ -100,7 +100,7 @@ def capacity_of(module: KernelModule) -> Capacity:
 
 
 class CudaTiledKernels:
-    """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
+    """See `NumpyTiledKernels`: for one GPU, stream and dtype; each is loaded when a launch first needs it."""
 
     most_rows = MAX_TILED_ROWS
 
@@ -109,35 +109,17 @@ class CudaTiledKernels:
         self.module, self.dtype = module, dtype
         self.gpu = capacity_of(module)
 
-    def linear(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        output: DeviceArray,
-        scale: float = 1.0,
-        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
-    ) -> Launch:
+    def linear(self, x, linear, output, scale=1.0, tiling=None):
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
         return self._launch("linear", x, linear, arguments, tiling)
 
     def gate_up(self, x: DeviceArray, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyTiledKernels.gate_up`."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0] // 2, 1.0)
         arguments.activation = activation_number(activation)
         return self._launch("gate_up", x, linear, arguments)
 
-    def linear_residual(
-        self,
-        x: DeviceArray,
-        linear: LinearWeights,
-        residual: DeviceArray | None,
-        output: DeviceArray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-        selected: DeviceArray | None = None,
-    ) -> Launch:
-        """See `NumpyTiledKernels.linear_residual`."""
+    def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows = linear.weight.shape[0]
         arguments = self._arguments(x, linear, output, rows, scale, selected)
         own_rows(output, linear, residual, kept)

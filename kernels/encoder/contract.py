@@ -158,6 +158,15 @@ class EncoderKernels(Protocol):
     ) -> Launchable:
         """The sum of two. The output may be the values."""
 
+    def add_scaled_rows(
+        self,
+        values: Annotated[OwnArray, "RK float32"],
+        other: Annotated[OwnArray, "RK float32"],
+        scale: Annotated[OwnArray, "K compute"],
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
+        """values + other * scale, column by column, rounded once. The output may be the values."""
+
     @limited(_check_squares)
     def average_pool(
         self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]

@@ -80,17 +80,7 @@ class CudaEncoder(Launcher):
     def __init__(self, module: KernelModule) -> None:
         super().__init__(module, EncoderKernels)
 
-    def norm(
-        self,
-        values: DeviceArray,
-        weight: DeviceArray,
-        bias: DeviceArray | None,
-        epsilon: float,
-        offset: float,
-        output: DeviceArray,
-        next_early: bool = True,
-    ) -> Launch:
-        """Layer norm or RMS norm; see the contract."""
+    def norm(self, values, weight, bias, epsilon, offset, output, next_early=True):
         arguments = (values, weight, bias, epsilon, offset, output, next_early)
         sizes, packed = self._packed("norm", *arguments)
         width = _columns_at_once(sizes["K"], sizes["P"])
@@ -99,28 +89,31 @@ class CudaEncoder(Launcher):
         return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
 
     def activate(self, values: DeviceArray, activation: int, output: DeviceArray) -> Launch:
-        """A function of each element; see the contract."""
         sizes, packed = self._packed("activate", values, activation, output)
         return self._by_row("activate", (output.dtype,), (values, output), (sizes["K"], sizes["P"]), packed)
 
     def copy_rows(self, values: DeviceArray, rows: DeviceArray | None, output: DeviceArray, column: int) -> Launch:
-        """Rows, or chosen ones, into columns of others; see the contract."""
         sizes, packed = self._packed("copy_rows", values, rows, output, column)
         kinds, widths = (values.dtype, output.dtype), (sizes["K"], sizes["P"], column)
         return self._by_row("copy_rows", kinds, (values, output), widths, packed)
 
     def add_rows(self, values: DeviceArray, other: DeviceArray, output: DeviceArray) -> Launch:
-        """A sum; see the contract."""
         sizes, packed = self._packed("add_rows", values, other, output)
         return self._by_row("add_rows", (values.dtype, other.dtype), (values, other, output), (sizes["K"],), packed)
 
+    def add_scaled_rows(
+        self, values: DeviceArray, other: DeviceArray, scale: DeviceArray, output: DeviceArray
+    ) -> Launch:
+        """A sum, one part of it scaled; see the contract."""
+        sizes, packed = self._packed("add_scaled_rows", values, other, scale, output)
+        arrays = values, other, scale, output
+        return self._by_row("add_scaled_rows", (scale.dtype,), arrays, (sizes["K"],), packed)
+
     def average_pool(self, values: DeviceArray, side: int, size: int, output: DeviceArray) -> Launch:
-        """Means over squares; see the contract."""
         sizes, packed = self._packed("average_pool", values, side, size, output)
         return self._by_row("average_pool", (values.dtype,), (values, output), (sizes["K"],), packed)
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
-        """A product by a weight [K, C]; see the contract."""
         sizes, packed = self._packed("product", values, weight, scale, output)
         grid = (-(-sizes["C"] // _TILE), -(-sizes["R"] // _TILE), 1)
         if grid[1] > MAXIMUM_ROWS:
@@ -129,21 +122,12 @@ class CudaEncoder(Launcher):
         return Launch(self._module, kernel, grid, _THREADS, 0, (packed,))
 
     def prepare_heads(self, qkv: DeviceArray, rotary: DeviceArray | None, heads: DeviceArray) -> Launch:
-        """Heads apart, turned; see the contract."""
         sizes, packed = self._packed("prepare_heads", qkv, rotary, heads)
         _check_aligned("prepare_heads", 4, qkv, rotary, heads)
         kernel = row_kernel("heads.cu", "prepare_heads", qkv.dtype, heads.dtype)
         return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
 
-    def attention(
-        self,
-        heads: DeviceArray,
-        window: int,
-        visible: DeviceArray | None,
-        scale: float,
-        context: DeviceArray,
-        tiles: int | None = None,
-    ) -> Launch:
+    def attention(self, heads, window, visible, scale, context, tiles=None):
         """Attention within windows; see the contract. `tiles`: other than the fastest."""
         sizes, packed = self._packed("attention", heads, window, visible, scale, context)
         _check_aligned("attention", 8, heads, context)

@@ -92,6 +92,21 @@ __global__ void __launch_bounds__(THREADS) add_rows(const __grid_constant__ AddR
     }
 }
 
+template <class Compute, int WIDTH>
+__global__ void __launch_bounds__(THREADS) add_scaled_rows(const __grid_constant__ AddScaledRowsArguments a) {
+    begin();
+    for (unsigned column = threadIdx.x * WIDTH; column < a.K; column += THREADS * WIDTH) {
+        const size_t place = size_t(blockIdx.x) * a.K + column;
+        float values[WIDTH], others[WIDTH], scales[WIDTH];
+        load<float, WIDTH>(reinterpret_cast<const char*>(a.values), place, values);
+        load<float, WIDTH>(reinterpret_cast<const char*>(a.other), place, others);
+        load<Compute, WIDTH>(reinterpret_cast<const char*>(a.scale), column, scales);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) values[i] = fmaf(others[i], scales[i], values[i]);
+        store<float, WIDTH>(reinterpret_cast<char*>(a.output), place, values);
+    }
+}
+
 template <class In, int WIDTH>
 __global__ void __launch_bounds__(THREADS) average_pool(const __grid_constant__ AveragePoolArguments a) {
     const unsigned size = a.size, side = a.side, squares = side / size;

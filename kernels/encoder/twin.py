@@ -21,17 +21,7 @@ _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 class NumpyEncoder:
     """See `edgellm.kernels.encoder.contract.EncoderKernels`."""
 
-    def norm(
-        self,
-        values: np.ndarray,
-        weight: np.ndarray,
-        bias: np.ndarray | None,
-        epsilon: float,
-        offset: float,
-        output: np.ndarray,
-        next_early: bool = True,
-    ) -> NumpyLaunch:
-        """Layer norm or RMS norm; see the contract."""
+    def norm(self, values, weight, bias, epsilon, offset, output, next_early=True):
         _check("norm", values, weight, bias, epsilon, offset, output, next_early)
 
         def compute() -> None:
@@ -42,12 +32,10 @@ class NumpyEncoder:
         return NumpyLaunch(compute)
 
     def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> NumpyLaunch:
-        """A function of each element; see the contract."""
         _check("activate", values, activation, output)
         return NumpyLaunch(lambda: _write(output, activated(values, _NAMES[activation])))
 
     def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> NumpyLaunch:
-        """Rows, or chosen ones, into columns of others; see the contract."""
         _check("copy_rows", values, rows, output, column)
 
         def compute() -> None:
@@ -57,12 +45,17 @@ class NumpyEncoder:
         return NumpyLaunch(compute)
 
     def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> NumpyLaunch:
-        """A sum; see the contract."""
         _check("add_rows", values, other, output)
         return NumpyLaunch(lambda: np.copyto(output, values + other))
 
+    def add_scaled_rows(
+        self, values: np.ndarray, other: np.ndarray, scale: np.ndarray, output: np.ndarray
+    ) -> NumpyLaunch:
+        """A sum, one part of it scaled; see the contract."""
+        _check("add_scaled_rows", values, other, scale, output)
+        return NumpyLaunch(lambda: np.copyto(output, values + other * scale))
+
     def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> NumpyLaunch:
-        """Means over squares; see the contract."""
         _check("average_pool", values, side, size, output)
 
         def compute() -> None:
@@ -74,12 +67,10 @@ class NumpyEncoder:
         return NumpyLaunch(compute)
 
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> NumpyLaunch:
-        """A product by a weight [K, C]; see the contract."""
         _check("product", values, weight, scale, output)
         return NumpyLaunch(lambda: np.copyto(output, values @ weight * np.float32(scale)))
 
     def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> NumpyLaunch:
-        """Heads apart, turned; see the contract."""
         _check("prepare_heads", qkv, rotary, heads)
 
         def compute() -> None:
@@ -92,10 +83,7 @@ class NumpyEncoder:
 
         return NumpyLaunch(compute)
 
-    def attention(
-        self, heads: np.ndarray, window: int, visible: np.ndarray | None, scale: float, context: np.ndarray
-    ) -> NumpyLaunch:
-        """Attention within windows; see the contract."""
+    def attention(self, heads, window, visible, scale, context):
         _check("attention", heads, window, visible, scale, context)
 
         def compute() -> None:

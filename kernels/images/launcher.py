@@ -7,7 +7,7 @@ from functools import lru_cache
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
-from edgellm.kernels.images.contract import WEIGHT_BITS, ImageKernels, PatchGrid, ResamplingTables
+from edgellm.kernels.images.contract import WEIGHT_BITS, ImageKernels, ResamplingTables
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 
@@ -36,36 +36,20 @@ class CudaImages(Launcher):
         self._dtype = dtype
 
     def resample(self, pixels: DeviceArray, tables: ResamplingTables, resampled: DeviceArray) -> None:
-        """Resample along one axis; see the contract."""
         sizes, packed = self._packed("resample", pixels, tables, resampled)
         kernel = Kernel(images_source(self._dtype), "resample")
         self._launch(kernel, (-(-3 * sizes["X"] // _THREADS), sizes["Y"]), _THREADS, (packed,))
 
-    def resample_to_patches(
-        self, pixels: DeviceArray, tables: ResamplingTables, table: DeviceArray, grid: PatchGrid, patches: DeviceArray
-    ) -> None:
-        """Resample along one axis, normalize, cut into patches; see the contract."""
+    def resample_to_patches(self, pixels, tables, table, grid, patches):
         sizes, packed = self._packed("resample_to_patches", pixels, tables, table, grid, patches)
         self._launch(_kernel("resample_to_patches", patches), (sizes["N"],), _THREADS, (packed,))
 
-    def insert_image_rows(
-        self,
-        image_rows: DeviceArray,
-        token_ids: DeviceArray,
-        target: DeviceArray,
-        inserted: DeviceArray,
-        image_token_id: int,
-        first_row: int,
-    ) -> None:
-        """Rows of images in the place of their tokens' embeddings; see the contract."""
+    def insert_image_rows(self, image_rows, token_ids, target, inserted, image_token_id, first_row):
         arguments = (image_rows, token_ids, target, inserted, image_token_id, first_row)
         sizes, packed = self._packed("insert_image_rows", *arguments)
         self._launch(_kernel("insert_image_rows", image_rows), (sizes["T"],), _THREADS, (packed,))
 
-    def mrope_rotary_rows(
-        self, positions: DeviceArray, axes: DeviceArray, rotary_table: DeviceArray, rope_rotary_cos_sin: DeviceArray
-    ) -> None:
-        """Rotary rows of tokens with three positions; see the contract."""
+    def mrope_rotary_rows(self, positions, axes, rotary_table, rope_rotary_cos_sin):
         sizes, packed = self._packed("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         self._launch(_kernel("mrope_rotary_rows", rope_rotary_cos_sin), (sizes["T"],), _THREADS, (packed,))
 

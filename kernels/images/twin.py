@@ -6,7 +6,7 @@ import numpy as np
 
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.images.contract import WEIGHT_BITS, ImageKernels, PatchGrid, ResamplingTables
+from edgellm.kernels.images.contract import WEIGHT_BITS, ImageKernels, ResamplingTables
 
 _check = Contracts(ImageKernels, np.ndarray)
 
@@ -15,28 +15,17 @@ class NumpyImages:
     """See `edgellm.kernels.images.contract.ImageKernels`; bfloat16 arrays hold its bits as uint16."""
 
     def resample(self, pixels: np.ndarray, tables: ResamplingTables, resampled: np.ndarray) -> None:
-        """Resample along one axis; see the contract."""
         _check("resample", pixels, tables, resampled)
         resampled[...] = _resampled(pixels, tables)
 
-    def resample_to_patches(
-        self, pixels: np.ndarray, tables: ResamplingTables, table: np.ndarray, grid: PatchGrid, patches: np.ndarray
-    ) -> None:
-        """Resample along one axis, normalize, cut into patches; see the contract."""
+    def resample_to_patches(self, pixels, tables, table, grid, patches):
         sizes = _check("resample_to_patches", pixels, tables, table, grid, patches)
         frames = sizes["E"] // (3 * grid.patch_size**2)
-        store_rounded(normalized_patches(_resampled(pixels, tables), table, *grid, frames), patches)
+        store_rounded(
+            normalized_patches(_resampled(pixels, tables), table, grid.patch_size, grid.merge_size, frames), patches
+        )
 
-    def insert_image_rows(
-        self,
-        image_rows: np.ndarray,
-        token_ids: np.ndarray,
-        target: np.ndarray,
-        inserted: np.ndarray,
-        image_token_id: int,
-        first_row: int,
-    ) -> None:
-        """Rows of images in the place of their tokens' embeddings; see the contract."""
+    def insert_image_rows(self, image_rows, token_ids, target, inserted, image_token_id, first_row):
         sizes = _check("insert_image_rows", image_rows, token_ids, target, inserted, image_token_id, first_row)
         places = np.flatnonzero(token_ids[0] == image_token_id)
         rows = first_row + np.arange(len(places))
@@ -44,10 +33,7 @@ class NumpyImages:
         target[0, places[known]] = image_rows[rows[known]]
         inserted += known.sum(dtype=np.int32)
 
-    def mrope_rotary_rows(
-        self, positions: np.ndarray, axes: np.ndarray, rotary_table: np.ndarray, rope_rotary_cos_sin: np.ndarray
-    ) -> None:
-        """Rotary rows of tokens with three positions; see the contract."""
+    def mrope_rotary_rows(self, positions, axes, rotary_table, rope_rotary_cos_sin):
         sizes = _check("mrope_rotary_rows", positions, axes, rotary_table, rope_rotary_cos_sin)
         rows = positions[axes.clip(0, 2)].clip(0, sizes["P"] - 1)
         store_rounded(rotary_table[rows.T, np.arange(sizes["R"])][None], rope_rotary_cos_sin)

@@ -15,7 +15,7 @@ from edgellm.kernels.decode.attention import KEY_TILE, AttentionShape
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import Launcher
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RotaryPart, RowScales
+from edgellm.kernels.prefill.contract import PrefillKernels
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _HEADS_THREADS = 4, 256
@@ -106,48 +106,18 @@ class CudaPrefill(Launcher):
     def __init__(self, module: KernelModule) -> None:
         super().__init__(module, PrefillKernels)
 
-    def prepare_heads(
-        self,
-        qkv: DeviceArray,
-        norms: HeadNorms | None,
-        rotary: DeviceArray | None,
-        rows: KeyValueRows,
-        row_scales: RowScales | None,
-        part: RotaryPart | None,
-        queries: DeviceArray | None,
-    ) -> Launch:
-        """Norm, rotation and KV rows; see the contract."""
+    def prepare_heads(self, qkv, norms, rotary, rows, row_scales, part, queries):
         sizes, packed = self._packed("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
         grid = (sizes["T"], sizes["B"], 1)
         dtype = (rows.k_cache if queries is None else queries).dtype
         kernel = heads_kernel(dtype, sizes["D"], row_scales is not None, qkv.dtype)
         return Launch(self._module, kernel, grid, _HEADS_THREADS, 0, (packed,))
 
-    def causal_attention(
-        self,
-        queries: DeviceArray,
-        rows: KeyValueRows,
-        scale: float,
-        context: DeviceArray,
-        row_scales: RowScales | None = None,
-        sinks: DeviceArray | None = None,
-        cap: float = 0.0,
-        tiles: int | None = None,
-    ) -> Launch:
+    def causal_attention(self, queries, rows, scale, context, row_scales=None, sinks=None, cap=0.0, tiles=None):
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
         return self._attention("causal_attention", (queries, rows, scale, context, row_scales, sinks, cap), tiles)
 
-    def attention_ahead(
-        self,
-        queries: DeviceArray,
-        rows: KeyValueRows,
-        scale: float,
-        context: DeviceArray,
-        row_scales: RowScales | None,
-        last_seen: DeviceArray,
-        cap: float = 0.0,
-        tiles: int | None = None,
-    ) -> Launch:
+    def attention_ahead(self, queries, rows, scale, context, row_scales, last_seen, cap=0.0, tiles=None):
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
         return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen, cap), tiles)
 

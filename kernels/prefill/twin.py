@@ -7,7 +7,7 @@ import numpy as np
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import heads_made_ready
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
+from edgellm.kernels.prefill.contract import KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -20,17 +20,7 @@ _QUERY_ROWS = 64
 class NumpyPrefill:
     """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
-    def prepare_heads(
-        self,
-        qkv: np.ndarray,
-        norms: HeadNorms | None,
-        rotary: np.ndarray | None,
-        rows: KeyValueRows,
-        row_scales: RowScales | None,
-        part: RotaryPart | None,
-        queries: np.ndarray | None,
-    ) -> Launchable:
-        """Norm, rotation and KV rows; see the contract."""
+    def prepare_heads(self, qkv, norms, rotary, rows, row_scales, part, queries):
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
 
         def compute() -> None:
@@ -60,32 +50,12 @@ class NumpyPrefill:
 
         return NumpyLaunch(compute)
 
-    def causal_attention(
-        self,
-        queries: np.ndarray,
-        rows: KeyValueRows,
-        scale: float,
-        context: np.ndarray,
-        row_scales: RowScales | None = None,
-        sinks: np.ndarray | None = None,
-        cap: float = 0.0,
-    ) -> Launchable:
-        """Attention over the rows up to each token's own; see the contract."""
+    def causal_attention(self, queries, rows, scale, context, row_scales=None, sinks=None, cap=0.0):
         given = queries, rows, scale, context, row_scales
         _check("causal_attention", *given, sinks, cap)
         return NumpyLaunch(lambda: _causal_attention(*given, sinks=sinks, cap=cap))
 
-    def attention_ahead(
-        self,
-        queries: np.ndarray,
-        rows: KeyValueRows,
-        scale: float,
-        context: np.ndarray,
-        row_scales: RowScales | None,
-        last_seen: np.ndarray,
-        cap: float = 0.0,
-    ) -> Launchable:
-        """Attention over the rows up to one that is given for each token; see the contract."""
+    def attention_ahead(self, queries, rows, scale, context, row_scales, last_seen, cap=0.0):
         given = queries, rows, scale, context, row_scales, last_seen
         _check("attention_ahead", *given, cap)
         return NumpyLaunch(lambda: _causal_attention(*given, cap=cap))

@@ -20,6 +20,11 @@ IN_PROMPT = 1 << 30
 MAXIMUM_SAMPLED_VOCABULARY = 1 << 21
 
 
+#: Logits of each row, and a whole number for each.
+LogitRows: TypeAlias = Annotated[OwnArray, "BV float32"]
+OfRows: TypeAlias = Annotated[OwnArray, "B int32"]
+
+
 class SequenceState(NamedTuple):
     """What decoding knows of B sequences, and where it writes the tokens.
 
@@ -29,12 +34,12 @@ class SequenceState(NamedTuple):
     ring of E places, emitted[b]; emitted_index[b] then moves on by one, modulo E.
     """
 
-    active: Annotated[OwnArray, "B int32"]
+    active: OfRows
     token_ids: Annotated[OwnArray, "B1 int32"]
-    kvcache_start_index: Annotated[OwnArray, "B int32"]
-    positions: Annotated[OwnArray, "B int32"]
+    kvcache_start_index: OfRows
+    positions: OfRows
     token_counts: Annotated[OwnArray, "BV int32"]
-    emitted_index: Annotated[OwnArray, "B int32"]
+    emitted_index: OfRows
     emitted: Annotated[OwnArray, "BE int32"]
 
 
@@ -50,7 +55,7 @@ class ModelTables(NamedTuple):
 
     embedding: Annotated[OwnArray, "VH compute"]
     rotary: Annotated[OwnArray, "PR float32"]
-    position_offsets: Annotated[OwnArray, "B int32"]
+    position_offsets: OfRows
 
 
 class StepInputs(NamedTuple):
@@ -59,7 +64,7 @@ class StepInputs(NamedTuple):
     inputs_embeds: Annotated[OwnArray, "BTH compute"]
     rope_rotary_cos_sin: Annotated[OwnArray, "BTR compute"]
     attention_mask: Annotated[OwnArray, "B1TL bool"]
-    kvcache_start_index: Annotated[OwnArray, "B int32"]
+    kvcache_start_index: OfRows
 
 
 def _check_rows(sizes: dict[str, Any]) -> str | None:
@@ -93,12 +98,7 @@ class SamplingKernels(Protocol):
         no keys (L = 0) is not written.
         """
 
-    def argmax(
-        self,
-        logits: Annotated[OwnArray, "BV float32"],
-        tokens: Annotated[OwnArray, "B int32"],
-        state: SequenceState | None = None,
-    ) -> None:
+    def argmax(self, logits: LogitRows, tokens: OfRows, state: SequenceState | None = None) -> None:
         """`tokens`: the id of the largest of each row of `logits`; the lowest id of equal ones.
 
         With a `state` the sequences then take their tokens (see `SequenceState`).
@@ -107,8 +107,8 @@ class SamplingKernels(Protocol):
     @limited(_check_masked)
     def constrain_logits(
         self,
-        logits: Annotated[OwnArray, "BV float32"],
-        mask_rows: Annotated[OwnArray, "B int32"],
+        logits: LogitRows,
+        mask_rows: OfRows,
         masks: Annotated[OwnArray, "MW uint32"],
         bias: Annotated[OwnArray, "SV float32"],
         rows: SamplingRows,
@@ -124,11 +124,7 @@ class SamplingKernels(Protocol):
 
     @limited(_check_rows)
     def process_logits(
-        self,
-        logits: Annotated[OwnArray, "BV float32"],
-        token_counts: Annotated[OwnArray, "BV int32"],
-        rows: SamplingRows,
-        processed: Annotated[OwnArray, "BV float32"],
+        self, logits: LogitRows, token_counts: Annotated[OwnArray, "BV int32"], rows: SamplingRows, processed: LogitRows
     ) -> None:
         """Penalties, then temperature: `logits` (after `constrain_logits`) to `processed` (may be the same array).
 
@@ -141,10 +137,7 @@ class SamplingKernels(Protocol):
 
     @limited(_check_filtered)
     def filter_threshold(
-        self,
-        processed: Annotated[OwnArray, "BV float32"],
-        rows: SamplingRows,
-        thresholds: Annotated[OwnArray, "B float32"],
+        self, processed: LogitRows, rows: SamplingRows, thresholds: Annotated[OwnArray, "B float32"]
     ) -> None:
         """`thresholds`: exactly the values of `processed` that are at least this pass top-k, top-p and min-p.
 
@@ -158,11 +151,11 @@ class SamplingKernels(Protocol):
     @limited(_check_rows)
     def sample(
         self,
-        processed: Annotated[OwnArray, "BV float32"],
+        processed: LogitRows,
         thresholds: Annotated[OwnArray, "B float32"],
         rows: SamplingRows,
-        positions: Annotated[OwnArray, "B int32"],
-        tokens: Annotated[OwnArray, "B int32"],
+        positions: OfRows,
+        tokens: OfRows,
         state: SequenceState | None = None,
     ) -> None:
         """Draw `tokens` from the softmax of each row of `processed` restricted to values >= its threshold.

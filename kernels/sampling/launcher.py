@@ -130,18 +130,13 @@ class CudaSampling(Launcher):
         sizes, packed = self._packed("argmax", logits, tokens, state)
         self._launch_rows(Kernel(self._step, "argmax"), sizes, packed, self._best, self._finished, early=True)
 
-    def constrain_logits(
-        self, logits: DeviceArray, mask_rows: DeviceArray, masks: DeviceArray, bias: DeviceArray, rows: SamplingRows
-    ) -> None:
+    def constrain_logits(self, logits, mask_rows, masks, bias, rows):
         """Masks, then biases, in place; it overlaps the kernel before it and lets the next one do so. See the
         contract."""
         sizes, packed = self._packed("constrain_logits", logits, mask_rows, masks, bias, rows)
         self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed)
 
-    def process_logits(
-        self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray
-    ) -> None:
-        """Penalties, then temperature; see the contract."""
+    def process_logits(self, logits, token_counts, rows, processed):
         sizes, packed = self._packed("process_logits", logits, token_counts, rows, processed)
         self._launch_rows(Kernel(DRAWING, "process_logits"), sizes, packed)
 
@@ -151,28 +146,18 @@ class CudaSampling(Launcher):
         for name in ("filter_range", "filter_histogram", "filter_select"):
             self._launch_rows(Kernel(DRAWING, name), sizes, packed, self._filter_rows)
 
-    def sample(
-        self,
-        processed: DeviceArray,
-        thresholds: DeviceArray,
-        rows: SamplingRows,
-        positions: DeviceArray,
-        tokens: DeviceArray,
-        state: SequenceState | None = None,
-    ) -> None:
+    def sample(self, processed, thresholds, rows, positions, tokens, state=None):
         """Draw a token of each row by Gumbel-max; a `state` takes it. See the contract."""
         sizes, packed = self._packed("sample", processed, thresholds, rows, positions, tokens, state)
         self._launch_rows(Kernel(DRAWING, "sample"), sizes, packed, self._best, self._finished)
 
     def count_tokens(self, token_ids: DeviceArray, token_counts: DeviceArray) -> None:
-        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
         sizes, packed = self._packed("count_tokens", token_ids, token_counts)
         self._fill(token_counts, 0)
         if sizes["N"]:
             self._launch(Kernel(DRAWING, "count_tokens"), (-(-sizes["N"] // _COPY_THREADS),), _COPY_THREADS, (packed,))
 
     def first_not_finite(self, values: DeviceArray, index: DeviceArray) -> None:
-        """The index of the first value that is infinite or NaN; see the contract."""
         sizes, packed = self._packed("first_not_finite", values, index)
         self._fill(index, 0xFF)  # -1: more than any index where bits are a size
         if sizes["N"]:

@@ -31,7 +31,6 @@ class NumpySampling:
     """See `edgellm.kernels.sampling.contract.SamplingKernels`; bfloat16 arrays hold its bits as uint16."""
 
     def prepare_step(self, tables: ModelTables, token_ids: np.ndarray, inputs: StepInputs) -> None:
-        """Embeddings, rotary rows and mask of tokens that follow the committed ones; see the contract."""
         sizes = _check("prepare_step", tables, token_ids, inputs)
         rows = inputs.kvcache_start_index[:, None] + np.arange(sizes["T"], dtype=np.int32)
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), rows[:, None, :, None], out=inputs.attention_mask)
@@ -45,9 +44,7 @@ class NumpySampling:
         if state is not None:
             _advance(tokens, state)
 
-    def constrain_logits(
-        self, logits: np.ndarray, mask_rows: np.ndarray, masks: np.ndarray, bias: np.ndarray, rows: np.ndarray
-    ) -> None:
+    def constrain_logits(self, logits, mask_rows, masks, bias, rows):
         """Masks, then biases, in place; rows without either cost nothing. See the contract."""
         sizes = _check("constrain_logits", logits, mask_rows, masks, bias, rows)
         per_slot = sizes["B"] // sizes["S"]
@@ -63,9 +60,7 @@ class NumpySampling:
                 if np.isnan(values.max()):  # what is forbidden among them is -inf, like the rest
                     np.putmask(values, np.isnan(values) & (limits < 0), _MINUS_INFINITY)
 
-    def process_logits(
-        self, logits: np.ndarray, token_counts: np.ndarray, rows: np.ndarray, processed: np.ndarray
-    ) -> None:
+    def process_logits(self, logits, token_counts, rows, processed):
         """Penalties, then temperature; neutral settings cost nothing. See the contract."""
         sizes = _check("process_logits", logits, token_counts, rows, processed)
         if processed is not logits:
@@ -79,21 +74,12 @@ class NumpySampling:
                 np.divide(values, record["temperature"], out=values)
 
     def filter_threshold(self, processed: np.ndarray, rows: np.ndarray, thresholds: np.ndarray) -> None:
-        """The bound of top-k, top-p and min-p of each row; see the contract."""
         sizes = _check("filter_threshold", processed, rows, thresholds)
         known, per_slot = records(rows), sizes["B"] // sizes["S"]
         for row, values in enumerate(processed):
             thresholds[row] = _threshold(values, known[row // per_slot])
 
-    def sample(
-        self,
-        processed: np.ndarray,
-        thresholds: np.ndarray,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        tokens: np.ndarray,
-        state: SequenceState | None = None,
-    ) -> None:
+    def sample(self, processed, thresholds, rows, positions, tokens, state=None):
         """Draw a token of each row by Gumbel-max; a `state` takes them. See the contract."""
         sizes = _check("sample", processed, thresholds, rows, positions, tokens, state)
         known, per_slot = records(rows), sizes["B"] // sizes["S"]
@@ -112,13 +98,11 @@ class NumpySampling:
             _advance(tokens, state)
 
     def count_tokens(self, token_ids: np.ndarray, token_counts: np.ndarray) -> None:
-        """Mark the tokens of a prompt in a cleared row of counts; see the contract."""
         sizes = _check("count_tokens", token_ids, token_counts)
         token_counts.fill(0)
         token_counts[token_ids[(token_ids >= 0) & (token_ids < sizes["V"])]] = IN_PROMPT
 
     def first_not_finite(self, values: np.ndarray, index: np.ndarray) -> None:
-        """The index of the first value that is infinite or NaN; see the contract."""
         _check("first_not_finite", values, index)
         index[0] = first_not_finite(values)
 

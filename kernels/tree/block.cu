@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_block_tree(ExpandBlockArgu
     if (warp < mergers) {
 #pragma unroll 1
         for (unsigned place = warp; place < levels; place += mergers) {  // each as if it followed the root
-            Merge merge = {results, a.expansion.draft_to_target, sequence * rows + place, 1, top_k, mergers,
+            Merge merge = {results, a.expansion.draft_to_target, sequence * rows + place + 1, 1, top_k, mergers,
                            a.level.dynamic != 0, candidates};
             Children own = {best + place * top_k, tokens + place * top_k, no_parents + warp};
             finish_row(merge, own, 0, children + warp * chunks * width);

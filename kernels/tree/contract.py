@@ -162,8 +162,8 @@ def _check_expansion(sizes: dict[str, Any]) -> str | None:
 
 def _check_block_expansion(sizes: dict[str, Any]) -> str | None:
     level, rows = sizes["level.number"], sizes["n"]
-    if rows < level:
-        return f"{rows} rows a sequence; expected one for each of {level} levels"
+    if rows <= level:
+        return f"{rows} rows a sequence; expected the root's and one for each of {level} levels"
     return _check_level(sizes, MAXIMUM_STEPS, level - 1)
 
 
@@ -231,8 +231,9 @@ class TreeKernels(Protocol):
     def expand_block(
         self, level: Level, logits: Annotated[OwnArray, "BnU float32"], candidates: Candidates, expansion: Expansion
     ) -> None:
-        """Write the candidates of all levels up to `level`, whose continuations are the same behind every node: row d-1
-        of `logits` is what a draft model says of the place d behind the root, whatever stands before it.
+        """Write the candidates of all levels up to `level`, whose continuations are the same behind every node: row d
+        of `logits` is what a draft model says of the place d behind the root, whatever stands before it; nothing is
+        taken from row 0, the root's own.
 
         They are those of `expand_frontier`, level by level with that row for each node of the frontier. Of a dynamic
         tree the frontiers are written, too, as `prepare_proposal` does. So the best V-1 candidates are those whose

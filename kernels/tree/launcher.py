@@ -13,23 +13,10 @@ from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher, check_workspace
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables
-from edgellm.kernels.tree.contract import (
-    MAXIMUM_DRAFT_VOCABULARY,
-    MAXIMUM_GIVEN,
-    MAXIMUM_TOP_K,
-    MAXIMUM_TREE_TOKENS,
-    Block,
-    Candidates,
-    Expansion,
-    Given,
-    HiddenRows,
-    Level,
-    TreeKernels,
-    TreeNodes,
-    candidate_count,
-)
+from edgellm.kernels.tree import contract
+from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Level, TreeKernels
 from edgellm.kernels.tree.log_softmax import CHUNK
 
 _KEY_BYTES = 8
@@ -56,9 +43,9 @@ def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSo
             ("CHUNK", CHUNK),
             ("EXPAND_THREADS", _EXPAND_THREADS),
             ("TREE_THREADS", _THREADS),
-            ("MAXIMUM_TOP_K", MAXIMUM_TOP_K),
-            ("MAXIMUM_GIVEN", MAXIMUM_GIVEN),
-            ("MAXIMUM_TREE_TOKENS", MAXIMUM_TREE_TOKENS),
+            ("MAXIMUM_TOP_K", contract.MAXIMUM_TOP_K),
+            ("MAXIMUM_GIVEN", contract.MAXIMUM_GIVEN),
+            ("MAXIMUM_TREE_TOKENS", contract.MAXIMUM_TREE_TOKENS),
             *(() if embedding is None else embedding.macros),
         ),
         (("tree/arguments.cuh", cuda_header(TreeKernels)),),
@@ -75,22 +62,20 @@ class CudaTree(Launcher):
 
     def expand_workspace_size(self, batch: int, draft_vocab_size: int, top_k: int, block_rows: int = 0) -> int:
         """Bytes of workspace for `expand_frontier`, or `expand_block`; see the contract."""
-        if not 1 <= top_k <= MAXIMUM_TOP_K or draft_vocab_size > MAXIMUM_DRAFT_VOCABULARY:
+        if not 1 <= top_k <= contract.MAXIMUM_TOP_K or draft_vocab_size > contract.MAXIMUM_DRAFT_VOCABULARY:
             raise KernelError(
                 f"expand_workspace_size: K = {top_k} (draft top-k), draft vocabulary U = {draft_vocab_size}; expected "
-                f"1 to {MAXIMUM_TOP_K} and at most {MAXIMUM_DRAFT_VOCABULARY}"
+                f"1 to {contract.MAXIMUM_TOP_K} and at most {contract.MAXIMUM_DRAFT_VOCABULARY}"
             )
         return _workspace_bytes(batch * max(top_k, block_rows), draft_vocab_size, top_k)
 
     def expand_frontier(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
-        """The likeliest continuations of the root or of each frontier node; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes = self._check("expand_frontier", *arguments)
         _check_workspace("expand_frontier", sizes, expansion)
         self._expand_rows(arguments, sizes)
 
     def expand_block(self, level: Level, logits: DeviceArray, candidates: Candidates, expansion: Expansion) -> None:
-        """The candidates of all levels of a block; see the contract."""
         arguments = (level, logits, candidates, expansion)
         sizes, packed = self._packed("expand_block", *arguments)
         top_k, levels = sizes["K"], level.number
@@ -110,25 +95,13 @@ class CudaTree(Launcher):
         self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes)
 
     def prepare_block(self, block: Block, token_ids: DeviceArray, tables: ModelTables, inputs: StepInputs) -> None:
-        """What a draft model reads of a block; see the contract."""
         tables, embedding = split_tables(tables)
         sizes, packed = self._packed("prepare_block", block, token_ids, tables, inputs)
         dtype = tables.embedding.dtype
         kernel = Kernel(tree_source(dtype, embedding), f"draft_block<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
 
-    def prepare_proposal(
-        self,
-        level: Level,
-        committed: DeviceArray,
-        tables: ModelTables,
-        candidates: Candidates,
-        hidden: HiddenRows,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
-        """What the draft model reads in the propose step of a level; see the contract."""
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
         tables, embedding = split_tables(tables)
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
         sizes, packed = self._packed("prepare_proposal", *arguments)
@@ -139,22 +112,11 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
-    def prepare_verification(
-        self,
-        level: Level,
-        state: SequenceState,
-        tables: ModelTables,
-        candidates: Candidates,
-        tree: TreeNodes,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
-        """The tree to verify and what the base model reads of it; see the contract."""
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
         tables, embedding = split_tables(tables)
         arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
         sizes, packed = self._packed("prepare_verification", *arguments)
-        top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
+        top_k, count = sizes["K"], contract.candidate_count(level.number, sizes["K"])
         rows = 0 if expansion is None else 1 if level.number == 1 else top_k
         mergers, list_bytes = _mergers("prepare_verification", sizes, expansion, rows)
         keeps = count <= _KEPT_CANDIDATES

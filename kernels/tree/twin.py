@@ -8,20 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts, rows_of
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.sampling.twin import look_up
-from edgellm.kernels.tree.contract import (
-    Block,
-    Candidates,
-    Expansion,
-    Given,
-    HiddenRows,
-    Level,
-    TreeKernels,
-    TreeNodes,
-    candidate_count,
-    level_start,
-)
+from edgellm.kernels.tree import contract
+from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Given, Level, TreeKernels, TreeNodes
 from edgellm.kernels.tree.log_softmax import LogSoftmax
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -41,16 +31,14 @@ class NumpyTree:
         return 0
 
     def expand_frontier(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
-        """The likeliest continuations of the root or of each frontier node; see the contract."""
         sizes = _check("expand_frontier", level, logits, candidates, expansion)
         tokens, scores = self._continuations(level, logits.reshape(-1, sizes["U"]), expansion)
         _write_children(level, tokens, scores, candidates)
 
     def expand_block(self, level: Level, logits: np.ndarray, candidates: Candidates, expansion: Expansion) -> None:
-        """The candidates of all levels of a block; see the contract."""
         sizes = _check("expand_block", level, logits, candidates, expansion)
         batch, places, top_k = sizes["B"], level.number, sizes["K"]
-        values = np.ascontiguousarray(logits[:, :places]).reshape(batch * places, sizes["U"])
+        values = np.ascontiguousarray(logits[:, 1 : places + 1]).reshape(batch * places, sizes["U"])
         found = [part.reshape(batch, places, -1) for part in self._continuations(level, values, expansion)]
         for number in range(1, places + 1):
             own, nodes = level._replace(number=number), 1 if number == 1 else top_k
@@ -77,7 +65,6 @@ class NumpyTree:
         return expansion.draft_to_target[ids], scores
 
     def prepare_block(self, block: Block, token_ids: np.ndarray, tables: ModelTables, inputs: StepInputs) -> None:
-        """What a draft model reads of a block; see the contract."""
         sizes = _check("prepare_block", block, token_ids, tables, inputs)
         tokens = np.full((sizes["B"], sizes["T"]), block.mask_token, np.int32)
         tokens[:, :1] = token_ids
@@ -86,18 +73,7 @@ class NumpyTree:
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), last[:, None, :, None], out=inputs.attention_mask)
         look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
 
-    def prepare_proposal(
-        self,
-        level: Level,
-        committed: np.ndarray,
-        tables: ModelTables,
-        candidates: Candidates,
-        hidden: HiddenRows,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
-        """What the draft model reads in the propose step of a level; see the contract."""
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
         sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion, given)
         number = level.number
         if given is not None and expansion is not None:
@@ -116,20 +92,9 @@ class NumpyTree:
         places = committed.astype(np.int64) + tables.position_offsets + (number - 1)
         look_up(tables, tokens, places[:, None], inputs)
 
-    def prepare_verification(
-        self,
-        level: Level,
-        state: SequenceState,
-        tables: ModelTables,
-        candidates: Candidates,
-        tree: TreeNodes,
-        inputs: StepInputs,
-        expansion: Expansion | None,
-        given: Given | None = None,
-    ) -> None:
-        """The tree to verify and what the base model reads of it; see the contract."""
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
         sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion, given)
-        count, start = candidate_count(level.number, sizes["K"]), state.kvcache_start_index
+        count, start = contract.candidate_count(level.number, sizes["K"]), state.kvcache_start_index
         if given is not None and expansion is not None:
             _lead(level, candidates, given)
         for row in range(sizes["B"]):
@@ -150,11 +115,11 @@ def _write_children(level: Level, tokens: np.ndarray, scores: np.ndarray, candid
     """Write the candidates of a level: `tokens` [B n, width] with log-probabilities behind each node of the frontier
     before it."""
     batch, _, top_k = candidates.frontiers.shape
-    start, end = level_start(level.number, top_k), level_start(level.number + 1, top_k)
+    start, end = contract.level_start(level.number, top_k), contract.level_start(level.number + 1, top_k)
     if level.number == 1:
         parents = np.full(tokens.shape, -1, np.int32)
     else:
-        frontier, above = candidates.frontiers[:, level.number - 2], level_start(level.number - 1, top_k)
+        frontier, above = candidates.frontiers[:, level.number - 2], contract.level_start(level.number - 1, top_k)
         own = np.full(frontier.shape, _MINUS_INFINITY)
         rows, slots = np.nonzero((frontier >= above) & (frontier < start))
         own[rows, slots] = candidates.scores[rows, frontier[rows, slots]]
@@ -228,8 +193,8 @@ def _best_candidates(scores: np.ndarray, count: int) -> np.ndarray:
 def _select_frontier(scores: np.ndarray, level: Level, frontier: np.ndarray) -> None:
     """Write the best candidates of `level` by `scores` [C] float32, best first, to `frontier` [K]; -1 behind."""
     top_k = frontier.size
-    start = level_start(level.number, top_k)
-    places = _best_candidates(scores[start : level_start(level.number + 1, top_k)], level.width)
+    start = contract.level_start(level.number, top_k)
+    places = _best_candidates(scores[start : contract.level_start(level.number + 1, top_k)], level.width)
     frontier[: places.size] = places + start
     frontier[places.size :] = -1
 
@@ -239,7 +204,7 @@ def _lead(level: Level, candidates: Candidates, given: Given) -> None:
     number, (batch, _, top_k) = level.number, candidates.frontiers.shape
     if number > given.nodes.shape[2]:
         return
-    start, above = level_start(number, top_k), -1 if number == 1 else level_start(number - 1, top_k)
+    start, above = contract.level_start(number, top_k), -1 if number == 1 else contract.level_start(number - 1, top_k)
     for row in range(batch):
         token, parent, leads = given.nodes[:, row, number - 1].tolist()
         if leads != 1 or token < 0 or parent != number - 2:
@@ -270,8 +235,8 @@ def _same_candidates(known: list[tuple[int, int]], candidates: Candidates, last_
         depths.append(depth)
         same.append(-1)
         if depth <= last_level and (above >= 0) == (depth > 1):
-            start = level_start(depth, top_k)
-            level = slice(start, level_start(depth + 1, top_k))
+            start = contract.level_start(depth, top_k)
+            level = slice(start, contract.level_start(depth + 1, top_k))
             found = np.flatnonzero((candidates.tokens[level] == token) & (candidates.parents[level] == above))
             if found.size:
                 same[-1] = start + int(found[0])
@@ -294,7 +259,7 @@ def _select_nodes(scores: np.ndarray, selected: np.ndarray, same: list[int], roo
 def _frontier_parents(frontier: list[int], level: int) -> list[int]:
     """Slot of each node's parent in the frontier of level - 1; -1 for idle slots, 0 for the root's children."""
     top_k = len(frontier)
-    start, end = level_start(level, top_k), level_start(level + 1, top_k)
+    start, end = contract.level_start(level, top_k), contract.level_start(level + 1, top_k)
     width = top_k if level > 1 else end  # level 1: all have the same parent
     return [(candidate - start) // width if start <= candidate < end else -1 for candidate in frontier]
 

@@ -20,6 +20,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig,
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.states import decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -62,6 +63,26 @@ SCALED = {
     "ernie": replace(LLAMA, rotates_neighbours=True, rotary_dim=8),
     "hunyuan": replace(LLAMA, qk_norm=True, norms_behind_rotation=True),
     "ministral3": replace(LLAMA, rope_scaling={"llama_4_scaling_beta": 0.1}),
+    "gemma4": replace(
+        LLAMA,
+        num_layers=4,
+        layer_kinds=("window", "attention") * 2,
+        sliding_window=1000,  # longer than any text: windows have tests of their own
+        full_heads=(1, 32),
+        rotary_dim=32,
+        local_rope_theta=100.0,
+        attention_scale=0.3,
+        qk_norm=True,
+        post_norms=True,
+        value_norms=True,
+        layer_scalars=True,
+        shared_rows=2,
+        shared_intermediate_size=192,
+        layer_embedding_size=8,
+        embedding_scale=8.0,
+        logits_cap=2.0,
+        hidden_act="gelu_tanh",
+    ),
     "layer_norms_and_a_gate": replace(LLAMA, layer_norms=True, post_norms=True),
 }
 
@@ -178,7 +199,10 @@ def random_model(
     arrays = {}
     for spec in decoder_weights(config):
         scale = 0.1 if len(spec.shape) == 1 else spec.shape[1] ** -0.5
-        arrays[spec.name] = random.standard_normal(spec.shape, np.float32) * scale + ("norm" in spec.name)
+        near_one = "norm" in spec.name or spec.name.endswith("layer_scalar")
+        arrays[spec.name] = random.standard_normal(spec.shape, np.float32) * scale + near_one
+    if config.token_row_size:
+        arrays[TOKEN_ROWS] = random.standard_normal((batch, tokens, config.token_row_size), np.float32)
     arrays["inputs_embeds"] = random.standard_normal((batch, tokens, config.hidden_size), np.float32)
     angles = random.uniform(0, 6, (batch, tokens, config.rotary_columns // 2))
     arrays["rope_rotary_cos_sin"] = np.concatenate((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
@@ -187,10 +211,10 @@ def random_model(
     for b, start in enumerate(starts):
         mask[b, 0, :, start : start + tokens] = ancestors(parents)
     arrays["attention_mask"] = mask
-    cache = (batch, config.num_kv_heads, rows, config.head_dim)
     for index in range(config.num_layers):
-        for name in ("k_cache", "v_cache"):
-            arrays[f"{name}_{index}"] = random.standard_normal(cache, np.float32)
+        heads, size = config.kv_heads(index)
+        for name in ("k_cache", "v_cache") if config.rows_layer(index) == index else ():
+            arrays[f"{name}_{index}"] = random.standard_normal((batch, heads, rows, size), np.float32)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
@@ -371,6 +395,11 @@ ODD = {
     "wide_heads": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
     "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=64, num_heads=6, num_kv_heads=2),
     "heads_of_80": replace(LLAMA, head_dim=80, rotary_dim=80, num_heads=7, num_kv_heads=1, qk_norm=True),
+    "heads_of_gemma4": replace(
+        SCALED["gemma4"],
+        **{"num_heads": 8, "num_kv_heads": 1, "head_dim": 256, "full_heads": (1, 512), "rotary_dim": 512},
+        attention_scale=0.05,
+    ),
     "many_heads_a_group": replace(LLAMA, num_heads=16, num_kv_heads=1),
     "more_units_than_blocks": replace(LLAMA, hidden_size=1544, intermediate_size=4104, vocab_size=40_001, num_layers=1),
 }

@@ -310,12 +310,12 @@ def random_drafting(
 def random_block(
     rng: np.random.Generator, drafting: Drafting, rows: int, kind: str = "ordinary", strange: bool = True
 ) -> np.ndarray:
-    """Logits [B, rows, U] of the places of a block; those of `drafting` become what they say behind every node. Its
-    frontiers, for a static tree, are random ones, some `strange`: of other levels, or idle."""
+    """Logits [B, rows, U] of the places of a block, the first the root's; those of `drafting` become what they say
+    behind every node. Its frontiers, for a static tree, are random ones, some `strange`: of other levels, or idle."""
     top_k, vocabulary = drafting.top_k, drafting.logits[0].shape[2]
     logits = random_logits(rng, drafting.batch, rows, vocabulary, kind)
     for place, own in enumerate(drafting.logits):
-        own[...] = logits[:, place : place + 1]
+        own[...] = logits[:, place + 1 : place + 2]
     count = candidate_count(drafting.steps, top_k)
     for level in range(1, drafting.steps):
         row = rng.integers(level_start(level, top_k), level_start(level + 1, top_k), (drafting.batch, top_k))

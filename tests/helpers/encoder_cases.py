@@ -139,6 +139,13 @@ CASES = {
     "a_row_in_float32": Case("copy_rows", (Compute(values(1, 32)), None, nothing(1, 32), 0)),
     "sums": Case("add_rows", (values(33, 1152), values(33, 1152, seed=1), nothing(33, 1152))),
     "sums_with_a_weight": Case("add_rows", (values(17, 75), Compute(values(17, 75, seed=1)), nothing(17, 75))),
+    "scaled_sums": Case(
+        "add_scaled_rows",
+        (values(33, 1152), values(33, 1152, seed=1), Compute(values(1, 1152, seed=2)[0]), nothing(33, 1152)),
+    ),
+    "scaled_sums_one_by_one": Case(
+        "add_scaled_rows", (values(17, 75), values(17, 75, seed=1), Compute(values(1, 75, seed=2)[0]), nothing(17, 75))
+    ),
     "squares": Case("average_pool", (values(64, 160), 8, 2, nothing(16, 160))),
     "squares_of_16": Case("average_pool", (values(64 * 64, 40), 64, 4, nothing(256, 40))),
     "odd_squares": Case("average_pool", (values(36, 75), 6, 3, nothing(4, 75))),

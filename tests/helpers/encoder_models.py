@@ -57,6 +57,8 @@ MODELS = {
     "qwen3_5_heads_of_72": replace(
         _QWEN, family="qwen3_5", activation="gelu_tanh", hidden_size=144, num_position_embeddings=16
     ),
+    "paligemma": replace(_SIGLIP, family="paligemma", out_hidden_size=40),
+    "mistral3": replace(_QWEN, family="mistral3", temporal_patch_size=1, spatial_merge_size=2, feature_layers=(2,)),
     "llava_siglip": _SIGLIP,
     "llava_clip": replace(
         _SIGLIP, class_token=True, drops_first_row=True, activation="quick_gelu", feature_layers=(2,), hidden_size=128
@@ -66,6 +68,29 @@ MODELS = {
     ),
     "gemma3": replace(
         _SIGLIP, family="gemma3", image_size=40, spatial_merge_size=2, feature_layers=(3,), out_hidden_size=40
+    ),
+    "smolvlm": replace(_SIGLIP, family="smolvlm", image_size=42, spatial_merge_size=2),
+    "lfm2_vl": replace(
+        _SIGLIP,
+        family="lfm2_vl",
+        image_size=None,
+        spatial_merge_size=2,
+        num_position_embeddings=25,
+        projector_size=56,
+        projector_norm=True,
+    ),
+    "internvl": replace(
+        _SIGLIP, family="internvl", image_size=40, spatial_merge_size=2, class_token=True, activation="gelu"
+    ),
+    "internvl_rms_norms": replace(
+        _SIGLIP,
+        family="internvl",
+        image_size=30,
+        spatial_merge_size=3,
+        class_token=True,
+        attention_bias=False,
+        rms_norms=True,
+        final_norm=True,
     ),
 }
 

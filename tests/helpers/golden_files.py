@@ -1,7 +1,8 @@
 """Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
 
 A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
-Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.xz` is the file NAME, packed, as
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. `NAME.codes.json` says which of these
+are differences from codes that are computed again (`golden_codes.py`). `NAME.xz` is the file NAME, packed, as
 descriptions and expected values are. A folder of many models is packed as one, `KIND.tar.xz`: what they have in common
 is stored once.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
@@ -27,16 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from golden_codes import Tensors, codes, rounded
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-DRAWN, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".safetensors", ".xz", ".tar.xz"
+DRAWN, CODES, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".codes.json", ".safetensors", ".xz", ".tar.xz"
 #: What ends the names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
 LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
-#: By name safetensors' dtype, the shape, and the bytes.
-Tensors = dict[str, tuple[str, list[int], bytes]]
 #: How values are drawn: {"deviation": of a bell around 0}, or {"range": [low, high]}.
 Law = dict[str, Any]
 
@@ -69,6 +69,10 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
             (target / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
         else:
             shutil.copy(path, target / path.name)
+    for path in target.glob(f"*{CODES}"):
+        whole = target / (path.name.removesuffix(CODES) + WHOLE)
+        write_tensors(whole, codes(read_tensors(whole), json.loads(path.read_text())), read_metadata(whole))
+        path.unlink()
     for path in target.glob(f"*{DRAWN}"):
         whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
         stored, metadata = (read_tensors(whole), read_metadata(whole)) if whole.exists() else ({}, {"format": "pt"})
@@ -186,14 +190,6 @@ def _values(bits: np.ndarray, law: Law) -> np.ndarray:
         return (fields.sum(axis=1) - _MIDDLE) * (law["deviation"] / _DEVIATION)
     low, high = law["range"]
     return low + (bits >> 11).astype(np.float64) * ((high - low) / (1 << 53))
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float64 values in a dtype of safetensors, of bfloat16 the bits; to the nearest, ties to even."""
-    if dtype != "BF16":
-        return values.astype({"F16": "<f2", "F32": "<f4"}[dtype])
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
 
 
 def describe(shapes: Iterable[tuple[str, str, list[int], Law]], seed: int) -> dict[str, Any]:

@@ -20,7 +20,11 @@ from edgellm.engines.runners.media import MediaEmbeddings, PromptMedia, place_me
 FOLDER = golden_folder("image_prompts")
 #: Those whose images see themselves, and the others.
 WHOLE_IMAGES = sorted(path.name for path in FOLDER.iterdir() if path.name.startswith("gemma3"))
-NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in WHOLE_IMAGES)
+#: Those whose prompts see themselves.
+WHOLE_PROMPTS = ("paligemma", "paligemma2")
+NAMES = sorted(
+    path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in (*WHOLE_IMAGES, *WHOLE_PROMPTS)
+)
 TOLERANCE = 1e-4
 #: Of the largest logit. Processors sum in other orders, and the delta rule makes most of it: 1.4e-5 without AVX-512.
 RELATIVE = 2e-5
@@ -50,7 +54,7 @@ class GoldenModel:
         rows = self.expected[f"image{index}.rows"]
         if self.config.image_tokens:  # what the language model multiplies is divided before
             rows = rows / np.float32(self.config.embedding_scale)
-        return MediaEmbeddings(rows, tuple(features), f"image {index}", grid)
+        return MediaEmbeddings(rows, tuple(features), f"image {index}", grid, runs_of(self.config.family, grid))
 
     def placed(self) -> PromptMedia:
         """The images in the prompt."""
@@ -63,7 +67,7 @@ class GoldenModel:
         for span, _, count in whole.within(0, stop):
             layers = tuple(layer[:count] for layer in span.embeddings.deepstack)
             seen = replace(span.embeddings, rows=span.embeddings.rows[:count], deepstack=layers)
-            spans.append(replace(span, tokens=count, embeddings=seen))
+            spans.append(replace(span, places=span.places[:count], embeddings=seen))
         return PromptMedia(tuple(spans), None if whole.positions is None else whole.positions[:, :stop])
 
     def runner(self, limits: EngineLimits) -> BaseEngineRunner:
@@ -77,6 +81,11 @@ class GoldenModel:
             runner.force_token(slot, int(token))
             runner.decode(slot + 1).wait()
             assert_close(runner.logits(slot), expected)
+
+
+def runs_of(family: str, grid: tuple[int, int, int]) -> tuple[int, ...]:
+    """Mistral 3's tokens follow each other in rows of the picture, each of two patches."""
+    return (grid[2] // 2,) * (grid[1] // 2) if family == "mistral3" else ()
 
 
 def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
@@ -93,5 +102,6 @@ def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
             patches = pixels[first : first + count]
             first += count
         tokens = golden.expected[f"image{index}.rows"].shape[0]
-        images.append(GoldenImage(np.ascontiguousarray(patches), tuple(grid), tokens, f"image {index}", patches, ()))
+        made = GoldenImage(np.ascontiguousarray(patches), tuple(grid), tokens, f"image {index}", patches, ())
+        images.append(replace(made, runs=runs_of(golden.config.family, made.grid)))
     return images

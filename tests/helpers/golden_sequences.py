@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -17,6 +19,8 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.row_steps import TOKEN_ROWS
+from edgellm.engines.runners.token_rows import TokenRows
 
 
 class Sequences:
@@ -39,6 +43,8 @@ class Sequences:
             specs = decoder_weights(self.config)
             checkpoint.check(specs, unread_tensors(self.config))
             self.weights = load_numpy_weights(checkpoint, specs)
+            backend: Any = SimpleNamespace(compute_dtype="float32", zeros=lambda shape, dtype: None)
+            self.token_rows = TokenRows(backend, self.config, checkpoint, 0)
         self.batch, self.kv_cache = batch, kv_cache
         with safe_open(directory / "expected.safetensors", "np") as file:
             self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
@@ -79,6 +85,8 @@ class Sequences:
         }
         if self.config.is_recurrent:
             bindings["state_tokens"] = (token_ids >= 0).sum(axis=1, dtype=np.int32)
+        if self.config.token_row_size:
+            bindings[TOKEN_ROWS] = self.token_rows.of(token_ids)
         for layer in range(self.config.deepstack_layers):  # without images
             bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
         shape = self.shape("prefill", batch, tokens, key_range)

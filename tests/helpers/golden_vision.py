@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class GoldenImage:
     #: There are no pixels to make the patches from: as for images that kernels do not prepare, they are uploaded.
     layout: ImageLayout = _MADE_ON_THE_HOST
     size: tuple[int, int] = (1, 1)
+    runs: tuple[int, ...] = ()
 
 
 def golden_images(name: str) -> list[GoldenImage]:
@@ -70,6 +72,8 @@ def golden_checkpoint(name: str, place: Path, goldens: Path = GOLDENS) -> Path:
     shutil.copytree(goldens / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
     vision = json.loads((place / "config.json").read_text())["vision_config"]
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": vision.get("patch_size")}
+    if vision.get("model_type") == "pixtral":
+        processor["image_processor_type"] = "PixtralImageProcessor"
     processor |= {"merge_size": vision.get("spatial_merge_size"), "temporal_patch_size": 2}
     (place / "preprocessor_config.json").write_text(json.dumps(processor))
     Tokenizer(models.WordLevel({f"token {index}": index for index in range(80)}, "token 0")).save(
@@ -85,7 +89,7 @@ def golden_directory(
     golden_checkpoint(name, place, goldens)
     config = read_decoder_config(place)
     vision = read_vision_config(place, None, config)
-    step = vision.window_patches
+    step = math.lcm(vision.window_patches, vision.merge_patches)
     rows = choose_image_rows(vision) if vision.image_side else tuple(-(-size // step) * step for size in _ROWS)
     return describe_in_place(place, EngineLimits(1, 16, 64, image_rows=rows), dtype, attention)
 

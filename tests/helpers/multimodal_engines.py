@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_multimodal import FAMILIES, WHOLE_IMAGES
+from tiny_multimodal import FAMILIES, IN_ROWS, WHOLE_IMAGES, WHOLE_PROMPTS
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 
 LIMITS = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)
-IMAGE_ROWS = {"llava": (9,)}
+IMAGE_ROWS = {"llava": (9,), "paligemma": (9,)}
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +26,12 @@ def multimodal_engines(
     def build(family: str) -> Path:
         if family not in built:
             folder = tmp_path_factory.mktemp(family)
-            checkpoint = make_checkpoint(folder / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES)[family])
+            checkpoint = make_checkpoint(
+                folder / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES | WHOLE_PROMPTS | IN_ROWS)[family]
+            )
             draft = make_draft(folder / "draft")
             limits = replace(LIMITS, image_rows=IMAGE_ROWS.get(family, (64,)))
+            limits = replace(limits, prefill_chunk=64) if family in WHOLE_PROMPTS else limits
             dtype = "bfloat16" if family in WHOLE_IMAGES else None
             build_engine_directory(checkpoint, folder / "engines", limits, [], draft=draft, dtype=dtype)
             built[family] = folder / "engines"

@@ -316,6 +316,48 @@ GEMMA_3_4B = {
         "vision_use_head": False,
     },
 }
+#: The language model, as it stands in the file of one with images and audio.
+GEMMA_4_E2B = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 6144,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_global_key_value_heads": None,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_double_wide_mlp": True,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+GEMMA_4_E4B = GEMMA_4_E2B | {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "use_double_wide_mlp": False,
+}
 OLMO_2_7B = {
     "architectures": ["Olmo2ForCausalLM"],
     "model_type": "olmo2",
@@ -738,6 +780,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "gemma-2b": (GEMMA_2B, 2_506_172_416),
     "gemma-2-2b": (GEMMA_2_2B, 2_614_341_888),
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
+    "gemma-4-E2B": (GEMMA_4_E2B, 4_628_569_344 + 35),  # and a number of each layer
+    "gemma-4-E4B": (GEMMA_4_E4B, 7_463_013_376 + 42),
     "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),

@@ -23,6 +23,7 @@ from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.operations import Scoring
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 
 #: A GPU's distance from float32 may be this many times that of the rounding below. A tiny Qwen2 with an adapter had 0.8
@@ -103,18 +104,24 @@ class RoundedOperations(NumpyOperations):
         keys: np.ndarray,
         values: np.ndarray,
         mask: np.ndarray | None,
-        scale: float,
-        sinks: np.ndarray | None = None,
+        scoring: Scoring[np.ndarray],
     ) -> np.ndarray:
-        assert sinks is None
+        assert not scoring.cap
         mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
         batch, heads, tokens, size = query.shape
         kv_heads = keys.shape[1]
-        grouped = self._round(query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads, tokens, size)
+        scaled = self._round(query * np.float32(scoring.scale))
+        grouped = scaled.reshape(batch, kv_heads, heads // kv_heads, tokens, size)
         keys, values = (cache[:, :, None, : mask.shape[3]] for cache in (keys, values))
         scores = np.where(mask[:, :, None], self._round(grouped @ keys.swapaxes(-1, -2)), np.float32(-1e30))
-        scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights = self._round(scores / scores.sum(axis=-1, keepdims=True))
+        largest, sinks = scores.max(axis=-1, keepdims=True), scoring.sinks
+        total = np.float32(0)
+        if sinks is not None:
+            sinks = sinks.reshape(kv_heads, -1, 1, 1)
+            largest = np.maximum(largest, sinks)
+            total = np.exp(sinks - largest)
+        scores = np.exp(scores - largest)
+        weights = self._round(scores / (scores.sum(axis=-1, keepdims=True) + total))
         return self._round(weights @ values).reshape(batch, heads, tokens, size)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
@@ -139,7 +146,8 @@ class RoundedBackend(NumpyBackend):
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, np.ndarray]:
         weights = super().load_weights(checkpoint, specs, progress)
-        return {name: rounded(values, self._dtype) for name, values in weights.items()}
+        arrays = {name: values for name, values in weights.items() if isinstance(values, np.ndarray)}  # not experts
+        return weights | {name: rounded(values, self._dtype) for name, values in arrays.items()}
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
         program = model_program(self._configs[shape.model], shape)

@@ -147,6 +147,23 @@ WINDOWED = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "max_position_embeddings": 1024,
     },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "tie_word_embeddings": False,  # else each token is followed by itself: embeddings are scaled
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_key_value_heads": 1,
+        "global_head_dim": 32,
+        "sliding_window": 37,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 320,
+        "final_logit_softcapping": 5.0,
+        "max_position_embeddings": 1024,
+    },
     "mistral": {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",

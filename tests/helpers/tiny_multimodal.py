@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from tiny_families import DELTA_LAYERS
+from tiny_families import FAMILIES as CAUSAL
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
@@ -137,8 +138,63 @@ PREPROCESSORS["gemma3"] = {
     "size": {"height": 32, "width": 32},
     "image_seq_length": 16,
 }
+#: Those whose tokens of an image have others among them: behind each row, and behind the last.
+IN_ROWS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "image_token_index": IMAGE_TOKEN,
+        "eos_token_id": 257,
+        "tie_word_embeddings": True,
+        "text_config": CAUSAL["ministral3"],
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "hidden_act": "silu",
+        },
+    }
+}
+#: Those whose prompts see themselves.
+WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
+    "paligemma": {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "image_token_index": IMAGE_TOKEN,
+        "eos_token_id": 257,
+        "bos_token_id": 256,
+        "text_config": {
+            "architectures": ["GemmaForCausalLM"],
+            "model_type": "gemma",
+            "hidden_act": None,
+            "head_dim": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 12,
+            "patch_size": 4,
+        },
+    }
+}
+PREPROCESSORS["paligemma"] = PREPROCESSORS["llava"] | {"image_seq_length": 9}
+PREPROCESSORS["mistral3"] = {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 32}}
+MARKERS_OF = {"mistral3": ("[IMG_BREAK]", "[IMG]", "[IMG_END]")}
 #: Gemma 3's template writes the token before an image alone.
-TEMPLATES = {"gemma3": TEMPLATE.replace("".join(MARKERS), MARKERS[0])}
+TEMPLATES = {
+    "gemma3": TEMPLATE.replace("".join(MARKERS), MARKERS[0]),
+    "mistral3": TEMPLATE.replace("".join(MARKERS), "[IMG]"),
+    "paligemma": TEMPLATE.replace("".join(MARKERS), MARKERS[1]),
+}
 PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen3_5"] = PREPROCESSORS["qwen2_5_vl"]
 
 

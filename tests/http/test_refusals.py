@@ -42,7 +42,11 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "expected a list"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages", "role 'robot'"),
     ({"messages": [{"role": "user"}]}, "messages", "no content"),
-    ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "only text and images"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        "messages",
+        "is no sound: sounds are taken as base64",
+    ),
     ({"n": 2}, "n", "one answer"),
     ({"n": True}, "n", "one answer"),
     ({"stream": "yes"}, "stream", "true or false"),

@@ -16,7 +16,8 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.errors import ImageError
 from edgellm.multimodal import device_patches
 from edgellm.multimodal.device_patches import DevicePatches
-from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
+from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
+from edgellm.multimodal.prepared_image import PreparedImage
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}
 CLIP = {"image_processor_type": "CLIPImageProcessor"}

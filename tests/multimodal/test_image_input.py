@@ -18,7 +18,7 @@ from PIL import Image
 from synthetic_images import synthetic_image
 
 from edgellm.engines.errors import EdgeLLMError, ImageError
-from edgellm.multimodal import image_input
+from edgellm.multimodal import image_input, sources
 from edgellm.multimodal.image_input import read_image
 
 PIXELS = synthetic_image(24, 40)
@@ -192,7 +192,7 @@ def test_a_file_that_is_too_long_is_not_even_read(tmp_path: Path, monkeypatch: p
         file.truncate(10**12)  # sparse: reading it would fill the memory
     with pytest.raises(ImageError, match=r"long.png has 1000000000000 bytes: the most is 67108864"):
         read_image(path)
-    monkeypatch.setattr(image_input, "SOURCE_BYTES", 99)
+    monkeypatch.setattr(sources, "SOURCE_BYTES", 99)
     with pytest.raises(ImageError, match="the image has 100 bytes: the most is 99"):
         read_image(bytes(100))
 

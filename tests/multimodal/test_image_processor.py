@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def _vision_of(name: str) -> VisionConfig:
         return qwen_vision(patch)
     if name == "gemma3":
         return read_vision_config(GEMMA_3_4B)
+    if name.startswith("pixtral"):
+        return replace(qwen_vision(patch), family="mistral3", temporal_patch_size=1)
     image_size = {"siglip_remainder": 50}.get(name, rows * patch)
     return llava_vision(image_size, patch)
 
@@ -97,7 +100,7 @@ def test_of_a_large_image_the_rows_alone_are_kept(tmp_path: Path, monkeypatch: p
     """Where these are smaller."""
     pixels = synthetic_image(480, 640)
     expected = _processor("clip", tmp_path).prepare(pixels)
-    monkeypatch.setattr("edgellm.multimodal.image_processor.MAXIMUM_PIXELS", 480 * 640 - 1)
+    monkeypatch.setattr("edgellm.multimodal.prepared_image.MAXIMUM_PIXELS", 480 * 640 - 1)
     assert _processor("qwen2_5_vl", tmp_path).prepare(pixels).pixels is pixels
     found = _processor("clip", tmp_path).prepare(pixels)
     assert found.pixels is None and (found.size, found.digest) == (expected.size, expected.digest)
@@ -110,6 +113,16 @@ def test_a_limit_of_patches_makes_images_smaller(tmp_path: Path) -> None:
     for height, width in ((480, 640), (2000, 300), (10, 10)):
         prepared = processor.prepare(synthetic_image(height, width))
         assert 0 < len(prepared.patches) <= 200
+
+
+@pytest.mark.parametrize(("limit", "grid"), [(None, (62, 110)), (6820, (62, 110)), (1000, (24, 40)), (4, (2, 2))])
+def test_a_longest_edge_shrinks_until_the_patches_are_few_enough(
+    limit: int | None, grid: tuple[int, int], tmp_path: Path
+) -> None:
+    """Of a picture of 1600 x 900: its shape is kept as well as whole tokens allow."""
+    prepared = _processor("pixtral", tmp_path, max_patches=limit).prepare(synthetic_image(900, 1600))
+    assert prepared.grid[1:] == grid
+    assert prepared.runs == (grid[1] // 2,) * (grid[0] // 2) and sum(prepared.runs) == prepared.tokens
 
 
 def test_a_digest_tells_pixels_sizes_and_settings_apart(tmp_path: Path) -> None:
@@ -172,7 +185,7 @@ def test_older_and_newer_names_and_sizes_are_known(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"image_processor_type": "PixtralImageProcessor"}, UnsupportedModelError, "image_processor_type is"),
+        ({"image_processor_type": "OtherImageProcessor"}, UnsupportedModelError, "image_processor_type is"),
         ({"image_processor_type": None}, UnsupportedModelError, "image_processor_type is null"),
         ({"do_resize": False}, UnsupportedModelError, "do_resize is false"),
         ({"do_rescale": "yes"}, CheckpointError, 'do_rescale is "yes", expected true or false'),

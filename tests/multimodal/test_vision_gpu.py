@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
-from tiny_multimodal import FAMILIES, WHOLE_IMAGES
+from tiny_multimodal import FAMILIES, IN_ROWS, WHOLE_IMAGES, WHOLE_PROMPTS
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -30,6 +30,8 @@ from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
 
 pytestmark = pytest.mark.gpu
+
+EVERY = FAMILIES | WHOLE_IMAGES | IN_ROWS | WHOLE_PROMPTS
 
 #: Largest difference, as part of the largest embedding. NumPy with every result rounded to the dtype is within 0.4 %
 #: and 3.8 % of float32 on these models, whose random weights amplify rounding.
@@ -72,13 +74,13 @@ def test_embeddings_are_those_of_transformers(name: str, dtype: str, attention: 
     assert max(differences) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_IMAGES])
+@pytest.mark.parametrize("family", EVERY)
 def test_pixels_to_embeddings_beside_a_language_model(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     """Resized, cut and encoded on the GPU, with weights and scratch of a language model about; NumPy does the same."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES)[family])
-    rows = {"llava": (9,), "gemma3": (64,)}.get(family, (64, 128))
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **EVERY[family])
+    rows = {"llava": (9,), "paligemma": (9,), "gemma3": (64,)}.get(family, (64, 128))
     limits, dtype = EngineLimits(1, 16, 64, image_rows=rows), "bfloat16" if family in WHOLE_IMAGES else None
     build_engine_directory(checkpoint, tmp_path / "engines", limits, [], dtype=dtype)
     directory = EngineDirectory.open(tmp_path / "engines")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 
 import pytest
 from absent_serving import ServingOnNothing
-from every_kind import DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
+from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
+from tiny_families import WINDOWED
 
 from edgellm import LLM, SpecDecodeRuntime
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
 
@@ -46,6 +51,24 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
         assert captured > 5 and not runtime._runner.uncaptured
         assert not runtime.idle(), "all of one sequence at a time is captured when the model is opened"
         answer_all(runtime, batch)
+        assert set(backend.module.sources) == before
+        assert backend.made.counts[CAPTURED] == captured
+
+
+def test_rows_that_the_host_brings_are_no_part_of_captures(
+    on_nothing: Callable[[int], list], make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Gemma 4's tokens are read, and their rows brought, between captures of steps and of rounds."""
+    made, checkpoint = on_nothing(1), make_checkpoint(tmp_path / "model", 4, **WINDOWED["gemma4"])
+    limits = EngineLimits(1, prefill_chunk=16, kv_capacity=256, window_rows=128)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, [], "bfloat16")
+    with LLM(tmp_path / "engines", drafting=DRAFTINGS["suffix"]) as llm:
+        (backend,) = made
+        before, captured = set(backend.module.sources), backend.made.counts[CAPTURED]
+        assert captured and not llm._runtime._runner.uncaptured
+        assert any("columns.cu" in file for source in before for file in source.files)
+        for length, params in product((1, 20, 65), ALL_PARAMS):
+            assert len(llm.generate([5] * length, params).token_ids) == 20
         assert set(backend.module.sources) == before
         assert backend.made.counts[CAPTURED] == captured
 

@@ -23,9 +23,9 @@ from random_draft import write_draft
 
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
-from edgellm.engines.families.vision_encoders import vision_weights
+from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, token_table
 from edgellm.engines.quantizer.written_layout import quantization_config
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
@@ -190,6 +190,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 100257,
     },
     #: Windows of 512 tokens in five layers of six. Its makers' weights need bfloat16.
+    "gemma4-e2b": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "use_double_wide_mlp": True,
+        "num_hidden_layers": 35,
+        "num_kv_shared_layers": 20,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "sliding_window": 512,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
     "gemma3-1b": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -287,17 +312,19 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head"])}
+        config = config | {"quantization_config": quantization_config(packed, ["lm_head", "re:.*visual.*"])}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
-    specs = decoder_weights(decoder_config(config))
+    read = decoder_config(config)
+    specs = [*decoder_weights(read), *token_table(read)]
     if preprocessor is not None:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-        specs += vision_weights(read_vision_config(config))
+        vision = read_vision_config(config)
+        specs += [*vision_weights(vision), *host_weights(vision)]
     save_file(random_tensors(specs, seed, packed), directory / "model.safetensors")
 
 

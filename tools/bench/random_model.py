@@ -28,6 +28,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.formats.safetensors_file import TensorInfo
 from edgellm.engines.model.config import DFLASH, DRAFT_HEAD, HEADS, DecoderConfig, DraftBlock, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
@@ -39,7 +40,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
-from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat, rounded
 from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
 
 #: Random values are drawn once and cut anew for each tensor.
@@ -55,11 +56,24 @@ WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4", "int4/float16", "q4_0", 
 class RandomTensors:
     """Stands for a checkpoint: what a backend with `RandomWeights` fills its buffers with.
 
-    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`.
+    Vectors are ones; matrices are normally distributed, with the standard deviation of their name, or `SCALE`. The
+    `table` [V, P] of tokens' own embeddings is zeros, which take no memory.
     """
 
     scales: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    table: tuple[int, int] = (0, 0)
+
+    def info(self, name: str) -> TensorInfo:
+        """Of the table."""
+        return TensorInfo(name, "bfloat16", self.table, Path(name), 0, 0)
+
+    def layout(self, name: str, shape: tuple[int, ...]) -> None:
+        """It is not packed."""
+
+    def raw(self, name: str) -> np.ndarray:
+        """Its values' bits."""
+        return np.zeros(self.table, np.uint16)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -73,7 +87,7 @@ class RandomDirectory(EngineDirectory):
     layouts: PackedLayouts = field(default_factory=dict)
 
     def checkpoint(self) -> Any:
-        return RandomTensors()
+        return RandomTensors(table=(self.config.vocab_size, self.config.token_row_size))
 
 
 class RandomDraft(EngineDraft):
@@ -162,11 +176,13 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
 
 
 def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
-    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero."""
+    """Evenly distributed codes with scales, and minima, that give them the deviation of dense weights around zero; both
+    compute dtypes hold the scales."""
     random, values = np.random.default_rng(0), np.arange(1 << format.bits)
     codes, shape = random.integers(0, len(values), (rows, columns)).astype(np.uint8), (rows, format.groups(columns))
-    scale = np.float16(SCALE / values.std())
-    found = np.array([scale, -values.mean() * scale], np.float16)[: 1 + format.minima]
+    scale = SCALE / values.std()
+    found = rounded(np.array([scale, -values.mean() * scale], np.float32), "bfloat16").astype(np.float16)
+    found = found[: 1 + format.minima]
     if format.scaling != "levels":
         own = [np.full(shape, each, np.float32) for each in found]
         return PackedWeight(format, codes, own[0], minima=own[1] if format.minima else None)
@@ -263,6 +279,8 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
         "pre_norms": True,
         "post_norms": False,
         "rope_scaling": None,
+        **{"full_heads": (), "rotary_dim": base.local_rotary_dim or base.rotary_dim, "value_norms": False},
+        **{"shared_rows": 0, "layer_scalars": False, "layer_embedding_size": 0, "values_are_keys": False},
     }
     return DraftConfig(
         generation="3",
@@ -322,10 +340,10 @@ def random_backend(kind: str, directory: RandomDirectory) -> Any:
 def random_runner(directory: RandomDirectory, kind: str = "tensorrt") -> Iterator[Any]:
     """A runner of a directory's model with random weights, closed at the end: a `DecodingRunner` if it
     has a draft."""
-    backend, tensors = random_backend(kind, directory), RandomTensors()
+    backend = random_backend(kind, directory)
     runner: Any
     if directory.draft is None:
-        runner = BaseEngineRunner(backend, directory.config, directory.limits, tensors)
+        runner = BaseEngineRunner(backend, directory.config, directory.limits, directory.checkpoint())
     else:
         runner = DecodingRunner.open(backend, directory)
     try:

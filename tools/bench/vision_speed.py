@@ -38,7 +38,8 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.media import place_media
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import leading
-from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
+from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
+from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
 WIDTH, HEIGHT = 640, 480

@@ -9,8 +9,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from edgellm.engines.building.builder import read_build
-from edgellm.engines.building.checks import check_settings, choose_image_rows
+from edgellm.engines.building.builder import BuildSettings, read_build
+from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config, write_made_files
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
@@ -44,12 +44,13 @@ def describe_in_place(
     UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
-    check_settings(dtype, attention)
     folder, vision = directory / DRAFT_FOLDER, directory / VISION_FOLDER
     has_folder = folder.exists() and {each.name for each in folder.iterdir()} != {VOCABULARY_FILE}
     adapters = {name: directory / LORA_FOLDER / name for name in adapter_names(directory)}
     draft, vision_source = folder if has_folder else None, vision if vision.exists() else None
-    inputs, limits, dtype = read_build(directory, draft, adapters, vision_source, limits, dtype, beyond_trained_context)
+    asked = BuildSettings(dtype, attention, draft=draft, adapters=adapters, vision=vision_source)
+    asked = replace(asked, beyond_trained_context=beyond_trained_context)
+    inputs, limits, dtype = read_build(directory, limits, asked)
     names = described_file_names(directory)
     for part in filter(None, (vision_source, draft)):
         names += [f"{part.name}/{name}" for name in described_file_names(part)]

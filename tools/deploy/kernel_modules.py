@@ -9,6 +9,7 @@ from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TY
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import AttentionKind, attention_kernel
+from edgellm.kernels.decode.columns import column_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
@@ -42,6 +43,8 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
+    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_gate")]
+    kernels += [norm_kernel("norm_residual", f"{kind}, true")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
     attentions = [(size, AttentionKind(shares)) for size in (64, 128, 256) for shares in both]
@@ -93,6 +96,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
     of_rows = [("norm", *pair) for pair in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
+    of_rows.append(("add_scaled_rows", dtype))
     of_rows += [("add_rows", "float32", other) for other in (dtype, "float32")]
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
     of_rows += [("copy_rows", *pair) for pair in pairs]

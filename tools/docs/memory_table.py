@@ -178,6 +178,8 @@ def _draft(base: DecoderConfig) -> DraftConfig:
         "naming": "llama",
         "rope_scaling": None,
         "sliding_window": None,
+        **{"full_heads": (), "rotary_dim": base.local_rotary_dim or base.rotary_dim, "value_norms": False},
+        **{"shared_rows": 0, "layer_scalars": False, "layer_embedding_size": 0, "values_are_keys": False},
     }
     norms = {"pre_norms": True, "post_norms": False, "qk_norm": base.qk_norm and not base.joint_qk_norm}
     layer = replace(base, num_layers=1, tie_word_embeddings=False, deepstack_layers=0, head="as-published")

@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_codes import differences, digest, drawn_weight
 from golden_files import (
+    CODES,
     DRAWN,
     EVERY_FOURTH,
     LOGITS,
@@ -56,7 +59,11 @@ def law_of(name: str, deviation: float) -> Law:
         return {"range": [-5.0, -0.5]}
     if name.endswith("bias"):
         return {"range": [-0.5, 0.5]}
-    return {"range": [0.5, 1.5]} if "norm" in name or "ln_q" in name else {"deviation": deviation}
+    return (
+        {"range": [0.5, 1.5]}
+        if any(part in name for part in ("norm", "ln_q", "layer_scalar"))
+        else {"deviation": deviation}
+    )
 
 
 def draw_tensors(path: Path, seed: int, deviation: float, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
@@ -70,6 +77,28 @@ def draw_tensors(path: Path, seed: int, deviation: float, is_drawn: Callable[[st
         write_tensors(path, kept, metadata)
     else:
         path.unlink()
+
+
+def store_differences(path: Path, seed: int, deviation: float, dtype: str, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put differences in the places of the codes of a safetensors file, and beside it what these are computed from.
+
+    `weights` [N, K] by layer are float32 as torch drew them after `manual_seed(seed)`; `dtype`, F16 or BF16, is what
+    they had when they were packed.
+    """
+
+    def start(weight: torch.Tensor) -> int:
+        first = weight.flatten()[:16].numpy() / deviation
+        for shift in range(16):
+            stream = drawn_weight(seed, shift, (1 << 14, 16))
+            if len(found := np.flatnonzero(np.abs(stream - first).max(axis=1) < 1e-4)):
+                return shift + 16 * int(found[0])
+        raise ValueError(f"{path}: torch draws otherwise than drawn_weight does, or initializes weights later")
+
+    tensors, metadata = read_tensors(path), read_metadata(path)
+    layers = {layer: [start(weight), *weight.shape] for layer, weight in weights.items()}
+    description = {"seed": seed, "deviation": deviation, "dtype": dtype, "sha256": digest(tensors), "layers": layers}
+    write_tensors(path, differences(tensors, description), metadata)
+    path.with_name(path.name.removesuffix(WHOLE) + CODES).write_text(json.dumps(description, separators=(",", ":")))
 
 
 def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:

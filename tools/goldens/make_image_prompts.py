@@ -8,6 +8,7 @@ described, `tests/helpers/golden_files.py`), what it gives for image i (`image{i
 `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T] (with M-RoPE), the float32 `logits`
 [T, V] that transformers computes in float32, and after the prompt the tokens `continued` [n] with their
 `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also the tokens `greedy` [n] that follow.
+For PaliGemma see `compute_prefixes`.
 `positions.npz` holds, for random prompts one behind the other, what `get_rope_index` gives, as int16.
 """
 
@@ -19,13 +20,16 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
+from make_vision import whole_pictures
 from safetensors.torch import load_file, save_file
+from transformers.models.pixtral.processing_pixtral import PixtralProcessor
 
 IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
 _TEXT = {
@@ -143,6 +147,39 @@ def _llava(text: dict[str, Any], tower: str) -> dict[str, Any]:
     }
 
 
+def _mistral3() -> dict[str, Any]:
+    """Queries are scaled from the middle of the prompt on."""
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return {
+        "text_config": {**_TEXT, "model_type": "ministral3", "head_dim": 8, "rope_parameters": rope},
+        "vision_config": {**vision, "patch_size": 4, "hidden_act": "silu", "initializer_range": 0.3},
+        "image_token_index": IMAGE,
+        "spatial_merge_size": 2,
+        "tie_word_embeddings": True,
+    }
+
+
+def _paligemma(kind: str, **text: Any) -> dict[str, Any]:
+    """A linear layer behind SigLIP; all of a prompt sees itself."""
+    gemma = {**_TEXT, "model_type": kind, "num_hidden_layers": 2, "head_dim": 16, "num_key_value_heads": 1, **text}
+    tower = {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False, "num_hidden_layers": 1}
+    return {
+        "text_config": gemma,
+        "vision_config": tower,
+        "image_token_index": IMAGE,
+        "projection_dim": _TEXT["hidden_size"],
+        "hidden_size": _TEXT["hidden_size"],
+    }
+
+
 def _gemma3(window: int, *kinds: str) -> dict[str, Any]:
     """Layers with a window and without."""
     text = {
@@ -174,12 +211,14 @@ def _gemma3(window: int, *kinds: str) -> dict[str, Any]:
     }
 
 
+_WITHOUT_MROPE = (transformers.LlavaConfig, transformers.Gemma3Config, transformers.Mistral3Config)
 _SQUARE = [(1, 3, 3), (1, 3, 3)]
 _QWEN2_5 = (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration)
 #: With weights of this seed a causal mask shows far behind the images, too.
 _SEEN: dict[str, Any] = {"dtype": "bfloat16", "seed": 11}
 _POOLED = [(1, 6, 6), (1, 6, 6)]
 _GEMMA3 = (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration)
+_PALIGEMMA = (transformers.PaliGemmaConfig, transformers.PaliGemmaForConditionalGeneration)
 _LLAVA = (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration)
 MODELS = {
     "qwen2_5_vl": Model(*_QWEN2_5, _qwen2_5(), wrapped=True),
@@ -215,6 +254,28 @@ MODELS = {
         [(1, 4, 4)],
         seed=22,
     ),
+    "mistral3": Model(
+        transformers.Mistral3Config,
+        transformers.Mistral3ForConditionalGeneration,
+        _mistral3(),
+        [(1, 4, 4), (1, 2, 6)],
+        wrapped=True,
+        seed=23,
+    ),
+    "paligemma": Model(*_PALIGEMMA, _paligemma("gemma"), _SQUARE, wrapped=True, dtype="bfloat16", seed=24),
+    "paligemma2": Model(
+        *_PALIGEMMA,
+        _paligemma(
+            "gemma2",
+            sliding_window=48,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=20.0,
+            final_logit_softcapping=5.0,
+        ),
+        _SQUARE[:1],
+        dtype="bfloat16",
+        seed=25,
+    ),
     "gemma3_window_24": Model(*_GEMMA3, _gemma3(24, "full", "sliding"), _POOLED, wrapped=True, **_SEEN),
     "gemma3_window_6": Model(*_GEMMA3, _gemma3(6, "sliding", "full"), _POOLED, **_SEEN),
 }
@@ -235,7 +296,8 @@ def make_model(name: str, directory: Path) -> None:
         again = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
         pixel_values = load_file(complete / "expected.safetensors")["pixel_values"]
     with torch.no_grad():
-        expected = compute(again, golden, pixel_values)
+        is_prefix = golden.config_class is transformers.PaliGemmaConfig
+        expected = (compute_prefixes if is_prefix else compute)(again, golden, pixel_values)
     if golden.old:
         rewrite_as_old_layout(directory / "config.json")
     if golden.wrapped:
@@ -247,28 +309,36 @@ def make_model(name: str, directory: Path) -> None:
 def pixel_shape(golden: Model) -> tuple[int, ...]:
     """Of all images as the vision part takes them."""
     vision = golden.config["vision_config"]
-    if golden.config_class in (transformers.LlavaConfig, transformers.Gemma3Config):
+    if golden.config_class in (transformers.LlavaConfig, transformers.Gemma3Config, transformers.PaliGemmaConfig):
         return len(golden.grids), 3, vision["image_size"], vision["image_size"]
-    patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    patch = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
     return sum(height * width for _, height, width in golden.grids), patch
 
 
 def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
     """What `expected.safetensors` holds."""
-    is_llava, is_gemma = (golden.config_class is each for each in (transformers.LlavaConfig, transformers.Gemma3Config))
+    is_llava, is_gemma, is_mistral = (golden.config_class is each for each in _WITHOUT_MROPE)
     vision = golden.config["vision_config"]
     grids = torch.tensor(golden.grids)
     inputs: dict[str, Any] = {"pixel_values": pixel_values}
     if is_llava or is_gemma:
         features = model.get_image_features(**inputs, **_strategy(golden), return_dict=True)
         counts = [len(rows) for rows in features.pooler_output]
+    elif is_mistral:
+        merge = golden.config["spatial_merge_size"]
+        patches = pixel_values.split([height * width for _, height, width in golden.grids])
+        inputs["pixel_values"], inputs["image_sizes"] = whole_pictures(list(patches), golden.grids, merge)
+        features, counts = model.get_image_features(**inputs, return_dict=True), []
     else:
         inputs["image_grid_thw"] = grids
         features = model.get_image_features(**inputs, return_dict=True)
         counts = [int(grid.prod()) // vision["spatial_merge_size"] ** 2 for grid in grids]
-    token_ids, kinds = prompt_of(counts, bare=is_llava, lengths=[2, 4, 3] if is_gemma else None)
+    shown = shown_images(counts, bare=is_llava)
+    if is_mistral:
+        shown = [rows_of_tokens(golden, inputs["image_sizes"], index) for index in range(len(grids))]
+    token_ids, kinds = prompt_of(shown, lengths=[2, 4, 3] if is_gemma or is_mistral else None)
     kinds_name = "token_type_ids" if is_gemma else "mm_token_type_ids"
-    if not is_llava:
+    if not (is_llava or is_mistral):
         inputs[kinds_name] = kinds[None]
     continued = torch.randint(3, 90, (5,))
     expected = {"token_ids": token_ids, "grids": grids, "continued": continued}
@@ -277,13 +347,13 @@ def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -
     for layer, rows in enumerate(getattr(features, "deepstack_features", None) or ()):
         for index, part in enumerate(rows if isinstance(rows, (tuple, list)) else rows.split(counts)):
             expected[f"image{index}.deepstack{layer}"] = part
-    if not (is_llava or is_gemma):
+    if not (is_llava or is_gemma or is_mistral):
         positions, delta = model.model.get_rope_index(token_ids[None], kinds[None], grids)
         expected |= {"positions": positions[:, 0], "delta": delta[0]}
     first = model(input_ids=token_ids[None], **inputs, use_cache=True)
     expected["logits"] = first.logits[0]
     whole = torch.cat((token_ids, continued))
-    if not is_llava:
+    if not (is_llava or is_mistral):
         inputs[kinds_name] = torch.cat((kinds, torch.zeros(len(continued), dtype=kinds.dtype)))[None]
     expected["continued_logits"] = model(input_ids=whole[None], **inputs).logits[0, len(token_ids) :]
     if is_gemma:
@@ -295,20 +365,58 @@ def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -
     return {name: value.detach().contiguous().clone() for name, value in expected.items()}
 
 
+def compute_prefixes(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `expected.safetensors` holds of PaliGemma, whose prompts see themselves: `logits` are the last ones of the
+    prompts that end after one, two, .. tokens behind the images."""
+    rows = model.get_image_features(pixel_values).pooler_output
+    shown, text = [IMAGE] * (len(rows) * rows.shape[1]), torch.randint(3, 90, (4,)).tolist()
+    token_ids, continued = torch.tensor([*shown, _TEXT["bos_token_id"], *text]), torch.randint(3, 90, (5,))
+    logits = []
+    for stop in range(len(shown) + 1, len(token_ids) + 1):
+        ids = token_ids[None, :stop]
+        outputs = model(input_ids=ids, pixel_values=pixel_values, token_type_ids=torch.zeros_like(ids))
+        logits.append(outputs.logits[0, -1])
+    whole, kinds = torch.cat((token_ids, continued)), torch.zeros(len(token_ids) + len(continued), dtype=torch.long)
+    kinds[len(token_ids) :] = 1
+    outputs = model(input_ids=whole[None], pixel_values=pixel_values, token_type_ids=kinds[None])
+    expected = {
+        "token_ids": token_ids,
+        "grids": torch.tensor(golden.grids),
+        "continued": continued,
+        "logits": torch.stack(logits),
+        "continued_logits": outputs.logits[0, len(token_ids) :],
+    }
+    expected |= {f"image{index}.rows": each for index, each in enumerate(rows)}
+    return {name: value.detach().contiguous().clone() for name, value in expected.items()}
+
+
 def _strategy(golden: Model) -> dict[str, Any]:
     if golden.config_class is transformers.Gemma3Config:
         return {}
     return {key: golden.config[key] for key in ("vision_feature_layer", "vision_feature_select_strategy")}
 
 
-def prompt_of(counts: list[int], bare: bool, lengths: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids with text before, between and after images of `counts` tokens, and which are an image's (1)."""
-    lengths = lengths or [3 + 2 * index for index in range(len(counts) + 1)]
+def shown_images(counts: list[int], bare: bool) -> list[list[int]]:
+    """The tokens of images of `counts` tokens, with those around them."""
+    return [[IMAGE] * count if bare else [VISION_START, *[IMAGE] * count, VISION_END] for count in counts]
+
+
+def rows_of_tokens(golden: Model, sizes: torch.Tensor, index: int) -> list[int]:
+    """The tokens of an image as Pixtral's processor writes them."""
+    tokens = {"image_token": "i", "image_break_token": "b", "image_end_token": "e"}
+    merge = golden.config["spatial_merge_size"]
+    settings = {"patch_size": golden.config["vision_config"]["patch_size"], "spatial_merge_size": merge}
+    written = PixtralProcessor.replace_image_token(SimpleNamespace(**settings, **tokens), {"image_sizes": sizes}, index)
+    return [{"i": IMAGE, "b": VISION_START, "e": VISION_END}[each] for each in written]
+
+
+def prompt_of(shown: list[list[int]], lengths: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids with text before, between and after the tokens of images, and which are an image's (1)."""
+    lengths = lengths or [3 + 2 * index for index in range(len(shown) + 1)]
     ids: list[int] = []
     for index, length in enumerate(lengths):
         ids += torch.randint(3, 90, (length,)).tolist()
-        if index < len(counts):
-            ids += [IMAGE] * counts[index] if bare else [VISION_START, *[IMAGE] * counts[index], VISION_END]
+        ids += shown[index] if index < len(shown) else []
     token_ids = torch.tensor(ids)
     return token_ids, (token_ids == IMAGE).int()
 
@@ -357,7 +465,7 @@ def make_positions(directory: Path) -> None:
             grids = [(1, merge * draw.randint(1, 9), merge * draw.randint(1, 9)) for _ in range(draw.randint(0, 4))]
             counts = [height * width // merge**2 for _, height, width in grids]
             lengths = [draw.choice((0, 1, 7)) for _ in grids] + [draw.choice((1, 2, 30))]
-            token_ids, kinds = prompt_of(counts, bare=False, lengths=lengths)
+            token_ids, kinds = prompt_of(shown_images(counts, bare=False), lengths)
             grid_tensor = torch.tensor(grids).reshape(-1, 3)
             positions, delta = model.get_rope_index(token_ids[None], kinds[None], grid_tensor)
             parts["token_ids"].append(token_ids)

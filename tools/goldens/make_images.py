@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -94,18 +95,33 @@ CASES: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] 
         14,
         ((480, 640), (61, 37), (50, 50)),
     ),
+    "pixtral": (
+        PixtralImageProcessorPil,
+        {"size": {"longest_edge": 1540}, "patch_size": 14},
+        14,
+        ((480, 640), (37, 61), (1, 1), (1200, 1900)),
+    ),
+    "pixtral_small": (PixtralImageProcessorPil, {"size": {"longest_edge": 100}}, 16, ((101, 99), (9, 900))),
 }
+#: Patches in height and width of a token, which this processor takes from the whole model's.
+_MERGED = 2
 
 
 def rows_of(processor: Any, pixels: np.ndarray, patch_size: int) -> tuple[np.ndarray, list[int]]:
     """What the processor makes of an image, as rows [N, E] float32 of a patch embedding, and their grid."""
-    values = processor(images=PIL.Image.fromarray(pixels), return_tensors="np")
+    picture, merge = PIL.Image.fromarray(pixels), 1
+    if isinstance(processor, PixtralImageProcessorPil):
+        merge, side = _MERGED, _MERGED * patch_size
+        values = processor(images=picture, return_tensors="np", patch_size={"height": side, "width": side})
+    else:
+        values = processor(images=picture, return_tensors="np")
     if "image_grid_thw" in values:
         return np.ascontiguousarray(values["pixel_values"], np.float32), values["image_grid_thw"][0].tolist()
     image = values["pixel_values"][0].astype(np.float32)
     rows, columns = image.shape[1] // patch_size, image.shape[2] // patch_size
     image = image[:, : rows * patch_size, : columns * patch_size]
-    patches = image.reshape(3, rows, patch_size, columns, patch_size).transpose(1, 3, 0, 2, 4)
+    blocks = image.reshape(3, rows // merge, merge, patch_size, columns // merge, merge, patch_size)
+    patches = blocks.transpose(1, 4, 2, 5, 0, 3, 6)
     return np.ascontiguousarray(patches).reshape(rows * columns, -1), [1, rows, columns]
 
 

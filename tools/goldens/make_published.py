@@ -29,6 +29,7 @@ _FAMILIES = (
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "starcoder2",
         "lfm2",
         "qwen3_5_text",
@@ -37,17 +38,22 @@ _FAMILIES = (
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     "nemotron_h",
-    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "mistral3", "qwen3_5"),
+    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5", "paligemma"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
     *("auto_map", "id2label", "label2id", "quantization_config", "torchscript", "transformers_version", "use_cache"),
     "vision_config",
+    "audio_config",
 )
 _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
 #: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
 _UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
-_OF_ENCODERS = ("visual", "vision_tower", "multi_modal_projector", "mtp")
+_OF_ENCODERS = (
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
+    *("audio_tower", "embed_audio", "mtp"),
+)
 
 
 def fields_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +64,8 @@ def fields_of(config: dict[str, Any]) -> dict[str, Any]:
 
 def parameters_of(config: transformers.PretrainedConfig) -> int:
     """Those of the language model, of an instance without values."""
-    multimodal = type(config) in transformers.AutoModelForImageTextToText._model_mapping
-    kind = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+    kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForMultimodalLM
+    kind = next((each for each in kinds if type(config) in each._model_mapping), transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         model = kind.from_config(config)
     corrections = (each for each in model.named_buffers() if each[0].endswith("correction_bias"))  # of choices: weights

@@ -4,11 +4,11 @@
 
 PACKAGE is one of those in `quantized_packages.py`; their pins exclude each other, so that each is installed in an
 environment of its own, beside torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is
-a checkpoint with random weights that the package's own functions pack; what stays dense is random, too, and only
-described (`tests/helpers/golden_files.py`). `expected.safetensors` holds `token_ids` [2, T] int64 and of the float32
-`logits` [2, T, V], which transformers computes in float32 from the weights as the package dequantizes them; its
-metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] without signs of
-zeros.
+a checkpoint with random weights that the package's own functions pack, stored as differences from codes that are
+computed again (`tests/helpers/golden_codes.py`); what stays dense is random, too, and only described
+(`tests/helpers/golden_files.py`). `expected.safetensors` holds `token_ids` [2, T] int64 and of the float32 `logits`
+[2, T, V], which transformers computes in float32 from the weights as the package dequantizes them; its metadata are the
+releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] without signs of zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, opened, randomize_vectors, stored_logits, whole
+from golden_folders import VERSIONS, draw_tensors, opened, randomize_vectors, store_differences, stored_logits, whole
 from quantized_cases import Case, Packed
 from quantized_packages import PACKAGES
 from safetensors.torch import load_file, save_file
@@ -81,13 +81,13 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
         settings = {"text_config": settings | {"rope_parameters": rope}, "vision_config": _VISION, **_IMAGES}
         settings["tie_word_embeddings"] = False
     model = model_class(config_class(**settings))
+    linear = {name: each for name, each in model.named_modules() if isinstance(each, torch.nn.Linear)}
+    weights = {name: each.weight.detach().clone() for name, each in linear.items()}
     randomize_vectors(model.named_parameters())
     model.to(getattr(torch, case.dtype))
     dense, packed_tensors = dict(model.state_dict()), {}
     digests: dict[str, str] = {}
-    for module_name, module in list(model.named_modules()):
-        if not isinstance(module, torch.nn.Linear):
-            continue
+    for module_name, module in linear.items():
         packed: Packed | None = case.pack(module_name, module)
         if packed is None:
             continue
@@ -104,6 +104,10 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     tensors = {key: value.contiguous() for key, value in (dense | packed_tensors).items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     draw_tensors(directory / "model.safetensors", seed, _COMMON["initializer_range"], lambda name: name in drawn)
+    described = {"float16": "F16", "bfloat16": "BF16"}[case.dtype]
+    deviation = case.settings.get("initializer_range", _COMMON["initializer_range"])
+    packed_weights = {name: weights[name] for name in digests}
+    store_differences(directory / "model.safetensors", seed, deviation, described, packed_weights)
     with whole(directory) as complete:
         stored = load_file(complete / "model.safetensors")
     again = model_class(config_class(**settings))  # whose table of rotary frequencies was never rounded

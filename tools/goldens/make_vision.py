@@ -12,6 +12,7 @@ described (`tests/helpers/golden_files.py`).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,8 @@ class Variation:
     """One golden model: its family, `vision_config` and what stands beside it in `config.json`.
 
     `renamed` are beginnings of tensor names and what they become: the layout of another release. `top_level` moves the
-    text fields to the top of `config.json`, as the first files of Qwen2.5-VL had them.
+    text fields to the top of `config.json`, as the first files of Qwen2.5-VL had them. Without a `seed` it is the
+    model's place among all.
     """
 
     family: str
@@ -52,6 +54,7 @@ class Variation:
     dtype: str = "float16"
     renamed: tuple[tuple[str, str], ...] = ()
     top_level: bool = False
+    seed: int | None = None
 
 
 _QWEN2_5 = {
@@ -92,6 +95,13 @@ _TOWER = {
     "num_attention_heads": 2,
     "image_size": 21,
     "patch_size": 5,
+}
+_PIXTRAL = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
 }
 _ODD_GRIDS = ((1, 6, 10), (1, 2, 2), (1, 14, 6), (1, 4, 4))
 _SQUARE = ((1, 4, 4), (1, 4, 4), (1, 4, 4))
@@ -151,6 +161,28 @@ VARIATIONS = {
         {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         _SQUARE[:2],
     ),
+    "mistral3": Variation(
+        "mistral3",
+        {**_PIXTRAL, "hidden_act": "silu", "rope_parameters": {"rope_type": "axial", "rope_theta": 500.0}},
+        {"image_token_index": 5, "spatial_merge_size": 2},
+        _ODD_GRIDS[:2],
+        renamed=_NEWEST_LLAVA,
+        dtype="bfloat16",
+        seed=30,
+    ),
+    "mistral3_earlier_layer": Variation(
+        "mistral3",
+        {**_PIXTRAL, "hidden_act": "silu", "num_hidden_layers": 3},
+        {
+            "image_token_index": 5,
+            "spatial_merge_size": 3,
+            "vision_feature_layer": -2,
+            "multimodal_projector_bias": True,
+            "projector_hidden_act": "silu",
+        },
+        ((1, 6, 9), (1, 3, 3)),
+        seed=31,
+    ),
     "qwen3_5": Variation("qwen3_5", _QWEN3_5, _TOKENS, ((1, 6, 10), (1, 2, 2), (1, 8, 2)), dtype="bfloat16"),
 }
 
@@ -158,7 +190,7 @@ VARIATIONS = {
 def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     variation = VARIATIONS[name]
-    seed = list(VARIATIONS).index(name)
+    seed = list(VARIATIONS).index(name) if variation.seed is None else variation.seed
     torch.manual_seed(seed)
     model_class, config = _config(variation)
     model_class(config).to(getattr(torch, variation.dtype)).save_pretrained(directory)
@@ -182,6 +214,10 @@ def _config(variation: Variation) -> tuple[Any, Any]:
         text = {"model_type": "llama", **_TEXT}
         config = transformers.LlavaConfig(vision_config=variation.vision, text_config=text, **variation.settings)
         return transformers.LlavaForConditionalGeneration, config
+    if variation.family == "mistral3":
+        text = {"model_type": "ministral3", **_TEXT, "head_dim": 12, "rms_norm_eps": 1e-4}
+        config = transformers.Mistral3Config(vision_config=variation.vision, text_config=text, **variation.settings)
+        return transformers.Mistral3ForConditionalGeneration, config
     text = {**_TEXT, "rope_parameters": _ROPE}
     if variation.family == "qwen3_vl":
         text |= {"head_dim": 12, "num_hidden_layers": 2}  # a layer for each deepstack feature
@@ -213,6 +249,10 @@ def _expected(model: Any, variation: Variation, patches: list[torch.Tensor]) -> 
         if variation.family == "llava":
             outputs = model.model.get_image_features(torch.stack([_unpatched(one, vision) for one in patches]))
             embeddings, deepstack = outputs.pooler_output, []
+        elif variation.family == "mistral3":
+            pixels, sizes = whole_pictures(patches, grids, variation.settings["spatial_merge_size"])
+            outputs = model.model.get_image_features(pixels, sizes)
+            embeddings, deepstack = outputs.pooler_output, []
         else:
             outputs = model.model.get_image_features(torch.cat(patches), torch.tensor(grids))
             embeddings, deepstack = outputs.pooler_output, getattr(outputs, "deepstack_features", None) or []
@@ -232,6 +272,23 @@ def _unpatched(patches: torch.Tensor, vision: dict[str, Any]) -> torch.Tensor:
     squares = patches.reshape(side, side, 3, patch, patch).permute(2, 0, 3, 1, 4)
     pixels[:, : side * patch, : side * patch] = squares.reshape(3, side * patch, side * patch)
     return pixels
+
+
+def whole_pictures(
+    patches: list[torch.Tensor], grids: Iterable[Sequence[int]], merge: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches [N, 3 * P * P] of pictures, in blocks of `merge` x `merge`, as pixels [n, 3, H, W], zeros around those of
+    smaller ones, and the sizes [n, 2] of all."""
+    pictures = []
+    for one, (_, height, width) in zip(patches, grids, strict=True):
+        side = round((one.shape[1] // 3) ** 0.5)
+        blocks = one.reshape(height // merge, width // merge, merge, merge, 3, side, side).permute(4, 0, 2, 5, 1, 3, 6)
+        pictures.append(blocks.reshape(3, height * side, width * side))
+    sizes = torch.tensor([picture.shape[1:] for picture in pictures])
+    pixels = torch.zeros(len(pictures), 3, *sizes.max(dim=0).values.tolist())
+    for whole_picture, picture in zip(pixels, pictures, strict=True):
+        whole_picture[:, : picture.shape[1], : picture.shape[2]] = picture
+    return pixels, sizes
 
 
 def _renamed(beginnings: tuple[tuple[str, str], ...], name: str) -> str:

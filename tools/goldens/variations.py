@@ -183,6 +183,16 @@ _NEMOTRON = {
     "chunk_size": 4,
     "time_step_min": 1e-30,
 }
+_GEMMA4 = {
+    **_SMALL,
+    **{"num_attention_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5},
+    **{"vocab_size_per_layer_input": VOCABULARY, "tie_word_embeddings": True, "max_position_embeddings": 128},
+}
+_BOTH = ["sliding_attention", "full_attention"]
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+}
 _PHI_LONGROPE = {
     **_LONGROPE,
     "short_factor": [1.0, 1.1, 1.3],
@@ -624,6 +634,35 @@ VARIATIONS = {
         generated=64,
         length=19,
     ),
+    # Two layers with rows of their own for each kind but the last, whose rows the last three share.
+    "gemma4": Variation(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8,
+            "final_logit_softcapping": 8.0,
+        },
+        rope=_GEMMA4_ROPE,
+        **_LONG,
+    ),
+    # As the larger ones: nothing of each layer's own, no rows are shared, and values are keys where all is attended to.
+    "gemma4_plain": Variation(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_attention_heads": 4,
+            "hidden_size_per_layer_input": 0,
+            "layer_types": _BOTH,
+            **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        },
+        rope=_GEMMA4_ROPE,
+        dtype="bfloat16",
+        **_LONG,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}
@@ -705,6 +744,7 @@ ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
         {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 2048, **_PLAIN},
         4096,
     ),
+    "proportional": (32768, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, 4096),
     "longrope_short": (
         32768,
         {

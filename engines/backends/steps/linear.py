@@ -143,7 +143,8 @@ class _AnyLinear(Implementation[Any]):
         else:
             launches.append(run.norm_rows(given, step.norm, given))
             normed = NormedInput(given, None)
-        return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected)]
+        factor = None if step.factor is None else run.array(step.factor.name)
+        return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected, factor=factor)]
 
     def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches of a layer, of all rows or of those that are selected, behind those of its norms."""

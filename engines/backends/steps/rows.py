@@ -1,4 +1,4 @@
-"""Steps that take rows one by one: scaled, added, normed in parts, side by side."""
+"""Steps that take rows one by one: scaled, added, normed in parts, side by side, with columns of others, gated."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
-from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
+from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_PARTS, NormedInput
 
 
 class ScaleRows(Implementation[Scale]):
@@ -40,6 +42,46 @@ class RowsSideBySide(Implementation[SideBySide]):
             launches.append(run.kernels.few.norm(part, output, column))
             column += part.columns
         return launches
+
+
+class UnitNormInPlace(Implementation[UnitNorm]):
+    """Divides parts of rows where they are by their root mean square."""
+
+    def refusal(self, step: UnitNorm, program: Program, limit: int) -> str | None:
+        in_eights = step.first % 8 == step.size % 8 == 0 and step.value == step.output
+        return None if in_eights else f"parts of rows begin and are wide in eights, not {step.first} and {step.size}"
+
+    def launches(self, step: UnitNorm, run: Launching, next_early: bool) -> list[Any]:
+        values = run.array(step.value)
+        return [run.kernels.few.unit_norm(values, step.first, step.size, step.epsilon, next_early)]
+
+
+class InsertInPlace(Implementation[InsertColumns]):
+    """Copies columns to the place of the first ones of rows."""
+
+    def launches(self, step: InsertColumns, run: Launching, next_early: bool) -> list[Any]:
+        return [run.kernels.few.insert_columns(run.array(step.value), run.array(step.output))]
+
+
+class GateByTokens(Implementation[TokenGate]):
+    """Multiplies rows by what tokens' own embeddings let through."""
+
+    def scratch(self, step: TokenGate, program: Program) -> Edge:
+        return {step.output: (self._rows_of(step, program), "compute")}
+
+    def refusal(self, step: TokenGate, program: Program, limit: int) -> str | None:
+        (width,) = step.norm.weight.shape
+        if step.activation not in ACTIVATIONS or step.norm.bias is not None:
+            return f"tokens' own embeddings are gated by {' or '.join(ACTIVATIONS)}, behind norms without biases"
+        return None if width % 8 == 0 else f"embeddings of a layer come in eights, not {width}"
+
+    def launches(self, step: TokenGate, run: Launching, next_early: bool) -> list[Any]:
+        norm, array = step.norm, run.array
+        (width,) = norm.weight.shape
+        of_norm = array(norm.weight.name), norm.epsilon, norm.offset, step.first, width
+        projected, own = NormedInput(array(step.projected), *of_norm), array(step.rows)
+        gate, output = array(step.value), array(step.output)
+        return [run.kernels.few.token_gate(gate, step.activation, projected, own, step.scale, output)]
 
 
 class NormPartsInPlace(Implementation[NormParts]):

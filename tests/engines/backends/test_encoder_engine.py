@@ -114,7 +114,7 @@ def test_what_is_not_bound_or_too_small_is_refused() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_share_memory_where_nothing_reads_them_any_more(name: str) -> None:
-    config = replace(MODELS[name], num_layers=12, feature_layers=(12,) if MODELS[name].image_side else ())
+    config = replace(MODELS[name], num_layers=12, feature_layers=(12,) if MODELS[name].feature_layers else ())
     config = replace(config, deepstack_layers=(), full_attention_layers=(3,) if config.window_size else ())
     lowered = EncoderCalls(model_program(config, shape_of(config, grids_of(config)[0])))
     alive: dict[int, list[int]] = {}
@@ -171,6 +171,8 @@ def test_what_no_kernel_does_is_refused_by_name() -> None:
     assert "widths must be multiples of 8, not 36" in str(encoder_refusal(narrow, "float16", _MOST_SHARED))
     odd = model_program(replace(config, out_hidden_size=20), vision_shape(64))
     assert "rows of a multiple of 8 columns, not 20" in str(encoder_refusal(odd, "float16", _MOST_SHARED))
+    normed = model_program(replace(MODELS["internvl"], qk_norm=True), vision_shape(64))
+    assert "norms of queries and keys have no kernel" in str(encoder_refusal(normed, "float16", _MOST_SHARED))
     many = model_program(config, vision_shape(65_540))
     assert encoder_refusal(many, "float16", 227 << 10) == "kernels take up to 65536 rows, not 65540"
 

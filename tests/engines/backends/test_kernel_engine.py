@@ -171,7 +171,7 @@ def test_mixtures_of_experts_are_bound_and_prepared(family: str) -> None:
 @pytest.mark.parametrize("features", [(), (1, 0), (0, 2)], ids=str)
 @pytest.mark.parametrize("parents", [(None, 0), TREE], ids=["two", "tree"])
 @pytest.mark.parametrize(
-    "family", ["llama_untied_biases", "qwen3", "granite", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+    "family", ["llama_untied_biases", "qwen3", "granite", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
 )
 def test_verified_tokens_and_features_are_what_operations_compute(
     family: str, parents: tuple[int | None, ...], features: tuple[int, ...], way: type
@@ -184,7 +184,9 @@ def test_verified_tokens_and_features_are_what_operations_compute(
 
 
 @WAYS
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
+@pytest.mark.parametrize(
+    "family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+)
 def test_a_short_prefill_is_what_operations_compute(family: str, way: type) -> None:
     config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
     arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
@@ -202,7 +204,7 @@ def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None
 
 @WAYS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-@pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2", "starcoder2", "gemma4"])
 def test_adapters_are_applied_as_operations_apply_them(family: str, shape: EngineShape, way: type) -> None:
     """Each sequence takes another of three, or none."""
     config, taken = (FAMILIES | SCALED)[family], [2, None, 0][: shape.batch]
@@ -242,7 +244,9 @@ def test_a_step_of_a_draft_is_what_operations_compute(head: str, phase: str, tok
 
 @WAYS
 @pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2", "starcoder2", "layer_norms_and_a_gate"])
+@pytest.mark.parametrize(
+    "family", ["llama_untied_biases", "gemma", "gemma4", "olmo2", "starcoder2", "layer_norms_and_a_gate"]
+)
 def test_inputs_of_packed_layers_are_permuted_and_scaled(
     family: str, parents: tuple[int | None, ...], way: type
 ) -> None:

@@ -32,6 +32,7 @@ from device_bits import relative, rounded, to_bits
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DraftConfig
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +59,8 @@ def test_every_batch(gpu, batch: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "olmo2", "starcoder2", "layer_norms_and_a_gate", "more_units_than_blocks"]
+    "family",
+    ["llama", "qwen3", "olmo2", "starcoder2", "layer_norms_and_a_gate", "more_units_than_blocks", "heads_of_gemma4"],
 )
 def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
     config, rows, starts = ODD[family], 512, [3, 500, 64, 31, 257, 0, 511, 100]
@@ -66,7 +68,7 @@ def test_a_sequence_has_the_same_bits_in_every_batch(gpu, family: str) -> None:
     together = Loaded(gpu, config, step_shape(arrays, rows), arrays, "float16")
     together.engine.enqueue()
     expected = gpu.download(together.arrays["logits"])
-    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask", TOKEN_ROWS}
     for b in range(len(starts)):
         own = {
             name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array
@@ -171,7 +173,7 @@ def test_a_verified_sequence_has_the_same_bits_in_every_batch(gpu) -> None:
     arrays = random_model(config, 4, rows, starts, (None, 0))
     together = Loaded(gpu, config, step_shape(arrays, rows), arrays, "float16")
     together.engine.enqueue()
-    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask"}
+    inputs = {"inputs_embeds", "rope_rotary_cos_sin", "kvcache_start_index", "attention_mask", TOKEN_ROWS}
     for b in range(4):
         own = {
             name: array[b : b + 1].copy() if name in inputs or "_cache_" in name else array

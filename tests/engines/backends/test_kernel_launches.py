@@ -26,7 +26,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode import attention, linear, tiled_linear
+from edgellm.kernels.decode import attention, columns, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
 from edgellm.kernels.prefill import launcher as prefill
@@ -53,9 +53,12 @@ class Made(NamedTuple):
     next_early: bool
 
 
-def lets_next_start(expression: str, argument: Any) -> bool:
+def lets_next_start(expression: str, arguments: Any) -> bool:
     """By what a kernel is given: a struct, or for layer norms the words of their contract, whose seventh says so."""
-    return bool(argument[6] if expression.startswith("encoder::norm<") else getattr(argument, "next_early", True))
+    if expression.startswith("decode::unit_norm<"):
+        return bool(arguments[-1].value)
+    first = arguments[0]
+    return bool(first[6] if expression.startswith("encoder::norm<") else getattr(first, "next_early", True))
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
             self, module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, shared: int, *more: Any
         ) -> None:
             arguments, *_ = more
-            found.append(Made(str(kernel), grid, shared, lets_next_start(kernel.expression, arguments[0])))
+            found.append(Made(str(kernel), grid, shared, lets_next_start(kernel.expression, arguments)))
 
         def overlap_previous(self) -> None:
             pass
@@ -76,7 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         def __call__(self) -> None:
             pass
 
-    for module in (attention, linear, tiled_linear, launcher, encoder, prefill):
+    for module in (attention, columns, linear, tiled_linear, launcher, encoder, prefill):
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -172,12 +175,27 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
 def test_kernels_take_every_step_of_published_models(name: str, shared_limit: int) -> None:
     """Those of all families that have no mixtures of experts, with windows that slide, on every device."""
     config = decoder_config(PUBLISHED[name][0])
-    config = replace(config, num_layers=4, layer_kinds=config.layer_kinds[:4])
+    few, shared = (12, 6) if config.shared_rows else (4, 0)  # of both kinds
+    config = replace(config, num_layers=few, layer_kinds=config.layer_kinds[:few], shared_rows=shared)
     rows = 0 if config.window is None else 8192
     for shape in base_shapes():
         if shape.phase != "prefill" or shared_limit != RTX:
             choice, reason = kernel_choice(config, replace(shape, window_rows=rows), "bfloat16", shared_limit)
             assert choice is not None, (shape, reason)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-E2B", "gemma-4-E4B"])
+def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
+    """Of its widths and heads of 256 and 512, dense and packed, with rows that layers share."""
+    config = decoder_config(PUBLISHED[name][0])
+    config = replace(config, num_layers=12, layer_kinds=config.layer_kinds[:12], shared_rows=6)
+    for (tokens, kv_cache), packed in product(
+        ((1, "compute"), (8, "int8"), (60, "compute")), ({}, packed_layers(config))
+    ):
+        kind = "decode" if tokens == 1 else "verify"
+        shape = EngineShape(kind, 1, tokens, 4096, 4096, tokens, kv_cache=kv_cache, window_rows=1088)
+        prepared(config, shape, ORIN, False, packed=packed)
+    check(launches, ORIN)
 
 
 @GPUS

@@ -11,6 +11,7 @@ from decode_models import FAMILIES, LLAMA, ODD, SCALED, Loaded, random_model
 from edgellm.engines.backends.steps.attention import PromptTokens
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 
 pytestmark = pytest.mark.gpu
 MODELS: dict[str, DecoderConfig] = {
@@ -26,10 +27,11 @@ MODELS: dict[str, DecoderConfig] = {
     "heads_of_80": ODD["heads_of_80"],
     "many_heads_a_group": ODD["many_heads_a_group"],
     "gemma": replace(SCALED["gemma"], head_dim=256, rotary_dim=256),
+    "gemma4": replace(ODD["heads_of_gemma4"], feature_layers=(0, 3)),
     "granite": replace(SCALED["granite"], feature_layers=(0,)),
 }
 #: Values that have a row for each of the tokens.
-_OF_TOKENS = ("inputs_embeds", "rope_rotary_cos_sin")
+_OF_TOKENS = ("inputs_embeds", "rope_rotary_cos_sin", TOKEN_ROWS)
 
 
 class Sequence:
@@ -44,7 +46,7 @@ class Sequence:
     def take(self, first: int, tokens: int, start: int, is_prompt: bool) -> None:
         """Run the tokens from `first` on as rows from `start` on; their features and the last one's logits stay."""
         arrays = dict(self._arrays)
-        for name in _OF_TOKENS:
+        for name in arrays.keys() & set(_OF_TOKENS):
             arrays[name] = self._arrays[name][:, first : first + tokens].copy()
         arrays["kvcache_start_index"] = np.array([start], np.int32)
         seen = np.arange(self._rows) <= start + np.arange(tokens)[:, None]

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.gpu
 DEEP = replace(LLAMA, num_layers=5)
 MODELS: dict[str, DecoderConfig] = {
     **FAMILIES,
-    **SCALED,
+    **{name: config for name, config in SCALED.items() if not config.layers_differ},
     "deep": DEEP,
     "features": replace(DEEP, feature_layers=(1, 2, 4)),
     "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=128, num_heads=2, num_kv_heads=1),

@@ -34,7 +34,11 @@ VARIANTS: dict[str, DecoderConfig] = {
     "logits_scale": replace(LLAMA, logits_scale=0.125),
     "heads_of_128": replace(LLAMA, head_dim=128, rotary_dim=128, num_heads=2, num_kv_heads=1),
     "heads_of_256": replace(LLAMA, head_dim=256, rotary_dim=256, num_heads=2, num_kv_heads=1),
-    **{name: config for name, config in SCALED.items() if not config.rotates_neighbours},
+    **{
+        name: config
+        for name, config in SCALED.items()
+        if not (config.rotates_neighbours or config.scores_cap or config.layers_differ)
+    },
     "qwen3": FAMILIES["qwen3"],
 }
 

@@ -50,7 +50,7 @@ def test_limits_are_as_deep_as_the_block(built: Path) -> None:
     assert (limits.draft_top_k, limits.draft_steps, limits.verify_tree_size) == (4, BLOCK - 1, 16)
     assert limits.draft_block == BLOCK and limits.kv_rows == 96 + 16
     proposing = [shape for shape in limits.engine_shapes() if shape.phase == "propose"]
-    assert {(shape.tokens, shape.selected) for shape in proposing} == {(BLOCK, BLOCK - 1)}
+    assert {(shape.tokens, shape.selected) for shape in proposing} == {(BLOCK, BLOCK)}
 
 
 def test_info_tells_the_draft_and_its_memory(built: Path) -> None:

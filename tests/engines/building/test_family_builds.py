@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_families import FAMILIES, PROMPT
+from tiny_families import FAMILIES, PROMPT, WINDOWED
 
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.building.builder import build_engine_directory
@@ -68,19 +68,24 @@ def test_tensorrt_builds_what_a_family_varies(
     assert build_plan(config, EngineShape("prefill", 1, 32, 96, 128), "float16", "composed", "sm_86")
 
 
-def test_mistral_3_is_built_without_its_vision_encoder(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
-    text = FAMILIES["ministral3"] | {"tie_word_embeddings": True}
+def test_a_model_is_built_without_encoders_that_are_not_supported(
+    tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """Gemma 4 with what its published files have of layers that attend to others' rows."""
+    text = WINDOWED["gemma4"] | {"tie_word_embeddings": True}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **text)
     text = json.loads((checkpoint / "config.json").read_text())
-    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
-    (checkpoint / "config.json").write_text(json.dumps(whole | {"vision_config": {"model_type": "pixtral"}}))
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+    whole |= {"tie_word_embeddings": True, "vision_config": {"model_type": "gemma4_vision"}}
+    (checkpoint / "config.json").write_text(json.dumps(whole))
     tensors = load_file(checkpoint / "model.safetensors")
-    named = {f"language_model.{name}": values for name, values in tensors.items()}
-    encoder = {"vision_tower.patch_conv.weight": np.zeros((4, 3, 2, 2), np.float16)}
-    save_file(named | encoder, checkpoint / "model.safetensors")
-    report = build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    tensors["model.layers.3.self_attn.k_proj.weight"] = np.zeros((32, 64), np.float16)
+    encoders = {f"model.{name}weight": np.zeros((4, 2), np.float16) for name in ("audio_tower.a.", "embed_audio.")}
+    named = {name.replace("model.", "model.language_model.", 1): values for name, values in tensors.items()}
+    save_file(named | encoders, checkpoint / "model.safetensors")
+    report = build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [], "bfloat16")
     assert "The vision encoder of this model is not supported: it is served without images." in report.notes
     directory = EngineDirectory.open(tmp_path / "engines")
-    assert (directory.vision, directory.config.image_token_id, directory.config.family) == (None, None, "mistral3")
+    assert (directory.vision, directory.config.image_token_id, directory.config.family) == (None, None, "gemma4")
     with open_runner("numpy", directory) as runner:
         assert len(greedy_tokens(runner, PROMPT, 4)) == 4

@@ -44,7 +44,9 @@ def test_a_directory_is_built_and_its_kernels_compile(
     assert planned_shapes(directory.models, limits, directory.dtype, TARGET) == []
     planned = planned_shapes(directory.models, limits, directory.dtype, TARGET, needless=True)
     assert {plan.shape for plan in report.plans} == set(planned)
-    assert {shape.tokens for shape in planned} >= {16, 80} and all(shape.segment is not None for shape in planned)
+    sizes = set() if family == "gemma4" else {16, 80}  # TensorRT has nothing for its layers
+    assert {shape.tokens for shape in planned} >= sizes and all(shape.segment is not None for shape in planned)
+    assert planned or not sizes
     module, ways = Module(), {}
     for shape in limits.engine_shapes():
         ways.setdefault(prepare(module, directory.config, shape, "bfloat16"), set()).add((shape.phase, shape.tokens))

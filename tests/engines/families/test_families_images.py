@@ -19,6 +19,7 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.vision_config import read_vision_config
+from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
@@ -149,8 +150,40 @@ def test_the_language_model_inside_llava_may_be_of_any_family() -> None:
         decoder_config(LLAVA_1_5_7B | {"text_config": {"model_type": "gemma"}})
 
 
-def test_mistral_3_is_read_without_its_vision_encoder() -> None:
-    """Its tensors are passed over, and the image token is a token like any other."""
+def test_paligemma_as_it_was_published() -> None:
+    """The first 3B of 224 pixels, whose file leaves out what its classes have."""
+    text = {
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "model_type": "gemma",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 18,
+        "num_image_tokens": 256,
+        "num_key_value_heads": 1,
+        "torch_dtype": "float32",
+        "vocab_size": 257216,
+    }
+    encoder = {"hidden_size": 1152, "intermediate_size": 4304, "model_type": "siglip_vision_model", "patch_size": 14}
+    encoder |= {"num_attention_heads": 16, "num_hidden_layers": 27, "projection_dim": 2048, "vision_use_head": False}
+    published = {
+        "architectures": ["PaliGemmaForConditionalGeneration"],
+        "model_type": "paligemma",
+        "image_token_index": 257152,
+        "text_config": text,
+        "vision_config": encoder,
+    }
+    config, vision = decoder_config(published), read_vision_config(published)
+    assert (config.image_tokens, config.prefix_attention, config.media["image"]) == (256, True, ("image", 257152, 0))
+    assert (config.head_dim, config.embedding_scale, config.max_position_embeddings) == (256, 2048**0.5, 8192)
+    specs = [*decoder_weights(config), *vision_weights(vision)]
+    assert sum(math.prod(spec.shape) for spec in specs) == 2_923_466_480
+    causal = {"text_config": text | {"use_bidirectional_attention": False}}
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is false, supported is true"):
+        decoder_config(published | causal)
+
+
+def test_mistral_3_as_it_was_published() -> None:
+    """Sizes of Ministral 3 3B; of its encoder those that are no class's defaults."""
     text = {
         "model_type": "ministral3",
         "hidden_size": 3072,
@@ -161,13 +194,17 @@ def test_mistral_3_is_read_without_its_vision_encoder() -> None:
         "dtype": "bfloat16",
     }
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "image_token_index": 10}
-    published = whole | {"text_config": text, "vision_config": {"model_type": "pixtral"}}
+    encoder = {"model_type": "pixtral", "patch_size": 14, "hidden_act": "silu", "rope_theta": 5000.0}
+    published = whole | {"text_config": text, "vision_config": encoder, "vision_feature_layer": -1}
     config = decoder_config(published)
-    assert (config.family, config.image_token_id, config.tie_word_embeddings) == ("mistral3", None, True)
+    assert (config.family, config.image_token_id, config.tie_word_embeddings) == ("mistral3", 10, True)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
     assert sum(math.prod(spec.shape) for spec in decoder_weights(config)) == 3_429_006_336
     assert config.rope_scaling["llama_4_scaling_beta"] == 0.1
-    assert read_vision_config(published) is None
+    vision = read_vision_config(published)
+    assert (vision.spatial_merge_size, vision.out_hidden_size, vision.feature_layers) == (2, 3072, (24,))
+    assert (vision.rope_theta, vision.norm_eps, vision.activation) == (5000.0, 1e-5, "silu")
+    assert sum(math.prod(spec.shape) for spec in vision_weights(vision)) == 420_083_712
     inside = decoder_config(published | {"text_config": {"model_type": "mistral", "dtype": "bfloat16"}})
     assert (inside.hidden_size, inside.rope_theta, inside.sliding_window, inside.rope_scaling) == (
         5120,

@@ -16,9 +16,10 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import FAMILIES, decoder_config
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights, token_table
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 
 GOLDENS = golden_folder("decoder")
 ROWS = 32
@@ -51,7 +52,8 @@ NAMES = [name for name in TAKEN if not CONFIGS[name].is_recurrent]
 
 
 def test_every_family_is_among_them() -> None:
-    with_images = {"qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "qwen3_5_moe", "qwen3_vl_moe"}
+    with_images = {"qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "qwen3_5_moe", "qwen3_vl_moe", "gemma4"}
+    with_images |= {"smolvlm", "idefics3", "lfm2_vl", "internvl", "paligemma", "qwen3_asr"}
     heads_of_12 = {"olmoe", "granitemoe", "lfm2_moe"}
     assert {CONFIGS[name].family for name in TAKEN} == FAMILIES.keys() - with_images - heads_of_12
 
@@ -63,6 +65,7 @@ def test_decoded_tokens_have_the_logits_of_transformers(name: str, way: type) ->
     config = CONFIGS[name]
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         arrays = load_numpy_weights(checkpoint, decoder_weights(config))
+        own_rows = next(iter(load_numpy_weights(checkpoint, token_table(config)).values()), np.empty(0))
     for spec in decoder_weights(config):
         if spec.experts:
             arrays[spec.name] = np.concatenate([arrays[spec.name].of(expert) for expert in range(spec.experts)])
@@ -79,12 +82,16 @@ def test_decoded_tokens_have_the_logits_of_transformers(name: str, way: type) ->
         "attention_mask": np.zeros((2, 1, 1, decode.key_range), bool),
         "kvcache_start_index": np.zeros(2, np.int32),
     }
+    if config.token_row_size:
+        inputs[TOKEN_ROWS] = np.zeros((2, 1, config.token_row_size), np.float32)
     logits = np.full((2, 1, config.vocab_size), np.nan, np.float32)
     bound = arrays | inputs | caches | {f"present_{key}": array for key, array in caches.items()} | {"logits": logits}
     engine.bind({key: array for key, array in bound.items() if key in engine.tensors or key.startswith("present_")})
     engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
     for row in range(token_ids.shape[1]):
         inputs["inputs_embeds"][:, 0] = arrays[EMBEDDING][token_ids[:, row]]
+        if config.token_row_size:
+            inputs[TOKEN_ROWS][:, 0] = own_rows[token_ids[:, row]]
         inputs["rope_rotary_cos_sin"][:] = table[row]
         inputs["attention_mask"][..., row] = True
         inputs["kvcache_start_index"][:] = row

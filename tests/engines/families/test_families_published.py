@@ -10,7 +10,7 @@ from published_families import LLAMA_2_7B, PUBLISHED, QWEN2_5_0_5B, REQUIRED
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, token_table
 
 #: The families by one published model each; `num_key_value_heads` may be left out where the class says so.
 FAMILIES = {config["model_type"]: config for config, _ in PUBLISHED.values()}
@@ -18,7 +18,8 @@ FAMILIES = {config["model_type"]: config for config, _ in PUBLISHED.values()}
 
 @pytest.mark.parametrize(("published", "parameters"), PUBLISHED.values(), ids=PUBLISHED)
 def test_parameter_counts_are_the_published_ones(published: dict[str, Any], parameters: int) -> None:
-    specs = decoder_weights(decoder_config(published))
+    config = decoder_config(published)
+    specs = [*decoder_weights(config), *token_table(config)]
     assert sum(math.prod(spec.shape) for spec in specs) == parameters
     assert sum(math.prod(shape) for spec in specs for _, shape in spec.parts) == parameters
 

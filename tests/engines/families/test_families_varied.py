@@ -16,6 +16,8 @@ from published_families import (
     GEMMA_2_2B,
     GEMMA_2B,
     GEMMA_3_1B,
+    GEMMA_4_E2B,
+    GEMMA_4_E4B,
     GRANITE_3_3_2B,
     GRANITE_4_1B,
     HUNYUAN_7B,
@@ -40,9 +42,10 @@ from edgellm.engines.building.checks import check_limits, choose_limits
 from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import Mixture
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, token_table, unread_tensors
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.states import decoder_states, state_edge
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -371,6 +374,77 @@ def test_starcoder2() -> None:
     for wrong in (0, 2, "1e-5"):
         with pytest.raises(CheckpointError, match=r"norm_epsilon is .*, expected a number above 0"):
             decoder_config(STARCODER2_3B | {"norm_epsilon": wrong})
+
+
+def test_gemma_4() -> None:
+    config, larger = decoder_config(GEMMA_4_E2B), decoder_config(GEMMA_4_E4B)
+    assert (config.window, config.rotary_dim, config.local_rotary_dim, config.local_rope_theta) == (
+        512,
+        512,
+        256,
+        10000,
+    )
+    assert config.rope_scaling == {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    assert (config.attention_scale, config.norm_offset, config.logits_cap) == (1.0, 0.0, 30.0)
+    assert [config.rows_layer(index) for index in (0, 4, 14, 15, 18, 19, 34)] == [0, 4, 14, 13, 13, 14, 14]
+    assert [larger.rows_layer(index) for index in (23, 24, 28, 29, 41)] == [23, 22, 22, 23, 23]
+    assert [config.kv_heads(index) for index in (0, 4)] == [(1, 256), (1, 512)]
+    assert [config.inner_size(index) for index in (14, 15)] == [6144, 12288]
+    assert larger.inner_size(41) == 10240
+    specs, (table,) = {spec.name: spec.shape for spec in decoder_weights(config)}, token_table(config)
+    assert (table.shape, math.prod(table.shape)) == ((262144, 35 * 256), 2_348_810_240) and table.name not in specs
+    shared = "model.layers.15.self_attn."
+    assert specs[f"{shared}q_proj.weight"] == (2048, 1536) and f"{shared}qkv_proj.weight" not in specs
+    assert specs["model.layers.14.self_attn.qkv_proj.weight"] == (10 * 512, 1536)
+    states = decoder_states(config)
+    assert [state.index for state in states] == [*range(15)]
+    assert sum(math.prod(shape) for shape, _ in state_edge(states, 1, 1).values()) == 2 * (12 * 256 + 3 * 512)
+    assert f"{shared}k_proj.weight".startswith(unread_tensors(config)), "published files have them"
+
+    plain = without(GEMMA_4_E2B, "layer_types", "rope_parameters")
+    by_itself = decoder_config(plain | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0})
+    assert by_itself.layer_kinds[5::6] == ("attention",) * 5 and by_itself.layer_kinds[-1] == "attention"
+    assert (by_itself.rope_scaling, by_itself.token_row_size) == (config.rope_scaling, 0)
+    one_size = without(GEMMA_4_E2B, "global_head_dim") | {"per_layer_config": {"4": {"head_dim": 512}}}
+    assert decoder_config(one_size) == config
+    keys = decoder_config(GEMMA_4_E4B | {"attention_k_eq_v": True, "num_global_key_value_heads": 4})
+    assert [keys.kv_heads(index) for index in (0, 5)] == [(2, 256), (4, 512)]
+    parts = {spec.name: [name for name, _ in spec.parts] for spec in decoder_weights(keys)}
+    for index, last in ((4, "v"), (5, "k")):
+        layer = f"model.layers.{index}.self_attn."
+        assert parts[f"{layer}qkv_proj.weight"] == [f"{layer}{each}_proj.weight" for each in ("q", "k", last)]
+    text = without(GEMMA_4_E2B, "architectures", "tie_word_embeddings", "torch_dtype")
+    whole = {"text_config": text, "vision_config": {}, "audio_config": {}, "torch_dtype": "bfloat16"}
+    whole |= {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True}
+    assert replace(decoder_config(whole), family="gemma4_text", bos_token_id=None) == config
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"enable_moe_block": True}, "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B"),
+        ({"use_bidirectional_attention": "all"}, 'use_bidirectional_attention is "all", supported is vision'),
+        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100, supported is vocab_size, 262144"),
+        ({"per_layer_config": {"4": {"head_dim": 512}, "9": {"head_dim": 256}}}, "supported are head_dim and num_key"),
+        ({"hidden_activation": "silu"}, 'hidden_activation is "silu", supported is gelu_pytorch_tanh'),
+    ],
+)
+def test_what_gemma_4_refuses(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        decoder_config(GEMMA_4_E2B | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers is 35, expected a whole number from 0 to 34"),
+        ({"num_kv_shared_layers": 33}, "num_kv_shared_layers is 33: layer_types has a kind in these layers alone"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input is -1, expected a whole number from 0"),
+    ],
+)
+def test_what_is_wrong_with_files_of_gemma_4(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decoder_config(GEMMA_4_E2B | changed)
 
 
 NEW_ROPE = {

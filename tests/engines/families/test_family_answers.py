@@ -36,6 +36,8 @@ WINDOWS = (
     "gemma2",
     "gemma3",
     "gemma3_old_layout",
+    "gemma4",
+    "gemma4_plain",
     "mistral_window_5",
     "phi3_window_7",
     "qwen2_window_7",
@@ -45,7 +47,7 @@ EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_m
 MIXED = ("granite4_moe", "nemotron_h_moe")
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(
-    ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product(OTHERS, ("int8",))]
+    ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product((*OTHERS, "gemma4"), ("int8",))]
 )
 
 
@@ -70,7 +72,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
     [
-        *product(("olmo2", "gemma3"), ("compute", "int8")),
+        *product(("olmo2", "gemma3", "gemma4"), ("compute", "int8")),
         *product(EXPERTS[-3:], ("compute",)),
         *product(MIXED, ("int8",)),
     ]
@@ -89,6 +91,7 @@ def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> 
         ("olmo2", "int8"),
         ("starcoder2", "compute"),
         ("gemma3", "compute"),
+        ("gemma4", "int8"),
         *product(EXPERTS[-3:], ("int8",)),
         *product(MIXED, ("int8",)),
     ],
@@ -117,7 +120,8 @@ def directories(
         limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
         for model, draft in zip(models, drafts, strict=True):
             found.append(tmp_path / f"{model.name}_engines")
-            build_engine_directory(model, found[-1], limits, targets, "float16", draft=draft)
+            dtype = "bfloat16" if family == "gemma4" else "float16"
+            build_engine_directory(model, found[-1], limits, targets, dtype, draft=draft)
         return found
 
     return build

@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend, host_view
-from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
+from golden_vision import GOLDENS, NAMES, golden_directory, golden_images, open_vision, relative_difference
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import iterate_weight_parts, load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.vision_config import read_vision
+from edgellm.engines.families.vision_encoders import vision_weights
 
 TOLERANCE = 1e-4
 
@@ -46,3 +50,17 @@ def test_goldens_cover_odd_sizes_and_several_images(name: str) -> None:
     if name != "llava_clip":
         assert {image.grid for image in images} >= {(1, 6, 10), (1, 2, 2), (1, 14, 6)}
         assert any(grid % 4 for image in images for grid in image.grid[1:])  # windows that are cut off
+
+
+def test_a_convolution_over_blocks_of_rows_has_the_columns_of_each_neighbour_side_by_side() -> None:
+    """On NumPy and as it goes to a device, piece by piece."""
+    with Checkpoint.open(GOLDENS / "mistral3_earlier_layer") as checkpoint:
+        config = read_vision(checkpoint)
+        (spec,) = (each for each in vision_weights(config) if each.kernel > 1)
+        assert spec.kernel == 9
+        published = checkpoint.raw(spec.parts[0][0])
+        expected = np.concatenate([published[:, neighbour::9] for neighbour in range(9)], axis=1)
+        np.testing.assert_array_equal(load_numpy_weights(checkpoint, [spec])[spec.name], expected.astype(np.float32))
+        pieces = iterate_weight_parts(checkpoint, [spec], "float16")
+        found = np.concatenate([values for _, _, values in pieces]).view(np.float16)
+        np.testing.assert_array_equal(found.reshape(spec.shape), expected)

@@ -205,7 +205,8 @@ def images_at(*spans: tuple[int, int]) -> PromptMedia:
     kind = MediaKind("image", 90, 3)
     images = [MediaEmbeddings(np.zeros((0, 1)), (), str(index)) for index in range(len(spans))]
     placed = zip(spans, images, strict=True)
-    return PromptMedia(tuple(MediaSpan(kind, n, *span, image) for n, (span, image) in enumerate(placed, 1)), None)
+    places = ((range(start, start + tokens), image) for (start, tokens), image in placed)
+    return PromptMedia(tuple(MediaSpan(kind, number, *each) for number, each in enumerate(places, 1)), None)
 
 
 @pytest.mark.parametrize(

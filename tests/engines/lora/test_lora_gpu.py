@@ -59,7 +59,7 @@ def build(
             ),
         }
         target = tmp_path / "engines"
-        build_engine_directory(checkpoint, target, LIMITS, targets, dtype, attention, adapters=adapters)
+        build_engine_directory(checkpoint, target, LIMITS, targets, dtype, attention=attention, adapters=adapters)
         return EngineDirectory.open(target)
 
     return make

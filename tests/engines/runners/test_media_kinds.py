@@ -36,6 +36,9 @@ class TableEncoder:
         tokens = list(reference.source)
         return SimpleNamespace(kind=self.kind.name, tokens=len(tokens), source=tokens, digest=str(tokens))
 
+    def written(self, piece: Any, /) -> list[int]:
+        return [self.kind.token_id] * piece.tokens
+
     def encode(self, pieces: Sequence[Any], /) -> list[MediaEmbeddings]:
         return [embeddings_of(self._runner, piece.source, piece.digest) for piece in pieces]
 
@@ -95,6 +98,26 @@ def test_spans_of_two_kinds_in_one_prompt() -> None:
         place_media(
             [5, sounds[0].kind.token_id], {sounds[0].kind: [each.embeddings for each in sounds[:2]]}, golden.config
         )
+
+
+def test_a_span_with_tokens_of_text_among_its_own() -> None:
+    """As where each row of an image ends in a token of its own: chunks cut it anywhere."""
+    golden = GoldenModel("llava" if "llava" in NAMES else NAMES[0])
+    text = [place for place, token in enumerate(golden.token_ids) if token != golden.config.image_token_id]
+    places = [*text[:2], *text[3:-2]]
+    kind = MediaKind("sound", next(token for token in range(256) if token not in golden.token_ids))
+    ids = [kind.token_id if place in places else token for place, token in enumerate(golden.token_ids)]
+    runner = golden.runner(EngineLimits(1, 16, 256))
+    sound = embeddings_of(runner, [golden.token_ids[place] for place in places], "a sound")
+    runs = np.diff([0, *(np.flatnonzero(np.diff(places) > 1) + 1), len(places)])
+    image = golden.config.media["image"]
+    media = place_media(ids, {image: golden.images, kind: [replace(sound, runs=tuple(runs))]}, golden.config)
+    runner.start(0, ids, 0, SamplingValues(), media).wait()
+    assert_close(runner.logits(0), golden.expected["logits"][-1])
+    heard = [each for each in media.identities(ids) if isinstance(each, tuple) and each[0] == "a sound"]
+    assert heard == [("a sound", index) for index in range(len(places))]
+    with pytest.raises(EngineError, match="sound 1 are interrupted"):
+        place_media(ids, {image: golden.images, kind: [sound]}, golden.config)
 
 
 def test_encoders_by_name_take_what_is_theirs_in_the_prompts_order() -> None:

@@ -104,7 +104,7 @@ def test_sampled_chains_have_q_of_each_place(make_engines: MakeEngines, open_eag
         for slot in range(batch):
             runner.start(slot, PROMPTS[slot], 0, SAMPLED).wait()
         runner.round(batch, plan).wait()
-        logits = runner.draft.logits(batch, BLOCK - 1)[:, :3].astype(np.float64) / SAMPLED.temperature
+        logits = runner.draft.logits(batch, BLOCK)[:, 1:4].astype(np.float64) / SAMPLED.temperature
         q = np.exp(logits - logits.max(axis=-1, keepdims=True))
         chained = runner.draft.own_proposal(batch, plan).chain
         np.testing.assert_allclose(chained.probabilities, q / q.sum(axis=-1, keepdims=True), atol=1e-5)
@@ -126,7 +126,7 @@ def test_candidates_are_the_likeliest_of_each_place_and_the_best_products(
         )
         for plan in (chain(4), tree(top_k, steps, size)):
             runner.round(2, plan).wait()
-            said = runner.draft.logits(2, BLOCK - 1).astype(np.float64)
+            said = runner.draft.logits(2, BLOCK)[:, 1:].astype(np.float64)
             scores = (
                 said
                 - np.log(np.exp(said - said.max(-1, keepdims=True)).sum(-1, keepdims=True))

@@ -87,7 +87,7 @@ def test_a_draft_of_blocks_changes_no_token(
     kind: str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """Of two slots; and a chain that is drawn at temperature 0."""
-    with open_eagle(make_engines(kind, True, weights=weights), "tensorrt") as runner:
+    with open_eagle(make_engines(kind, True, LIMITS, weights), "tensorrt") as runner:
         for sampling in (GREEDY, SAMPLED):
             plain = answers(runner, PROMPTS[:2], [sampling] * 2, None)
             for plan in PLANS:
@@ -106,8 +106,8 @@ def test_what_a_block_says_agrees_with_numpy(
         with open_eagle(directory, backend) as runner:
             runner.start(0, PROMPTS[0], 0, GREEDY).wait()
             runner.round(1, chain(4)).wait()
-            logits = runner.draft.logits(1, directory.limits.draft_block - 1)
-            found.append(runner.backend.read(logits).wait()[0].astype(np.float32))
+            logits = runner.draft.logits(1, directory.limits.draft_block)
+            found.append(runner.backend.read(logits).wait()[0, 1:].astype(np.float32))
     assert np.linalg.norm(found[1] - found[0]) < 0.02 * np.linalg.norm(found[0])
 
 
@@ -148,17 +148,21 @@ def test_captured_rounds_equal_uncaptured_ones_and_stages_captured_alone(
     found = []
     for refused in ("none", "whole", "all"):
         with open_eagle(directory, "tensorrt") as runner, caplog.at_level(logging.WARNING):
-            capture = runner.backend._capture
+            capture, capture_named = runner.backend._capture, runner.backend.capture
             taken: list[str] = []
+            names: list[str] = []
 
-            def limited(step, capture=capture, refused=refused, taken=taken) -> Callable[[], None]:
-                is_whole = getattr(step, "__name__", "") == "whole"
-                if refused == "all" or (refused == "whole" and is_whole):
+            def named(step, name, capture_named=capture_named, names=names) -> Callable[[], None]:
+                names.append("whole" if name.startswith("the step ") else "stage")
+                return capture_named(step, name)
+
+            def limited(step, capture=capture, refused=refused, taken=taken, names=names) -> Callable[[], None]:
+                if refused in ("all", names[-1]):
                     raise RuntimeError("capture is not possible")
-                taken.append("whole" if is_whole else "stage")
+                taken.append(names[-1])
                 return capture(step)
 
-            with patch.object(runner.backend, "_capture", limited):  # which holds the device
+            with patch.multiple(runner.backend, capture=named, _capture=limited):  # which hold the device
                 found.append(answers(runner, PROMPTS[:1], [GREEDY], PLANS[2]))
             assert {"none": "whole" in taken, "whole": "stage" in taken, "all": not taken}[refused]
     assert found[0] == found[1] == found[2]

@@ -91,6 +91,25 @@ def test_parts_are_normed_where_they_are():
     np.testing.assert_array_equal(x[:, 32:], before[:, 32:])
 
 
+def test_columns_of_gemma4():
+    x, queries, output = normal(3, 40), normal(3, 24), np.empty((3, 8), np.float32)
+    before, ones = x.copy(), np.ones(8, np.float32)
+    FEW.unit_norm(x, 24, 8, 1e-3)()
+    parts = [normed(NormedInput(before[:, first : first + 8], ones, 1e-3)) for first in (24, 32)]
+    np.testing.assert_allclose(x[:, 24:], np.concatenate(parts, axis=1), rtol=1e-5, atol=1e-6)
+    FEW.insert_columns(queries, x)()
+    np.testing.assert_array_equal(x[:, :24], queries)
+    gate, own, norm = normal(3, 8), normal(3, 40) * 2, 1 + 0.1 * normal(8)
+    FEW.token_gate(gate, "silu", NormedInput(before, norm, 1e-3, 0.0, 16, 8), own, 3.0, output)()
+    through = normed(NormedInput(before[:, 16:24], norm, 1e-3)) + 3.0 * own[:, 16:24]
+    expected = gate / (1 + np.exp(-gate)) * through / math.sqrt(2)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+    residual, total, factor = normal(3, 8), np.empty((3, 8), np.float32), np.array([0.3], np.float32)
+    FEW.norm_residual(NormedInput(before, norm, 1e-3, 0.0, 16, 8), residual, total, factor=factor)()
+    expected = 0.3 * (residual + normed(NormedInput(before[:, 16:24], norm, 1e-3)))
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
 def normed(part: NormedInput) -> np.ndarray:
     return np.array([normed_by_hand(row, part.weight, part.offset, part.epsilon) for row in part.values])
 

@@ -178,6 +178,45 @@ def test_parts_are_normed_where_they_are(bench: Bench, dtype, early, widths) -> 
 
 
 @DTYPES
+@pytest.mark.parametrize("rows", [1, 60, 512])
+@pytest.mark.parametrize("size", [256, 512])
+def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
+    """Heads of E2B: 8 of queries, one of keys and one of values; 35 layers' embeddings of 256, and a layer's factor."""
+    x, expected = bench.both(rows, 10 * size, dtype="float32", scale=20.0)
+    before = expected.copy()
+    bench.few.unit_norm(x, 9 * size, size, EPSILON)()
+    FEW.unit_norm(expected, 9 * size, size, EPSILON)()
+    found = bench.gpu.download(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[:, : 9 * size], before[:, : 9 * size])
+    queries, values = bench.both(rows, 8 * size, dtype="float32")
+    bench.few.insert_columns(queries, x)()
+    inserted = bench.gpu.download(x)
+    np.testing.assert_array_equal(inserted[:, : 8 * size], values)
+    np.testing.assert_array_equal(inserted[:, 8 * size :], found[:, 8 * size :])
+
+    projected, own, gate = (
+        bench.normed(rows, 8960, 256, "float32", first=512),
+        bench.both(rows, 8960),
+        bench.both(rows, 256),
+    )
+    output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
+    bench.few.token_gate(gate[0], "gelu_tanh", projected[0], own[0], 16.0, output)()
+    FEW.token_gate(gate[1], "gelu_tanh", projected[1], own[1], 16.0, twin)()
+    bits = bench.check(output, twin)
+    alone = bench.empty(1, 256, dtype=dtype)
+    last_gate, last, last_own = (each[rows - 1 :] for each in (gate[0], projected[0].values, own[0]))
+    bench.few.token_gate(last_gate, "gelu_tanh", projected[0]._replace(values=last), last_own, 16.0, alone)()
+    np.testing.assert_array_equal(bench.gpu.download(alone)[0], bits[-1])
+
+    normed, residual = bench.normed(rows, 1536, 1536, "float32"), bench.both(rows, 1536, dtype="float32")
+    total, twin, factor = bench.empty(rows, 1536), np.empty((rows, 1536), np.float32), bench.both(1, dtype="float32")
+    bench.few.norm_residual(normed[0], residual[0], total, factor=factor[0])()
+    FEW.norm_residual(normed[1], residual[1], twin, factor=factor[1])()
+    bench.check(total, twin)
+
+
+@DTYPES
 @ROWS
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("residual", [None, "float32", "compute"])

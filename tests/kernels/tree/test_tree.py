@@ -203,7 +203,7 @@ def test_a_block_is_the_round_whose_nodes_all_have_their_places_logits(seed, bat
     """Level by level, with the logits of a level's place behind every node: dynamic and static, wide and narrow; then
     the same tree is verified."""
     rng = np.random.default_rng(seed)
-    width, dynamic, rows = int(rng.integers(1, top_k + 1)), bool(seed % 2), steps + int(rng.integers(0, 4))
+    width, dynamic, rows = int(rng.integers(1, top_k + 1)), bool(seed % 2), steps + int(rng.integers(1, 5))
     vocabulary = int(rng.integers(1, 40))
     drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
     logits = reference.random_block(rng, drafting, rows, kind)
@@ -529,7 +529,7 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         given = reference.random_given(rng, drafting.candidates, nodes, 9)
         with pytest.raises(KernelError, match=rf"J = {nodes} given nodes; expected at most 64, and fewer than T ="):
             verify(drafting, rng, 5, tokens, level=2, given=given)
-    with pytest.raises(KernelError, match=r"1 rows a sequence; expected one for each of 2 levels"):
+    with pytest.raises(KernelError, match=r"1 rows a sequence; expected the root's and one for each of 2 levels"):
         KERNELS.expand_block(
             drafting.level(2), drafting.logits[1][:, :1].copy(), drafting.candidates, drafting.expansion
         )

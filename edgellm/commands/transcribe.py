@@ -1,0 +1,85 @@
+"""`edgellm transcribe`: what is said in a sound, or while somebody speaks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.models import chosen_adapters, open_model_with
+from edgellm.commands.settings import chosen_settings
+from edgellm.commands.table import argument, option, takes_options
+from edgellm.errors import AudioError
+from edgellm.kernels.user_paths import user_path
+
+if TYPE_CHECKING:
+    from edgellm.llm import LLM
+
+
+class TranscribeOptions(
+    options.ModelOption, options.AdapterOptions, options.ComputingOptions, options.LogOptions, panel="Speech"
+):
+    words: list[str] | None = argument(
+        "The engine directory (as --model takes it), unless --model names it, then the sound: WAV, or with soundfile "
+        "installed FLAC and others; '-' reads standard input.",
+        metavar="[ENGINE_DIR] FILE|-",
+        rich_help_panel="Arguments",
+        is_free=True,
+    )
+    language: str | None = option("Code or name, as in en [default: the model finds out].", is_free=True)
+    prompt: str | None = option("Names and words to expect.", metavar="TEXT", is_free=True)
+    every: float | None = option(
+        "Take raw samples from standard input as they come, and say every so many seconds of them what was said.",
+        metavar="SECONDS",
+        least=0.1,
+    )
+    rate: int = option("Hz of raw samples, of 16 bits, little-endian, one channel.", default=16000, least=1000)
+    max_tokens: int | None = option("Most tokens of an answer [default: all that the context holds].", least=1)
+    json_output: bool = option("Print a JSON object in place of the text.", "--json", rich_help_panel="Output")
+
+
+@takes_options
+def transcribe(given: TranscribeOptions) -> None:
+    """Write down what is said in a sound.
+
+    Example: arecord -q -t raw -f S16_LE -r 16000 | edgellm transcribe qwen3-asr - --every 1
+    """
+    words = list(given.words or ())
+    if given.model is None and words:
+        given.engine_directory = user_path(words.pop(0))
+    if len(words) != 1:
+        raise typer.BadParameter("name a model, and a sound or '-'", param_hint="FILE|-")
+    if given.every is not None and words != ["-"]:
+        raise typer.BadParameter("takes samples from standard input: give '-' as FILE", param_hint="--every")
+    settings = chosen_settings(given)
+    asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
+    asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
+    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
+        if given.every is not None:
+            _follow(llm, given, given.every, asked)
+            return
+        found = llm.transcribe(
+            sys.stdin.buffer.read() if words == ["-"] else user_path(words[0]), given.language, **asked
+        )
+        print(json.dumps({"text": found.text, "language": found.language}) if given.json_output else found.text)
+
+
+def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, Any]) -> None:
+    """Print what was said so far again and again, and at the end what was said in all."""
+    import numpy as np
+
+    from edgellm.speech_stream import SpeechStream
+
+    stream = SpeechStream(llm, given.rate, given.language, **asked)
+    is_final = False
+    while not is_final:
+        data = sys.stdin.buffer.read(2 * max(1, round(every * given.rate)))
+        samples, is_final = np.frombuffer(data[: len(data) // 2 * 2], "<i2"), len(data) < 2
+        if (is_final and not stream.seconds) or (not stream.seconds and data[:4] == b"RIFF"):
+            raise AudioError("standard input is empty or a WAV file: --every takes raw samples, as of arecord -t raw")
+        found = stream.finish() if is_final else stream.hear(samples)
+        about = {"text": found.text, "language": found.language, "seconds": stream.seconds, "final": is_final}
+        print(json.dumps(about) if given.json_output else found.text, flush=True)

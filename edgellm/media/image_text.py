@@ -1,0 +1,123 @@
+"""What stands around the tokens of an image in a prompt, by family.
+
+Images in parts are written out where the tokens of all parts are known: the marker that a chat template has for an
+image becomes all of its tokens (`TextOfParts`). Gemma 3's are written into the text before (`image_writer`), since line
+feeds become tokens together with the text around them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.errors import EngineDirectoryError
+from edgellm.text.tokenizer import Tokenizer
+
+
+class PartTexts(NamedTuple):
+    """The texts of a family: before a `tile` whose place is {row} and {column} from 1 on, behind a `row` of tiles,
+    before the `whole` picture behind tiles, or `alone`; around all these `begin` and `end`, and `between` rows, tokens
+    of their own. Where the tokens of a picture come in rows (Pixtral), each is a row of one tile."""
+
+    begin: str
+    end: str
+    tile: str = ""
+    row: str = ""
+    whole: str = ""
+    alone: str = ""
+    between: str = ""
+
+
+_AROUND, _GLOBAL = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+#: By the family of the vision encoder.
+PART_TEXTS = {
+    "smolvlm": PartTexts(
+        "", _AROUND, _AROUND + "<row_{row}_col_{column}>", row="\n", whole=f"\n{_GLOBAL}", alone=_GLOBAL
+    ),
+    "lfm2_vl": PartTexts(
+        "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>", whole="<|img_thumbnail|>"
+    ),
+    "internvl": PartTexts("<img>", "</img>"),
+    "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),
+}
+
+
+class TextOfParts:
+    """Gives the ids of the texts around the parts of an image; any thread may ask."""
+
+    def __init__(self, vision: VisionConfig, tokenizer: Tokenizer) -> None:
+        """Raises EngineDirectoryError where the tokenizer lacks the token of an image, or those around one."""
+        self._texts, self._token = PART_TEXTS[vision.family], vision.image_token_id
+        self._image, self._encode = tokenizer.id_to_token(self._token), tokenizer.encode
+        own = self._texts.begin, self._texts.end, self._texts.between
+        missing = [text for text in own if text and tokenizer.token_to_id(text) is None]
+        if missing or self._image is None:
+            raise EngineDirectoryError(
+                f"the tokenizer has not the tokens {', '.join([*missing, f'number {self._token}'])}, which stand in "
+                "and around images: take tokenizer.json as it was published"
+            )
+
+    def around(self, rows: int, columns: int, has_whole: bool) -> tuple[tuple[int, ...], ...]:
+        """The ids before each part of an image of so many tiles, and the ids behind the last."""
+        texts, image = self._texts, self._image or ""
+        tiles = [
+            texts.between * (1 == column < row)
+            + texts.tile.format(row=row, column=column)
+            + image
+            + texts.row * (column == columns)
+            for row in range(1, rows + 1)
+            for column in range(1, columns + 1)
+        ]
+        whole = [(texts.whole if tiles else texts.alone) + image] if has_whole else []
+        ids = self._encode("".join([texts.begin, *tiles, *whole, texts.end]), add_special_tokens=False)
+        ends = [place for place, each in enumerate(ids) if each == self._token]
+        begins = [0, *(end + 1 for end in ends)]
+        return tuple(tuple(ids[begin:end]) for begin, end in zip(begins, [*ends, len(ids)], strict=True))
+
+
+def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[str], str]:
+    """What makes of a text, a rendered chat template or a raw prompt, one that has an image's token for each image.
+
+    Templates of Gemma 3 write the token before an image alone, for which the published processor writes two line feeds,
+    that token, those of the image, the one behind it, and two line feeds: they become tokens together with the text
+    around them. One that is followed by the image's token is left as it is. Raises EngineDirectoryError where the
+    tokenizer lacks these tokens.
+    """
+    vision = directory.vision
+    if vision is not None and vision.config.family == "paligemma":
+        return _begun_behind_images(directory, vision.config, tokenizer)
+    if vision is None or vision.config.family != "gemma3":
+        return str
+    ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
+    before, image, behind = (None if each is None else tokenizer.id_to_token(each) for each in ids)
+    if before is None or image is None or behind is None:
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for the "
+            "beginning of an image, for a part of it and for its end: take tokenizer.json as it was published"
+        )
+    marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
+    written = f"\n\n{before}{image}{behind}\n\n"
+    return lambda text: marker.sub(lambda match: written, text)
+
+
+def _begun_behind_images(
+    directory: EngineDirectory, vision: VisionConfig, tokenizer: Tokenizer
+) -> Callable[[str], str]:
+    """PaliGemma's: the token of a text's beginning stands behind the last image, a line feed behind the text, as the
+    published processor writes them. A text that has the former there is left as it is."""
+    ids = (vision.image_token_id, directory.config.bos_token_id)
+    image, begin = (None if each is None else tokenizer.id_to_token(each) for each in ids)
+    if image is None or begin is None:
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for a part of "
+            "an image and for the beginning of a text: take tokenizer.json as it was published"
+        )
+
+    def written(text: str) -> str:
+        images, marker, question = text.rpartition(image)
+        return text if begin in question else f"{images}{marker}{begin}{question}\n"
+
+    return written

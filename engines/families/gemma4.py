@@ -1,0 +1,117 @@
+"""Gemma 4's language model: heads of one size in windows and of another beside them, embeddings of each layer, and last
+layers that attend to the rows of earlier ones. Images and audio are not supported: models with their encoders are
+served without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgellm.engines.families.decoders import Family, inner_family, text_fields
+from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
+from edgellm.engines.families.gemma import GEMMA3, read_gemma
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
+
+_FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
+
+
+def read_gemma4(fields: ConfigFields) -> DecoderConfig:
+    """Every sixth layer attends to all, unless `layer_types` says otherwise, and the last always does."""
+    types, layers = fields.values.get("layer_types"), layer_count(fields)
+    if isinstance(types, list) and types:
+        fields.values = fields.values | {"layer_types": [*types[:-1], _FULL]}
+    if fields.values.get("rope_parameters") is None:
+        fields.values = fields.values | {"rope_parameters": _ROPE}
+    if fields.switch("enable_moe_block"):
+        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B or 31B"
+        fields.refuse("enable_moe_block", True, reason)
+    fields.ignore("use_bidirectional_attention", "num_experts")
+    ahead = fields.values.get("use_bidirectional_attention")
+    if ahead not in (None, "vision"):  # of the tokens of an image, which do not come up
+        fields.refuse("use_bidirectional_attention", ahead, "supported is vision")
+    local_theta, cap = fields.take_rope_of_windows("rope_local_base_freq"), "final_logit_softcapping"
+    config = read_gemma(
+        fields,
+        None,
+        norm_offset=0.0,
+        windowed=lambda layer: windowed_but_every(6)(layer) and layer + 1 < layers,
+        qk_norm=True,
+        value_norms=True,
+        layer_scalars=True,
+        post_norms=True,
+        attention_scale=1.0,
+        logits_cap=0.0 if fields.values.get(cap) is None else fields.positive(cap, largest=1e6),
+        full_heads=_full_heads(fields),
+        values_are_keys=fields.switch("attention_k_eq_v"),
+        shared_rows=_count(fields, "num_kv_shared_layers", max(0, layers - 1)),
+        layer_embedding_size=_count(fields, "hidden_size_per_layer_input", LARGEST_DEPTH * LARGEST_DEPTH, 256),
+    )
+    rows = fields.size("vocab_size_per_layer_input", 262144)
+    if config.layer_embedding_size and config.vocab_size not in (0, rows):
+        fields.refuse("vocab_size_per_layer_input", rows, f"supported is vocab_size, {config.vocab_size}")
+    kinds, first = [config.layer_kind(index) for index in range(layers)], layers - config.shared_rows
+    if not set(kinds[first:]) <= set(kinds[:first]):
+        fields.wrong.append(
+            f"num_kv_shared_layers is {config.shared_rows}: layer_types has a kind in these layers alone"
+        )
+    is_wide = fields.switch("use_double_wide_mlp") and config.shared_rows
+    return replace(
+        config,
+        rotary_dim=config.full_heads[1],
+        local_rope_theta=local_theta if config.layer_kinds else None,
+        shared_intermediate_size=2 * config.intermediate_size if is_wide else 0,
+    )
+
+
+def _count(fields: ConfigFields, key: str, largest: int, default: int = 0) -> int:
+    """A whole number from 0 to `largest`."""
+    value = fields.values.get(key)
+    value = default if value is None else value
+    if is_integer(value) and 0 <= value <= largest:
+        return value
+    fields.expect(key, value, f"a whole number from 0 to {largest}")
+    return 0
+
+
+def _full_heads(fields: ConfigFields) -> tuple[int, int]:
+    """Key-value heads of layers that attend to all, and their elements: in fields of their own or, as transformers 5
+    writes it, in `per_layer_config`."""
+    values, of_layers = fields.values, fields.values.get("per_layer_config")
+    given: Any = {"head_dim": values.get("global_head_dim") or 512}
+    if values.get("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
+        given |= {_KV_HEADS: values["num_global_key_value_heads"]}
+    if of_layers is not None:
+        parts = [*of_layers.values()] if isinstance(of_layers, dict) else [None]
+        given = parts[0] if parts else {}
+        known = isinstance(given, dict) and set(given) <= {"head_dim", _KV_HEADS}
+        if not known or any(part != given for part in parts):
+            reason = f"supported are head_dim and {_KV_HEADS}, one for all {_FULL} layers"
+            fields.refuse("per_layer_config", of_layers, reason)
+            given = {}
+    own = ConfigFields(values | given, None, fields.family)
+    own.wrong = fields.wrong
+    return own.size(_KV_HEADS), own.size("head_dim")
+
+
+GEMMA4_TEXT = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    read_gemma4,
+    {
+        **GEMMA3.defaults,
+        **{"vocab_size": 262144, "num_hidden_layers": 30, "sliding_window": 512, "hidden_act": "gelu_pytorch_tanh"},
+    },
+)
+
+
+def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
+    """The language model inside; its images and audio are no part of it."""
+    return inner_family(fields, GEMMA4_TEXT).read(text_fields(fields, GEMMA4_TEXT.defaults))
+
+
+GEMMA4 = Family("gemma4", "Gemma4ForConditionalGeneration", _read_gemma4)

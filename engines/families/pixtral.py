@@ -1,0 +1,110 @@
+"""Pixtral, the vision encoder of Mistral 3: images of any size, layers made as those of language models, positions by a
+rotary embedding of rows and columns alone, and squares of patches merged before they are projected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.vision_fields import (
+    ACTIVATIONS,
+    Read,
+    dimensions,
+    feature_layers,
+    rotated,
+    text_hidden_size,
+)
+from edgellm.engines.families.vision_parts import PROJECTOR, TOWER, TowerWeights, projection_steps, used_layers
+from edgellm.engines.model.config import LARGEST_MERGE
+from edgellm.engines.model.encoder_steps import EncoderAttention
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.steps import Input, LinearResidual, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.vision import VisionConfig
+
+#: What stands for an image's tokens where the file does not say.
+MISTRAL3_IMAGE_TOKEN = 10
+#: What published configurations leave out.
+_DEFAULTS = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_channels": 3,
+    "patch_size": 16,
+    "hidden_act": "gelu",
+}
+#: The norms of the tower have it fixed in their code.
+_EPSILON = 1e-5
+
+
+def read_pixtral(top: ConfigFields) -> Read:
+    """What is merged is normed with the language model's epsilon."""
+    raw, text = top.values["vision_config"], top.values.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, top.family)
+    if raw.get("model_type", "pixtral") != "pixtral":
+        top.refuse("vision_config.model_type", raw["model_type"], "supported is pixtral")
+    values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
+    layers = feature_layers(top, values["num_layers"], -1)
+    if len(layers) > 1:
+        top.refuse("vision_feature_layer", top.values["vision_feature_layer"], "supported is one layer")
+    bias = top.values.get("multimodal_projector_bias", False)
+    if not isinstance(bias, bool):
+        top.expect("multimodal_projector_bias", bias, "true or false")
+    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
+    usual = 4096 if text.get("model_type") == "ministral3" else 5120
+    return fields, rotated(fields, values) | {
+        "temporal_patch_size": 1,
+        "spatial_merge_size": top.size("spatial_merge_size", 2, largest=LARGEST_MERGE),
+        "out_hidden_size": text_hidden_size(top) or usual,
+        "activation": fields.word("hidden_act", ACTIVATIONS),
+        "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
+        "image_token_id": top.token_id(key, MISTRAL3_IMAGE_TOKEN),
+        "tensor_prefix": "model.vision_tower.",
+        "projector_prefix": "model.multi_modal_projector.",
+        "feature_layers": layers,
+        "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
+        "projector_bias": bool(bias),
+    }
+
+
+def pixtral_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The patches come in merge blocks, the padding behind them: what is merged is a convolution over them."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, _EPSILON)
+    projector = TowerWeights(PROJECTOR, config.projector_prefix, config.norm_eps)
+    hidden, inner, out, rows = config.hidden_size, config.intermediate_size, config.out_hidden_size, shape.tokens
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    steps: list[Step] = [
+        NormLinear("hidden", (Input("patches"),), tower.convolution("patch_conv", hidden, patch, bias=False)),
+        Normed("hidden", "hidden", tower.rms_norm("ln_pre", hidden)),
+    ]
+    for index in range(used_layers(config)):
+        layer, heads = f"transformer.layers.{index}.", (config.num_heads, config.head_dim)
+        qkv, gated = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden), {"gate_proj": inner, "up_proj": inner}
+        first, second = (tower.rms_norm(f"{layer}{part}_norm", hidden) for part in ("attention", "ffn"))
+        joined = tower.linear(f"{layer}attention.qkv_proj", qkv, hidden, bias=False)
+        output = tower.linear(f"{layer}attention.o_proj", hidden, hidden, bias=False)
+        gate_up = tower.linear(f"{layer}feed_forward.gate_up_proj", gated, hidden, bias=False)
+        down = tower.linear(f"{layer}feed_forward.down_proj", hidden, inner, bias=False)
+        steps += [
+            NormLinear("qkv", (Input("hidden", (first,)),), joined),
+            EncoderAttention("context", "qkv", *heads, (1, rows), "attention_mask", "rotary_cos_sin"),
+            LinearResidual("hidden", "context", output, "hidden"),
+            NormLinear("activation", (Input("hidden", (second,)),), gate_up, config.activation, gated=True),
+            LinearResidual("hidden", "activation", down, "hidden"),
+        ]
+    merged = config.merge_patches * hidden
+    merging = projector.linear("patch_merger.merging_layer", hidden, merged, bias=False)
+    merging = replace(merging, weight=replace(merging.weight, kernel=config.merge_patches))
+    linears = (
+        projector.linear("linear_1", out, hidden, config.projector_bias),
+        projector.linear("linear_2", out, out, config.projector_bias),
+    )
+    return [
+        *steps,
+        Normed("hidden", "hidden", projector.rms_norm("norm", hidden)),
+        Reshape("blocks", "hidden", (1, rows // config.merge_patches, merged)),
+        NormLinear("merged", (Input("blocks"),), merging),
+        *projection_steps("image_embeddings", ["merged"], linears, config.projector_activation),
+    ]

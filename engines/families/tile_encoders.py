@@ -1,0 +1,120 @@
+"""The programs of encoders that see parts of pictures: SmolVLM's, LFM2-VL's and InternVL's.
+
+SmolVLM's and LFM2-VL's are SigLIP, LFM2-VL's of any number of patches; InternVL's has a class token and scales what
+attention and MLP add. All put the patches of a token side by side before they are projected.
+"""
+
+from __future__ import annotations
+
+from edgellm.engines.families.vision_parts import (
+    PROJECTOR,
+    TOWER,
+    TowerWeights,
+    layer_steps,
+    projection_steps,
+    tower_steps,
+)
+from edgellm.engines.model.encoder_steps import DropFirst, EncoderAttention, Gather, Prepend, ScaledResidual
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.vision import VisionConfig, embedding_rows
+
+#: Of the layer norm in a projector, which has that of its class.
+_PROJECTOR_EPSILON = 1e-5
+
+
+def smolvlm_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """Idefics3's, too: one linear layer behind the tower's norm."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    connector = TowerWeights("connector.", config.projector_prefix)
+    merged = config.merge_patches * config.hidden_size
+    linear = connector.linear("modality_projection.proj", config.out_hidden_size, merged, False)
+    return [
+        *tower_steps(config, tower),
+        Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", config.hidden_size)),
+        *_blocks(config, shape, "normed"),
+        NormLinear("image_embeddings", (Input("merged"),), linear),
+    ]
+
+
+def lfm2_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The patches come in blocks of a token, the padding behind them; positions are made for each grid."""
+    tower, hidden = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps), config.hidden_size
+    return [
+        NormLinear(
+            "hidden_0", (Input("patches"),), tower.linear("embeddings.patch_embedding", hidden, config.patch_elements)
+        ),
+        Add("hidden_0", "hidden_0", "position_embeddings"),
+        *layer_steps(config, tower, shape.tokens, "attention_mask"),
+        Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
+        *_merged(config, shape, "normed"),
+        *_projector(config, config.projector_size or 0, config.projector_norm),
+    ]
+
+
+def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """InternViT: a class token, and what attention and MLP add is scaled column by column."""
+    tower = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps)
+    hidden, rows = config.hidden_size, config.tower_rows
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    embedding = tower.convolution("embeddings.patch_embeddings.projection", hidden, patch, bias=True)
+    steps: list[Step] = [
+        NormLinear("hidden", (Input("patches"),), embedding),
+        Prepend("hidden", "hidden", tower.weight("embeddings.cls_token", hidden, part=(1, 1, hidden))),
+        Add("hidden", "hidden", tower.weight("embeddings.position_embeddings", rows, hidden, part=(1, rows, hidden))),
+    ]
+
+    def norm(name: str) -> Norm:
+        return tower.rms_norm(name, hidden) if config.rms_norms else tower.layer_norm(name, hidden)
+
+    for index in range(config.num_layers):
+        layer = f"encoder.layer.{index}."
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
+        qkv = tower.linear(f"{layer}attention.qkv_proj", parts, hidden, config.attention_bias)
+        steps.append(NormLinear("qkv", (Input("hidden", (norm(f"{layer}layernorm_before"),)),), qkv))
+        query, key = (tower.rms_norm(f"{layer}attention.{part}_norm", hidden) for part in "qk")
+        norms = (query, key) if config.qk_norm else None
+        first, second = (f"{layer}mlp.fc1", config.intermediate_size, hidden), (f"{layer}mlp.fc2", hidden)
+        steps += [
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), qk_norms=norms),
+            NormLinear(
+                "added", (Input("context"),), tower.linear(f"{layer}attention.projection_layer", hidden, hidden)
+            ),
+            ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_1", hidden), "hidden"),
+            NormLinear(
+                "activation",
+                (Input("hidden", (norm(f"{layer}layernorm_after"),)),),
+                tower.linear(*first),
+                config.activation,
+            ),
+            NormLinear("added", (Input("activation"),), tower.linear(*second, config.intermediate_size)),
+            ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_2", hidden), "hidden"),
+        ]
+    if config.final_norm:
+        steps.append(Normed("hidden", "hidden", tower.layer_norm("layernorm", hidden)))
+    return [
+        *steps,
+        DropFirst("features", "hidden", rows - 1),
+        *_blocks(config, shape, "features"),
+        *_projector(config, config.out_hidden_size, True),
+    ]
+
+
+def _blocks(config: VisionConfig, shape: EngineShape, value: str) -> list[Step]:
+    """The patches of a square, in reading order, block by block, those of each side by side."""
+    return [Gather("blocks", value, "block_rows"), *_merged(config, shape, "blocks")]
+
+
+def _merged(config: VisionConfig, shape: EngineShape, value: str) -> list[Step]:
+    merged = (1, embedding_rows(config, shape), config.merge_patches * config.hidden_size)
+    return [Reshape("merged", value, merged)]
+
+
+def _projector(config: VisionConfig, inner: int, has_norm: bool) -> list[Step]:
+    """Two linear layers, whose input may be normed."""
+    names, merged = TowerWeights(PROJECTOR, config.projector_prefix, _PROJECTOR_EPSILON), config.merge_patches
+    merged *= config.hidden_size
+    first = names.linear("linear_1", inner, merged, config.projector_bias)
+    second = names.linear("linear_2", config.out_hidden_size, inner, config.projector_bias)
+    steps: list[Step] = [Normed("merged", "merged", names.layer_norm("layer_norm", merged))] if has_norm else []
+    return [*steps, *projection_steps("image_embeddings", ["merged"], (first, second), config.projector_activation)]

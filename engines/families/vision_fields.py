@@ -1,0 +1,149 @@
+"""What the readers of vision encoders share: dimensions, rotary embeddings, and the towers of CLIP and SigLIP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgellm.engines.families.decoders import SILU, filled
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.formats.strict_formats import is_integer, is_number
+from edgellm.engines.model.config import LARGEST_DEPTH
+from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH
+
+_TOWER_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+}
+_SIGLIP = {"patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_IDEFICS3 = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+_INTERN_VIT = {
+    **{"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    **{"image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+    **{"use_mean_pooling": True, "use_absolute_position_embeddings": True},
+}
+#: What the towers' classes take for what a file leaves out.
+TOWERS: dict[str, dict[str, Any]] = {
+    "clip_vision_model": {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip_vision_model": _SIGLIP,
+    "siglip2_vision_model": {**_SIGLIP, "num_patches": 256},
+    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _IDEFICS3),
+    "internvl_vision": _INTERN_VIT,
+}
+ACTIVATIONS: dict[str | None, str] = {
+    **SILU,
+    **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
+}
+#: What the language model has where LLaVA's and Gemma 3's files do not say.
+_TEXT_HIDDEN_SIZES = {"llava": 4096, "gemma3": 2304, "paligemma": 2048}
+
+#: The fields of `vision_config`, and the arguments of `VisionConfig`.
+Read = tuple[ConfigFields, dict[str, Any]]
+
+
+def read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> Read:
+    """What CLIP and SigLIP have in common."""
+    raw = top.values["vision_config"]
+    tower = raw.get("model_type", usual)
+    if not isinstance(tower, str) or tower not in supported:
+        top.refuse("vision_config.model_type", tower, f"supported are {', '.join(supported)}")
+        tower = usual
+    fields = ConfigFields(filled(raw, _TOWER_DEFAULTS | TOWERS[tower], is_part=True), None, top.family)
+    names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
+    sizes, image_size = dimensions(top, fields, **names), fields.size("image_size")
+    patch = sizes["patch_size"]
+    if patch and image_size < patch:
+        fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {patch}")
+    elif patch and image_size // patch > LARGEST_IMAGE_SIDE:
+        fields.wrong.append(f"image_size is {image_size}: expected at most {LARGEST_IMAGE_SIDE} patches a side")
+    values = sizes | {
+        "temporal_patch_size": 1,
+        "out_hidden_size": text_hidden_size(top),
+        "activation": fields.word("hidden_act", ACTIVATIONS),
+        "norm_eps": fields.positive("layer_norm_eps"),
+        "tensor_prefix": "model.vision_tower.",
+        "projector_prefix": "model.multi_modal_projector.",
+        "image_size": image_size,
+    }
+    if not values["out_hidden_size"]:
+        top.wrong.append("text_config.hidden_size is missing, expected that of the language model")
+    return fields, values
+
+
+def dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
+    """What every encoder has, under the family's names."""
+    sizes: dict[str, Any] = {
+        "family": top.family,
+        "dtype": declared_dtype(top),
+        "hidden_size": fields.size("hidden_size"),
+        "intermediate_size": fields.size("intermediate_size"),
+        "num_layers": fields.size(depth, largest=LARGEST_DEPTH),
+        "num_heads": fields.size(heads),
+        "in_channels": fields.size(channels),
+        "patch_size": fields.size("patch_size", largest=LARGEST_PATCH),
+    }
+    if sizes["num_heads"] and sizes["hidden_size"] % sizes["num_heads"]:
+        fields.wrong.append(f"hidden_size {sizes['hidden_size']} is not a multiple of {heads} {sizes['num_heads']}")
+    if sizes["in_channels"] not in (0, 3):
+        fields.refuse(channels, sizes["in_channels"], "supported are images of 3 channels")
+    return sizes
+
+
+def listed_layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
+    """Distinct layer indices in ascending order: outputs are told apart by their place in this list."""
+    value = fields.values.get(key)
+    if (
+        not isinstance(value, list)
+        or not all(is_integer(index) and 0 <= index < depth for index in value)
+        or value != sorted(set(value))
+    ):
+        fields.expect(key, value, f"ascending layer indices from 0 to {depth - 1}")
+        return ()
+    return tuple(value)
+
+
+def rotated(fields: ConfigFields, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` of an encoder whose heads are turned by rows and columns, and the base of that; the first files have
+    it by itself."""
+    rope, alone = fields.values.get("rope_parameters"), fields.values.get("rope_theta", 10000.0)
+    theta = rope.get("rope_theta", alone) if isinstance(rope, dict) else alone
+    if not is_number(theta) or theta <= 0:
+        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
+        theta = 10000.0
+    head_dim = values["hidden_size"] // max(1, values["num_heads"])
+    if head_dim % 4:
+        fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
+    return values | {"rope_theta": float(theta)}
+
+
+def feature_layers(top: ConfigFields, depth: int, usual: int = -2) -> tuple[int, ...]:
+    """`vision_feature_layer`, or the `usual`, counted from the first hidden state: 0 enters the first layer, `depth`
+    leaves the last."""
+    value = top.values.get("vision_feature_layer", usual)
+    listed = value if isinstance(value, list) else [value]
+    if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
+        top.expect("vision_feature_layer", value, f"one index or several from {-depth - 1} to {depth}")
+        return (depth,)
+    return tuple(index % (depth + 1) for index in listed)
+
+
+def text_hidden_size(top: ConfigFields) -> int:
+    """The language model's: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
+
+    LLaVA's and Gemma 3's leave it out where it is that of their classes.
+    """
+    text = top.values.get("text_config")
+    value = text.get("hidden_size") if isinstance(text, dict) else None
+    value = top.values.get("hidden_size") if value is None else value
+    if value is None and isinstance(text, dict):
+        value = _TEXT_HIDDEN_SIZES.get(top.family)
+    return value if is_integer(value) and value > 0 else 0
+
+
+def declared_dtype(top: ConfigFields) -> str:
+    text = top.values.get("text_config")
+    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
+    return top.dtype(declared if isinstance(declared, str) else None)

@@ -1,0 +1,95 @@
+"""What the programs of vision encoders share: named weights, the towers of CLIP and SigLIP, MLPs, projections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from edgellm.engines.model.encoder_steps import EncoderAttention, Prepend
+from edgellm.engines.model.named_weights import NamedWeights
+from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
+from edgellm.engines.model.vision import VisionConfig
+
+TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+
+
+class TowerWeights(NamedWeights):
+    """Makes the weights and norms of one part of a checkpoint."""
+
+    def __init__(self, prefix: str, source: str, epsilon: float = 0.0) -> None:
+        super().__init__(prefix, source)
+        self._epsilon = epsilon
+
+    def rms_norm(self, name: str, size: int, offset: float = 0.0) -> Norm:
+        """A norm by a weight [H] and an offset."""
+        return Norm(self.weight(f"{name}.weight", size), self._epsilon, offset=offset)
+
+    def layer_norm(self, name: str, size: int) -> Norm:
+        """A norm by a weight and a bias [H]."""
+        return Norm(self.weight(f"{name}.weight", size), self._epsilon, self.weight(f"{name}.bias", size))
+
+    def convolution(self, name: str, rows: int, kernel: tuple[int, ...], bias: bool) -> Linear:
+        """A convolution whose stride is its kernel: one linear layer over flattened patches, [N, product of kernel]."""
+        weight = self.weight(f"{name}.weight", rows, math.prod(kernel), part=(rows, *kernel))
+        return Linear(f"{self._prefix}{name}", weight, self.weight(f"{name}.bias", rows) if bias else None)
+
+
+def used_layers(config: VisionConfig) -> int:
+    """How many layers are computed: those behind the last hidden state that is taken are not."""
+    return max(config.feature_layers)
+
+
+def tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
+    """CLIP or SigLIP, from "patches" to "hidden_0" and the outputs of layers, "hidden_1" and on.
+
+    Every image has the same number of patches, in reading order: nothing is padded.
+    """
+    hidden, rows = config.hidden_size, config.tower_rows
+    patch = (config.in_channels, config.patch_size, config.patch_size)
+    embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)
+    steps: list[Step] = [NormLinear("hidden_0", (Input("patches"),), embedding)]
+    if config.class_token:
+        steps.append(Prepend("hidden_0", "hidden_0", tower.weight("embeddings.class_embedding", hidden)))
+    steps.append(Add("hidden_0", "hidden_0", tower.weight("embeddings.position_embedding.weight", rows, hidden)))
+    if config.class_token:
+        norm = tower.layer_norm("pre_layrnorm", hidden)  # spelt so in every published checkpoint
+        steps.append(Normed("hidden_0", "hidden_0", norm))
+    return [*steps, *layer_steps(config, tower, rows)]
+
+
+def layer_steps(config: VisionConfig, tower: TowerWeights, rows: int, mask: str | None = None) -> list[Step]:
+    """The layers of CLIP and SigLIP on so many rows, of which those that `mask` names are seen."""
+    hidden, steps = config.hidden_size, list[Step]()
+    for index in range(used_layers(config)):
+        layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", parts, hidden)
+        first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
+        steps += [
+            NormLinear("qkv", (Input(value, (first,)),), qkv),
+            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), mask),
+            LinearResidual(result, "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), value),
+            *mlp_steps(config, result, second, tower, (f"{layer}mlp.fc1", f"{layer}mlp.fc2")),
+        ]
+    return steps
+
+
+def mlp_steps(
+    config: VisionConfig, value: str, norm: Norm, weights: NamedWeights, names: tuple[str, str]
+) -> list[Step]:
+    """An MLP without a gate, whose linear layers are called so, on the residual stream `value`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    first, second = weights.linear(names[0], inner, hidden), weights.linear(names[1], hidden, inner)
+    return [
+        NormLinear("activation", (Input(value, (norm,)),), first, config.activation),
+        LinearResidual(value, "activation", second, value),
+    ]
+
+
+def projection_steps(output: str, values: Sequence[str], linears: tuple[Linear, Linear], activation: str) -> list[Step]:
+    """The projection from the `values`, side by side, to the width of the language model."""
+    inputs = tuple(Input(value) for value in values)
+    return [
+        NormLinear("projected", inputs, linears[0], activation),
+        NormLinear(output, (Input("projected"),), linears[1]),
+    ]

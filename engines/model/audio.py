@@ -1,0 +1,44 @@
+"""What an encoder of speech looks like, whatever its family calls it, and how sound becomes its frames and rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AudioConfig:
+    """Dimensions of an encoder of speech and of what leads from it to the language model.
+
+    Chunks of `chunk_frames` frames of `mel_bins` bands are convolved one by one, by three convolutions of `channels`;
+    the rows of `window_chunks` chunks attend to each other. `out_hidden_size` is the language model's hidden size.
+    `tensor_prefix` and `projector_prefix` begin the checkpoint's tensor names.
+    """
+
+    mel_bins: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    channels: int
+    chunk_frames: int
+    window_chunks: int
+    out_hidden_size: int
+    tensor_prefix: str
+    projector_prefix: str
+
+    @property
+    def window_frames(self) -> int:
+        """Frames of a full window."""
+        return self.chunk_frames * self.window_chunks
+
+    def rows(self, frames: int) -> int:
+        """Rows, each a token of the language model, of so many frames: the last chunk may be shorter."""
+        full, rest = divmod(frames, self.chunk_frames)
+        return full * convolved(self.chunk_frames) + convolved(rest)
+
+
+def convolved(size: int, times: int = 3) -> int:
+    """What so many convolutions over three places, with a stride of 2 and a zero at either end, leave of a size."""
+    for _ in range(times):
+        size = (size + 1) // 2
+    return size

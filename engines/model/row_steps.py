@@ -1,0 +1,54 @@
+"""Steps that change columns of rows, each row by itself: Gemma 4's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import READS, Norm, Step
+
+#: The input [B, T, L P] compute with the embeddings that each token has for all L layers, which the host looks up.
+TOKEN_ROWS = "token_rows"
+
+
+@dataclass(frozen=True)
+class UnitNorm(Step):
+    """output = value whose columns from `first` on, part after part of `size`, are divided by
+    sqrt(mean of their squares + epsilon); those before stay as they are."""
+
+    value: str = field(metadata=READS)
+    first: int
+    size: int
+    epsilon: float
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: kinds[self.value]}
+
+
+@dataclass(frozen=True)
+class InsertColumns(Step):
+    """output = `into` with the columns of `value` in the place of its first ones."""
+
+    value: str = field(metadata=READS)
+    into: str = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: kinds[self.into]}
+
+
+@dataclass(frozen=True)
+class TokenGate(Step):
+    """output = activation(value) * (norm(columns of `projected`) + scale * columns of `rows`) / sqrt(2), both from
+    `first` on and as many as the value has: what a token's own embeddings let through (Gemma 3n, Gemma 4)."""
+
+    value: str = field(metadata=READS)
+    projected: str = field(metadata=READS)
+    rows: str = field(metadata=READS)
+    first: int
+    norm: Norm
+    scale: float
+    activation: str
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], "compute")}

@@ -1,0 +1,63 @@
+"""The embeddings that each token has for all layers (Gemma 4): rows that the host looks up in the checkpoint's mapped
+file, since the table is as large as all other weights together, and a step needs one row a token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import token_table
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.row_steps import TOKEN_ROWS
+from edgellm.engines.runners.captured_steps import HostStage, Stages
+from edgellm.kernels.arrays import Array, leading
+
+
+class TokenRows:
+    """Looks rows up in the table of a checkpoint, which may be closed afterwards, and brings them to the one place from
+    which every engine reads those of its step: steps run one after the other. It does nothing for a model without."""
+
+    def __init__(self, backend: Backend, config: DecoderConfig, checkpoint: Checkpoint, tokens: int) -> None:
+        """Steps have up to so many `tokens`, of all sequences together. Raises CheckpointError where the table is
+        missing, packed, or of another shape."""
+        self._backend, self._size, self._table = backend, config.token_row_size, np.empty((0, 0), np.float32)
+        self._rows = backend.zeros((tokens * self._size,), "compute")
+        for spec in token_table(config):
+            self._info = checkpoint.info(spec.name)
+            if checkpoint.layout(spec.name, spec.shape) is not None or self._info.shape != spec.shape:
+                raise CheckpointError(
+                    f"{self._info.file}: tensor {spec.name!r} is {self._info.dtype} {list(self._info.shape)}, expected "
+                    f"{list(spec.shape)}, not packed. Take config.json and weights of one and the same model"
+                )
+            self._table = checkpoint.raw(spec.name)
+
+    def of(self, token_ids: np.ndarray) -> np.ndarray:
+        """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
+        none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
+        is_token = (token_ids >= 0) & (token_ids < len(self._table))
+        rows = self._table[np.where(is_token, token_ids, 0)]
+        rows[~is_token] = 0
+        return converted(self._info, rows, self._backend.compute_dtype)
+
+    def bring(self, token_ids: np.ndarray) -> None:
+        """Bring the rows of the next step's tokens [B, T], in order with the other work."""
+        if self._size:
+            self._backend.upload(self._place(*token_ids.shape), self.of(token_ids))
+
+    def stages(self, token_ids: Array) -> Stages:
+        """What brings those of tokens [B, T] on the device: a step whose tokens were drawn there, or a tree that was
+        laid out there, waits for the host to know them."""
+        return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
+
+    def bound(self, shape: EngineShape) -> dict[str, Array]:
+        """What engines of a shape are bound to: the input `TOKEN_ROWS` [B, T, size]."""
+        return {TOKEN_ROWS: self._place(shape.batch, shape.tokens)} if self._size else {}
+
+    def _place(self, batch: int, tokens: int) -> Array:
+        return leading(self._rows, (batch, tokens, self._size))
+
+    def _follow(self, token_ids: Array) -> None:
+        self.bring(self._backend.read(token_ids).wait())

@@ -1,0 +1,76 @@
+"""The kernels of columns.cu on the GPU: parts of rows, columns of rows, and tokens' own embeddings. Methods have the
+arguments of their twins in `numpy_twins`."""
+
+from __future__ import annotations
+
+import ctypes
+
+from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of
+from edgellm.kernels.decode.contract import TOKEN_SHARE, activation_number
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+
+#: Lanes of a warp, which a block is; each has 8 columns at a time.
+_LANES = 32
+
+
+def column_kernel(name: str, kind: str) -> Kernel:
+    """A kernel of columns.cu, for a dtype by its name on the device."""
+    return decode_kernel("columns.cu", f"decode::{name}<{kind}>", ())
+
+
+class CudaColumns:
+    """What `CudaDecodeKernels` have of columns; rows are up to 65,535."""
+
+    module: KernelModule
+    dtype: str
+    _type: str
+
+    def unit_norm(self, values, first, size, epsilon, next_early=True):
+        """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
+        stride = values.shape[-1]
+        if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:
+            raise KernelError(
+                f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
+                "float32, and whole parts in eights"
+            )
+        place = ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"])
+        numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
+        return self._of_rows("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
+
+    def insert_columns(self, columns, rows):
+        """See `NumpyDecodeKernels.insert_columns`."""
+        width, stride = columns.shape[-1], rows.shape[-1]
+        are_floats = columns.dtype == rows.dtype == "float32"
+        if not are_floats or width % 8 or stride % 8 or width > stride or rows_of(columns) != rows_of(rows):
+            raise KernelError(
+                f"columns {columns.dtype} {list(columns.shape)} have no place in {rows.dtype} {list(rows.shape)}; "
+                "expected as many rows of float32, and columns in eights"
+            )
+        arguments = *map(ctypes.c_void_p, addresses(columns, rows)), ctypes.c_int(width), ctypes.c_int(stride)
+        return self._of_rows("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
+
+    def token_gate(self, gate, activation, projected, own, scale, output):
+        """See `NumpyDecodeKernels.token_gate`."""
+        width, rows, stride, first = gate.shape[-1], rows_of(gate), own.shape[-1], projected.first
+        values, fits = projected.values, width == projected.columns and projected.weight is not None
+        fits &= values.shape[-1] == stride and rows == rows_of(values) == rows_of(own)
+        fits &= not (width % 8 or stride % 8 or first % 8)
+        dtypes = values.dtype, gate.dtype, own.dtype, output.dtype
+        if not fits or dtypes != ("float32", "float32", *(self.dtype,) * 2):
+            raise KernelError(
+                f"gates {gate.dtype} {list(gate.shape)}, projected {values.dtype} {list(values.shape)} and embeddings "
+                f"{own.dtype} {list(own.shape)} do not fit; expected float32, float32 and {self.dtype} of as many "
+                "rows, and columns in eights with a norm"
+            )
+        check_room("output", output, rows, width)
+        places = values.pointer + first * ITEM_SIZES["float32"], own.pointer + first * ITEM_SIZES[self.dtype]
+        pointers = *addresses(gate), *places, *addresses(projected.weight, output)
+        sizes = map(ctypes.c_int, (width, stride, activation_number(activation)))
+        numbers = map(ctypes.c_float, (projected.epsilon, projected.offset, scale, TOKEN_SHARE))
+        arguments = *map(ctypes.c_void_p, pointers), *sizes, *numbers
+        return self._of_rows("token_gate", 1, rows, arguments)
+
+    def _of_rows(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:
+        return Launch(self.module, column_kernel(name, self._type), (blocks, rows, 1), _LANES, 0, arguments)

@@ -1,0 +1,72 @@
+"""An image on its way to a vision encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Size
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedImage:
+    """An image, and what is made of it for a vision encoder.
+
+    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
+    `layout` says how they become rows. The image stands for `tokens` tokens of the language model, of which so
+    many follow each other as `runs` says, where the prompt has others behind each row; none: all do. `digest` is the
+    SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    """
+
+    pixels: np.ndarray | None
+    size: Size
+    layout: ImageLayout
+    tokens: int
+    digest: str
+    runs: tuple[int, ...] = field(default=(), kw_only=True)
+    kind: ClassVar[str] = "image"
+
+    @classmethod
+    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int, runs: tuple[int, ...] = ()) -> PreparedImage:
+        """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
+        it may wait for its turn for long."""
+        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
+        if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
+            return cls(pixels, size, layout, tokens, digest, runs=runs)
+        image = cls(None, size, layout, tokens, digest, runs=runs)
+        image.__dict__["patches"] = layout.apply(pixels)
+        return image
+
+    @property
+    def tiles(self) -> tuple[PreparedImage, ...]:
+        """Itself: it is shown in one part."""
+        return (self,)
+
+    @property
+    def held_pixels(self) -> int:
+        """How many pixels it was decoded to."""
+        return math.prod(self.size)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, height and width."""
+        return self.layout.grid
+
+    @cached_property
+    def patches(self) -> np.ndarray:
+        """[N, E] float32: the encoder's rows, in its order. Computed when first asked for, then kept: an image whose
+        embeddings are known by its digest need never be resized."""
+        assert self.pixels is not None
+        return self.layout.apply(self.pixels)
+
+
+def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
+    """SHA-256 of the pixels [H, W, 3] uint8, their size, and how they become rows."""
+    digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
+    digest.update(np.ascontiguousarray(pixels))
+    return digest.hexdigest()

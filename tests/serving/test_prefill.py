@@ -1,0 +1,214 @@
+"""What a prefill hands out: the rows that transformers has, where they are, and a slot that is held until they go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_answers import make_runner
+from golden_files import golden_folder
+from safetensors.numpy import load_file
+from synthetic_images import synthetic_image
+
+from edgellm.asynchronous import AsyncLLM
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.errors import RequestError
+from edgellm.kernels import dlpack
+from edgellm.kernels.dlpack import SharedArray
+from edgellm.llm import LLM
+from edgellm.prefilled import PrefilledStates
+from edgellm.requests import Request
+
+PROMPT = Request("The robot stands beside the table, and the red cup stands on it.")
+OTHERS = [Request(text) for text in ("Stop.", "What is a robot?", "Where?")]
+
+
+@pytest.fixture
+def llm(tiny_engines: Path) -> Iterator[LLM]:
+    """Two slots."""
+    with LLM(tiny_engines, backend="numpy") as opened:
+        yield opened
+
+
+def seen(states: PrefilledStates) -> list[np.ndarray]:
+    """The arrays where they are."""
+    return [np.from_dlpack(each) for each in (*states.keys, *states.values)]
+
+
+def test_rows_are_those_of_transformers() -> None:
+    """`tools/goldens/make_policy.py` lets pi0's action part read such rows beside transformers' own."""
+    golden = load_file(golden_folder("policy") / "expected.safetensors")
+    runner, ids = make_runner("gemma"), golden["token_ids"].tolist()
+    runner.start(0, ids, 0, SamplingValues()).wait()
+    for layer, expected in enumerate(zip(golden["keys"], golden["values"], strict=True)):
+        for rows, wanted in zip(runner.base.states.shared_rows(0, layer, len(ids), None), expected, strict=True):
+            found = np.from_dlpack(rows)
+            assert found.shape[:3] == (1, wanted.shape[0], len(ids))
+            np.testing.assert_allclose(found[0, :, :, ::64], wanted, atol=1e-4)
+            assert np.abs(wanted).max() > 1
+    runner.close()
+
+
+def test_memory_is_the_models_own_and_every_reader_holds_the_slot(llm: LLM) -> None:
+    states = llm.prefill(PROMPT, layers=[1])
+    (keys,), (values,) = states.keys, states.values
+    runner = llm.call(lambda runtime: runtime._open_runner()).result()
+    own = runner.base.states.tensors["k_cache_1"]
+    rows = np.from_dlpack(keys)
+    assert rows.ctypes.data == keys.pointer == own[1:].ctypes.data and rows.dtype == np.float32
+    assert keys.strides == tuple(each // 4 for each in rows.strides) and keys.shape == rows.shape
+    assert (keys.shape[2], keys.dtype, keys.__dlpack_device__()) == (len(states.token_ids), "float32", (1, 0))
+    assert np.any(rows != np.from_dlpack(values))
+    with pytest.raises(BufferError, match="is not copied"):
+        keys.__dlpack__(copy=True)
+    with pytest.raises(BufferError, match="is not copied"):
+        keys.__dlpack__(dl_device=(2, 0))
+    usable = llm.call(lambda runtime: partial(runtime._held.usable, runner)).result()
+    capsule, part = values.__dlpack__(), rows[0, 0, 3:]
+    del rows, keys, values
+    states.close()
+    for reader in ("capsule", "part"):
+        gc.collect()
+        assert usable() == 1, reader
+        if reader == "capsule":
+            del capsule  # which nobody has taken
+    del part
+    assert usable() == 2
+    assert not dlpack._under_way
+
+
+def test_a_slot_that_is_held_is_left_alone(llm: LLM) -> None:
+    expected = [response.token_ids for response in llm.handle(OTHERS)]
+    with llm.prefill(PROMPT) as states:
+        arrays = seen(states)
+        copies = [array.copy() for array in arrays]
+        assert [response.token_ids for response in llm.handle(OTHERS)] == expected  # one by one, in the other slot
+        with llm.prefill(OTHERS[1]) as second:
+            with pytest.raises(EngineError, match="all slots of the model hold states that prefill"):
+                llm.prefill(OTHERS[0])
+            with pytest.raises(EngineError, match="larger --max-batch"):
+                llm.generate("Hello")
+            assert len(seen(second)) == len(arrays)
+        assert llm.generate(OTHERS[0].prompt).token_ids == expected[0]
+        for array, copy in zip(arrays, copies, strict=True):
+            np.testing.assert_array_equal(array, copy)
+    del arrays, array
+    answers = [llm.generate(request.prompt).token_ids for request in OTHERS]
+    assert answers == expected
+
+
+def test_an_unchanged_beginning_is_reused_from_call_to_call(llm: LLM) -> None:
+    first = llm.prefill(PROMPT)
+    rows = seen(first)[0].copy()
+    assert first.reused_tokens == 0
+    first.close()
+    with llm.prefill(Request(f"{PROMPT.prompt} Take it.")) as second:
+        assert second.reused_tokens == len(first.token_ids)
+        np.testing.assert_array_equal(seen(second)[0][:, :, : len(first.token_ids)], rows)
+    longer = Request(f"{PROMPT.prompt} Take it.")
+    with LLM(llm.directory.path, backend="numpy") as cold, cold.prefill(longer) as whole, llm.prefill(longer) as again:
+        assert again.reused_tokens == len(again.token_ids) - 1
+        for found, expected in zip(seen(again), seen(whole), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_images_are_part_of_what_is_reused(multimodal_engines: Callable[[str], Path]) -> None:
+    image = synthetic_image(24, 20)
+    shown, other = (Request("Look: <|image_pad|> Go on.", images=[each]) for each in (image, image[::-1]))
+    with LLM(multimodal_engines("qwen3_vl"), backend="numpy", drafting=None) as llm:
+        reused, rows = [], []
+        for request in (shown, shown, other):
+            with llm.prefill(request, layers=[0]) as states:
+                reused.append(states.reused_tokens)
+                rows.append(seen(states)[0].copy())
+    count = rows[0].shape[2]
+    assert reused[:2] == [0, count - 1] and 0 < reused[2] < count - 6
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-5)
+    assert np.abs(rows[2] - rows[0]).max() > 0.01
+
+
+def test_what_has_no_such_rows_is_refused_by_name(llm: LLM) -> None:
+    for wrong in ([], [7], "01", [0.0]):
+        with pytest.raises(RequestError, match="layers is"):
+            llm.prefill(PROMPT, layers=wrong)
+    with LLM(llm.directory.path, backend="numpy", kv_cache="int8") as packed:
+        with pytest.raises(EngineError, match=r"as int8, .* open the model with kv_cache='compute'"):
+            packed.prefill(PROMPT)
+        assert len(packed.handle(OTHERS)) == 3
+        runtime = packed.call(lambda runtime: runtime).result()
+        assert runtime._held.usable(runtime._open_runner()) == 2
+    lfm = make_runner("lfm2")
+    with pytest.raises(EngineError, match="layer 0 keeps no keys and values: name layers of attention"):
+        lfm.base.states.shared_rows(0, 0, 4, None)
+    lfm.close()
+
+
+def test_a_ring_is_handed_out_as_long_as_its_rows_are_in_order() -> None:
+    runner, plain = make_runner("phi3_window_7"), make_runner("phi3")
+    states = runner.base.states
+    reach = states.window_reach
+    ids = [3 + number * 7 % 70 for number in range(reach + 1)]
+    runner.start(0, ids[:reach], 0, SamplingValues()).wait()
+    runner.decode(1).wait()  # what is written behind touches no row that is handed out
+    keys = np.from_dlpack(states.shared_rows(0, 0, reach, None)[0])
+    plain.start(0, ids[:reach], 0, SamplingValues()).wait()
+    whole = plain.base.states.shared_rows(0, 0, reach, None)[0]
+    assert keys.shape == whole.shape
+    runner.stop(0)
+    runner.start(0, ids, 0, SamplingValues()).wait()
+    with pytest.raises(EngineError, match=f"in a ring, in which {reach + 1} tokens .*: prefill at most {reach}"):
+        states.shared_rows(0, 0, reach + 1, None)
+    runner.close()
+    plain.close()
+
+
+def test_tokens_of_actions_are_a_choice_of_ids(llm: LLM) -> None:
+    bins = range(40, 72)
+    answer = llm.generate(PROMPT.prompt, max_tokens=7, allowed_token_ids=bins)
+    assert len(answer.token_ids) == 7 and set(answer.token_ids) <= set(bins)
+
+
+def test_an_async_model_awaits_it(tiny_engines: Path) -> None:
+    async def rows() -> np.ndarray:
+        async with AsyncLLM(tiny_engines, backend="numpy") as llm:
+            with await llm.prefill(PROMPT, layers=[0]) as states:
+                return seen(states)[0].copy()
+
+    assert np.isfinite(asyncio.run(rows())).all()
+
+
+def host_values(shared: SharedArray) -> np.ndarray:
+    """A GPU's rows as a reader of the capsule finds them, as float32."""
+    import pycuda.driver as cuda
+
+    capsule = shared.__dlpack__(stream=1)
+    address = dlpack._pointer(id(capsule), b"dltensor")
+    tensor = dlpack.ManagedTensor.from_address(address)
+    assert (tensor.device_kind, tensor.dimensions, tensor.bits) == (dlpack.CUDA, 4, 16)
+    shape, strides = ([axis[i] for i in range(4)] for axis in (tensor.shape, tensor.strides))
+    found = np.empty(shape, np.float16)
+    for head in range(shape[1]):
+        cuda.memcpy_dtoh(found[0, head], tensor.data + 2 * head * strides[1])
+    return found.astype(np.float32)
+
+
+@pytest.mark.gpu
+def test_a_gpus_rows_are_those_of_numpy() -> None:
+    question = Request("Where is the red cup?")
+    with LLM(backend="numpy") as twin, twin.prefill(question) as states:
+        expected = [array.copy() for array in seen(states)]
+    with LLM(backend="tensorrt") as llm:
+        for _ in range(2):  # the second time of rows that are reused
+            with llm.prefill(question) as states:
+                rows = *states.keys, *states.values  # the context is current in the engine's thread
+                found = [llm.call(lambda runtime, each=each: host_values(each)).result() for each in rows]
+                del rows
+            for values, wanted in zip(found, expected, strict=True):
+                assert np.abs(values - wanted).max() < 0.03 * np.abs(wanted).max()
+        assert llm.generate("Hello", max_tokens=2).token_ids

@@ -1,0 +1,187 @@
+"""Qwen3-ASR against transformers: features, rows of the encoder, prompts, and the logits of every prefix."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from speech_models import CHECKPOINT, TOLERANCE, encoded_frames, expected_speech
+from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
+
+from edgellm import LLM, Request
+from edgellm.built import read_built
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.runners.media import PromptMedia
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.errors import AudioError, EdgeLLMError, ImageError, RequestError
+from edgellm.multimodal.log_mel import log_mel
+from edgellm.opened_model import SHIPPED_MODEL
+from edgellm.text.messages import MediaReference
+
+AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"
+PROMPT = f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+SOUNDS = [(sound(seconds), RATE) for seconds in SECONDS]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(speech_engines: Path) -> Iterator[LLM]:
+    with LLM(speech_engines, backend="numpy", drafting=None) as opened:
+        yield opened
+
+
+def heard(source: Any) -> dict[str, Any]:
+    return {"type": "audio", "audio": source}
+
+
+def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+
+
+def before(media: PromptMedia, stop: int) -> PromptMedia:
+    """What stands before a token, which may be in the middle of a span."""
+    spans = [
+        replace(span, places=span.places[:end], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:end]))
+        for span, _, end in media.within(0, stop)
+    ]
+    return PromptMedia(tuple(spans), None)
+
+
+def test_all_is_as_transformers_has_it(llm: LLM) -> None:
+    expected, ids = expected_speech(), expected_speech()["token_ids"].tolist()
+    for request in (Request(PROMPT, audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
+        assert llm._runtime.prompt_ids(request) == ids
+
+    def compute(runtime: Any) -> np.ndarray:
+        runner, sounds = runtime._runner.base, runtime._media.by_name["audio"]
+        pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in SOUNDS]
+        for index, piece in enumerate(pieces):
+            features = log_mel(SOUNDS[index][0], sounds._opened().mel)
+            np.testing.assert_array_equal(np.concatenate(piece.features, axis=1), features)
+            np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=TOLERANCE)
+            rows = np.concatenate([each.rows for each in sounds.encode([piece])])
+            assert len(rows) == piece.tokens
+            np.testing.assert_allclose(rows.flatten()[::13], expected[f"rows{index}"], atol=TOLERANCE)
+        placed, found = runtime._media.encode(ids, pieces), []
+        for stop in range(1, len(ids) + 1):
+            runner.start(0, ids[:stop], stop - 1, SamplingValues(), before(placed, stop)).wait()
+            found.append(runner.logits(0).copy())
+        return np.stack(found)
+
+    logits = llm.call(compute).result()
+    stored = np.take_along_axis(logits, places(*logits.shape), axis=1)
+    np.testing.assert_allclose(stored, expected["logits"], atol=5 * TOLERANCE)
+
+
+def test_every_form_of_a_sound_is_the_same_prompt(llm: LLM, tmp_path: Path) -> None:
+    path, data = tmp_path / "sound.wav", wav(sound(1.0))
+    path.write_bytes(data)
+    encoded = base64.b64encode(data).decode()
+    forms = [
+        *map(heard, (path, data, (np.frombuffer(data[44:], "<i2"), RATE))),
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{encoded}"}},
+        {"type": "audio_url", "audio_url": str(path)},
+        {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}},
+    ]
+    answers = [llm.chat(message(form), **GREEDY) for form in forms]
+    assert len({each.token_ids for each in answers}) == 1
+    assert [each.usage.reused_tokens for each in answers[1:]] == [answers[0].usage.prompt_tokens - 1] * 5
+    other = llm.chat(message(heard((sound(1.0)[::-1].copy(), RATE))), **GREEDY)
+    assert other.usage.prompt_tokens == answers[0].usage.prompt_tokens
+    assert other.usage.reused_tokens < 20  # the words before it alone
+
+
+def test_final_windows_are_neither_encoded_nor_computed_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = sound(7.0)
+    samples[:1600] = np.sin(np.arange(1600) * 0.7)  # the loudest, which all is measured by, comes first
+    encoded = encoded_frames(monkeypatch)
+    for seconds in (4.5, 5.0):
+        encoded.clear()
+        response = llm.chat(message(heard((samples[: round(seconds * RATE)], RATE))), **GREEDY)
+    assert encoded == [100]  # the open window of those of two seconds
+    assert response.usage.reused_tokens == 1 + len("user\n") + 1 + 4 * 13
+
+
+def test_answers_in_a_batch_and_drafted_are_those_alone(llm: LLM, speech_engines: Path) -> None:
+    requests = [Request.of(messages=message(heard(each)), **GREEDY) for each in SOUNDS]
+    alone = [llm.submit(each).result().token_ids for each in requests]
+    with LLM(speech_engines, backend="numpy", drafting="auto") as drafting:
+        together = drafting.handle(requests)
+    assert [each.token_ids for each in together] == alone  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "said"),
+    [
+        ({"type": "audio"}, RequestError, "has no audio: expected one of"),
+        ({"type": "audio", "audio": b"", "path": "x"}, RequestError, "has several audios"),
+        ({"type": "input_audio", "input_audio": {"format": "wav"}}, RequestError, "input_audio is a dict"),
+        ({"type": "video", "video": "x"}, RequestError, "only text, images and audio can be sent"),
+        ({"type": "image", "image": "x.png"}, RequestError, "this model has no vision model"),
+        (heard(wav(np.zeros(40 * 8000), 8000)), AudioError, r"part 1 of .*: the sound is 40\.00 seconds long"),
+    ],
+)
+def test_parts_that_are_wrong_are_named(llm: LLM, part: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        llm.chat(message(part))
+
+
+def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> None:
+    with pytest.raises(ImageError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
+        llm.generate(AUDIO)
+    with pytest.raises(RequestError, match="leave `audio` out"):
+        llm.chat("Hello", audio=[SOUNDS[1]])
+    with (
+        LLM(SHIPPED_MODEL, backend="numpy") as other,
+        pytest.raises(RequestError, match="this model has no encoder of speech: send text only"),
+    ):
+        other.chat(message(heard(SOUNDS[1])))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("audio_config", {"d_model": 17}, "d_model is 17, expected a multiple of 2"),
+        ("audio_config", {"n_window_infer": 150}, "a multiple of twice n_window, 100"),
+        ("audio_config", {"encoder_layers": 1}, "unknown: model.audio_tower.layers"),
+        ("audio_config", {"scale_embedding": True}, "scale_embedding is true"),
+        ("audio_config", {"output_dim": 16}, "wrong shape: .*linear_2"),
+        ("thinker_config", {}, "Qwen/Qwen3-ASR-1.7B-hf"),
+        ("feature_extractor", {"dither": 0.1}, "without dither"),
+        ("feature_extractor", {"hop_length": 401}, "do not fit config.json"),
+        ("feature_extractor", {"n_fft": "x"}, 'n_fft is "x", expected'),
+        ("feature_extractor", None, "preprocessor_config.json is missing: it says how sound becomes input"),
+    ],
+)
+def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: Any, said: str) -> None:
+    checkpoint = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    file = checkpoint / ("processor_config.json" if name == "feature_extractor" else "config.json")
+    known = json.loads(file.read_text())
+    file.unlink()
+    if values is not None:
+        file.write_text(json.dumps(known | {name: known.get(name, {}) | values}))
+    with pytest.raises(EdgeLLMError, match=said):
+        check = lambda path, report: read_built(path)  # noqa: E731
+        build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 32, 64), [], check=check)
+    assert not (tmp_path / "engines").exists()
+
+
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_a_backend_hears_what_numpy_hears(llm: LLM, speech_engines: Path, backend: str) -> None:
+    asked = {**GREEDY, "logprobs": 8, "max_tokens": 1}
+    with LLM(speech_engines, backend=backend) as other:
+        for seconds in (2.0, 2.5, 2.5):  # of a window, of one that is known and another, of known ones
+            conversation = message(heard((sound(seconds), RATE)))
+            (found,), (expected,) = (each.chat(conversation, **asked).logprobs for each in (other, llm))
+            both = dict(found.top).keys() & dict(expected.top).keys()
+            assert len(both) >= 6
+            assert all(abs(dict(found.top)[each] - dict(expected.top)[each]) < 0.05 for each in both)
+        assert other.metrics()["speech"]["reused_sounds"] == 1

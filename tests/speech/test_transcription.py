@@ -1,0 +1,187 @@
+"""Speech as text in Python, on the command line and over HTTP, whole and while it goes on."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from command_line import Edgellm
+from http_server import ServerProcess, running
+from speech_models import encoded_frames
+from synthetic_sound import RATE, sound, wav
+
+from edgellm import LLM, SpeechStream
+from edgellm.errors import AudioError, ContextError, RequestError
+from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
+from edgellm.http.fields import ServedModel
+from edgellm.http.transcriptions import parts_of_form, transcription
+from edgellm.transcription import TranscriptReader, language_name, transcription_request
+
+SPEECH = sound(3.0)
+FILE = wav(SPEECH)
+SHORT: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(speech_engines: Path) -> Iterator[LLM]:
+    with LLM(speech_engines, backend="numpy", drafting=None) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "language", "text"),
+    [
+        ("language English<asr_text>Hello there.", None, "English", "Hello there."),
+        ("language None<asr_text>", None, None, ""),
+        ("language <asr_text>x", None, None, "x"),
+        ("Hello <asr_text> there", "English", "English", "Hello <asr_text> there"),
+        ("languid, they said", None, None, "languid, they said"),
+        ("language " * 20, None, None, "language " * 20),
+        ("lang", None, None, "lang"),
+    ],
+)
+def test_answers_are_parted_alike_in_any_pieces(answer: str, asked: Any, language: Any, text: str) -> None:
+    for size in (1, 3, 1000):
+        reader = TranscriptReader(asked)
+        pieces = [reader.read(answer[start : start + size]) for start in range(0, len(answer), size)]
+        assert ("".join(pieces) + reader.end(), reader.language) == (text, language)
+
+
+def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
+    request = transcription_request((SPEECH, RATE), "en", "EdgeLLM, Jetson")
+    ids, token = llm._runtime.prompt_ids(request), llm.directory.config.audio_token_id
+    text = llm.tokenizer.decode([each for each in ids if each != token], skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>system\nEdgeLLM, Jetson<|im_end|>\n<|im_start|>user\n<|audio_start|><|audio_end|><|im_end|>\n"
+        "<|im_start|>assistant\nlanguage English<asr_text>"
+    )
+    assert ids.count(token) == 3 * 13
+    assert request.params is not None and request.params.temperature == 0
+    assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
+
+
+def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = encoded_frames(monkeypatch)
+    samples = sound(5.0)[::-1].copy()
+    samples[:1600] = np.sin(np.arange(1600) * 0.7)  # the loudest comes first
+    stream = SpeechStream(llm, RATE, "en", **SHORT)
+    found = [stream.hear(samples[start : start + RATE]) for start in range(0, len(samples), RATE)]
+    # A window of two seconds, once the last frames before its end have heard what is behind it, is encoded no more.
+    assert encoded == [100, 200, 200, 100, 200, 200, 100]
+    kept = llm.tokenizer.encode(found[-2].text)[:-5]
+    assert llm.tokenizer.encode(found[-1].text)[: len(kept)] == kept
+    assert found[-1].response.usage.reused_tokens >= 2 * 13  # of the window that is final
+    final, encoded[:] = stream.finish(), []
+    assert stream.seconds == 5.0 and encoded == []
+    assert final.response.token_ids == llm.transcribe((samples, RATE), "en", **SHORT).response.token_ids
+    assert final.language == "English" and final.text
+
+
+def test_what_is_no_speech_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt is a int"):
+        llm.transcribe((SPEECH, RATE), None, 3)  # type: ignore[arg-type]
+    with pytest.raises(AudioError, match="is no sound"):
+        SpeechStream(llm, RATE).hear(np.zeros(0, np.int16))
+    with pytest.raises(ContextError, match="the prompt has 411 tokens and the context 400"):
+        llm.transcribe((sound(30.0), RATE))
+
+
+def test_the_command_writes_what_is_said(edgellm: Edgellm, speech_engines: Path, tmp_path: Path, llm: LLM) -> None:
+    path = tmp_path / "said.wav"
+    path.write_bytes(FILE)
+    code, out, err = edgellm("transcribe", speech_engines, path, "--json")
+    assert (code, json.loads(out)["text"]) == (0, llm.transcribe(path).text), err
+    assert edgellm("transcribe", speech_engines)[0] == 2
+    assert edgellm("transcribe", "-m", speech_engines, path, "--every", 1)[0] == 2
+    follow = ("transcribe", "-m", speech_engines, "-", "--every", 1.25, "--language", "en", "--json", "--max-tokens", 9)
+    code, out, err = edgellm(*follow, stdin=FILE[44:] + b"x")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0, err
+    assert [(each["seconds"], each["final"]) for each in lines] == [(1.25, False), (2.5, False), (3, False), (3, True)]
+    assert lines[-1]["text"] == llm.transcribe(path, "en", max_tokens=9).text
+    for data in (b"", FILE):
+        assert "standard input is empty or a WAV file" in edgellm(*follow, stdin=data)[2]
+
+
+def form(file: bytes | None = FILE, fields: Any = ()) -> bytes:
+    """A body as clients write it."""
+    head = '--frontier\r\nContent-Disposition: form-data; name="'
+    parts = [f'{head}{name}"\r\n\r\n{value}\r\n'.encode() for name, value in dict(fields).items()]
+    if file is not None:
+        parts.append(f'{head}file"; filename="a.wav"\r\nContent-Type: audio/wav\r\n\r\n'.encode() + file + b"\r\n")
+    return b"".join([*parts, b"--frontier--\r\n"])
+
+
+NAMED = {"model": "ears"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (form(fields=NAMED | {"response_format": "srt"}), "is 'srt': expected one of json, text, verbose_json"),
+        (form(fields=NAMED | {"timestamp_granularities[]": "word"}), "timestamp_granularities is not served"),
+        (form(fields=NAMED | {"include[]": "logprobs"}), "include is not served"),
+        (form(fields=NAMED | {"chunking_strategy": "server_vad"}), "a sound is taken as a whole"),
+        (form(fields=NAMED | {"language": "xx"}), "there is no language 'xx'"),
+        (form(fields=NAMED | {"temperature": "warm"}), "temperature"),
+        (form(fields=NAMED | {"speaker": "me"}), "the field 'speaker' is unknown"),
+        (form(fields={"model": "other"}), "there is no model"),
+        (b"", "no form of several parts"),
+        (form()[:-10], "no form of several parts"),
+        (b"--a\r\n\r\nx\r\n" * 70 + b"--a--", "at most 64 parts"),
+        (form(fields={"file": "x"}), "'file' twice"),
+        (form(None, NAMED), "file is missing"),
+        (form(b"no sound", NAMED), r"is no (WAV file|sound)"),
+    ],
+)
+def test_what_a_form_asks_for_in_vain_is_named(body: bytes, message: str) -> None:
+    with pytest.raises(HTTPError, match=message) as caught:
+        transcription(body, ServedModel("ears"))
+    assert caught.value.status in (400, 404)
+
+
+def test_parts_keep_their_bytes() -> None:
+    data = b"\r\n--frontie\r\n\0\xff--frontier\r\r\n\r\n"
+    assert parts_of_form(form(data, NAMED)) == {"model": b"ears", "file": data}
+
+
+def test_openais_client_hears_whole_and_in_pieces(speech_engines: Path, llm: LLM) -> None:
+    with running("--model", speech_engines) as server:
+        expected, client = llm.transcribe(FILE, "en"), server.client()
+
+        def create(**more: Any) -> Any:
+            file = ("said.wav", io.BytesIO(FILE))
+            return client.audio.transcriptions.create(file=file, model="qwen3_asr", language="en", **more)
+
+        found = create()
+        assert found.text == expected.text
+        assert found.usage.input_tokens == expected.response.usage.prompt_tokens
+        assert create(response_format="text").strip() == expected.text
+        events = list(create(stream=True))
+        assert [each.type for each in events[:-1]] == ["transcript.text.delta"] * (len(events) - 1)
+        assert "".join(each.delta for each in events[:-1]).strip() == events[-1].text == expected.text
+        body = form(fields={"model": "qwen3_asr", "response_format": "verbose_json"})
+        _, verbose, _ = server.ask("POST", TRANSCRIPTIONS, body, {"content-type": "multipart/form-data"})
+        assert (verbose["duration"], verbose["task"]) == (3.0, "transcribe") and "segments" not in verbose
+        assert server.ask("POST", TRANSCRIPTIONS, body)[0] == 415
+        _chat(server, llm)
+
+
+def _chat(server: ServerProcess, llm: LLM) -> None:
+    given = {"data": base64.b64encode(FILE).decode(), "format": "wav"}
+    create = server.client().chat.completions.create
+    asked: dict[str, Any] = {"model": "qwen3_asr", "temperature": 0, "max_tokens": 12}
+    parts: list[Any] = [{"type": "input_audio", "input_audio": given}]
+    found = create(messages=[{"role": "user", "content": parts}], **asked)
+    own = [{"role": "user", "content": [{"type": "audio", "audio": FILE}]}]
+    assert found.choices[0].message.content == llm.chat(own, temperature=0, max_tokens=12).text
+    parts[0] = {"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}
+    with pytest.raises(openai.BadRequestError, match="sounds are taken as base64 and data URLs alone"):
+        create(messages=[{"role": "user", "content": parts}], **asked)

@@ -1,0 +1,307 @@
+"""Streams of images: the newest frame answers, once; what is reused, what ends an answer, and that nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgellm.watching
+from edgellm.errors import ImageError, MissingDependencyError, RequestError
+from edgellm.llm import LLM
+from edgellm.media.camera import Camera
+from edgellm.multimodal.image_input import read_image
+from edgellm.opened_model import SHIPPED_MODEL
+from edgellm.text.template import ChatTemplate
+from edgellm.watching import Watch, mean_difference
+
+#: Writes a message's images before its texts, as templates of LLaVA models do.
+IMAGES_FIRST = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<|image_pad|>\n{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}\n{% endfor %}assistant:"
+)
+BOAT, LAMP = "Is there a boat in the photo?", "Is there a lamp in the photo?"
+PERIOD = 0.1
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(backend="numpy") as opened:
+        opened.chat([{"role": "user", "content": [{"type": "image", "image": scene("toys")}]}], max_tokens=1)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tiny(multimodal_engines: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(multimodal_engines("qwen3_vl"), backend="numpy", drafting=None) as opened:
+        yield opened
+
+
+def scene(name: str) -> np.ndarray:
+    return read_image(SHIPPED_MODEL / "scenes" / f"{name}.png")
+
+
+def frames(count: int, period: float = PERIOD) -> Iterator[tuple[float, np.ndarray]]:
+    """Toys with a boat in the first half, a desk with a lamp in the second: with times, each with its own number."""
+    toys, study, start = scene("toys"), scene("study"), time.perf_counter()
+    for number in range(count):
+        pixels = (toys if number < count / 2 else study).copy()
+        pixels[0, 0] = number % 256, number // 256, 0
+        yield start + number * period, pixels
+
+
+def test_a_camera_keeps_the_newest() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[np.ndarray]:
+        yield from np.zeros((3, 2, 2, 3), np.uint8)
+        gate.wait()
+        yield np.full((2, 2, 3), 7, np.uint8)
+        raise OSError("unplugged")
+
+    began = time.perf_counter()
+    with Camera(source(), rate=200.0) as camera:
+        camera.wait(lambda: camera.frames == 3)
+        frame = camera.frame
+        camera.wait(lambda: camera.frames > 3, timeout=0.01)
+        assert camera.frame is frame and not camera.ended
+        threading.Timer(0.02, gate.set).start()
+        camera.wait(lambda: camera.ended)
+        latest = camera.frame
+        assert (latest.number, latest.image[0, 0, 0]) == (3, 7) and latest.taken > frame.taken >= began
+        with pytest.raises(OSError, match="unplugged"):
+            camera.raise_failure()
+
+
+def test_times_hold_frames_back_and_closing_ends_the_wait() -> None:
+    now = time.perf_counter()
+    with Camera([(now, "a.png"), (now + 0.05, "b.png"), (now + 60, "c.png")]) as camera:
+        camera.wait(lambda: camera.frames == 1)
+        assert camera.frame.image == "a.png"
+        camera.wait(lambda: camera.frames == 2)
+        assert (camera.frame.image, camera.frame.taken) == ("b.png", now + 0.05)
+        assert 0.05 <= time.perf_counter() - now < 5
+    assert camera.ended and camera.frame.image == "b.png"
+
+
+def test_what_is_no_source_is_refused(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    for source in (None, b"bytes", 1.5, True):
+        with pytest.raises(RequestError, match="source"):
+            Camera(source)
+    with pytest.raises(RequestError, match="rate"):
+        Camera([], rate=0)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(MissingDependencyError, match="opencv-python-headless"):
+        Camera("clip.mp4")
+    for wrong in ({"every": -1}, {"deadline": 0}, {"latency_budget_ms": float("nan")}, {"choice": "Yes"}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            llm.watch([], BOAT, **wrong)
+    with pytest.raises(RequestError, match="not a text part"):
+        next(llm.watch([scene("toys")], 7))
+    with pytest.raises(TypeError, match="latency_budget"):
+        llm.watch([], BOAT, latency_budget=7)
+
+
+def test_opencv_plays_a_file_at_its_rate(tmp_path: Path) -> None:
+    cv2 = pytest.importorskip("cv2")
+    path = str(tmp_path / "clip.avi")
+    clip = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*"MJPG"), 20.0, (64, 48))
+    for blue in (0, 120, 240):
+        clip.write(np.full((48, 64, 3), (blue, 0, 0), np.uint8))
+    clip.release()
+    began = time.perf_counter()
+    with Camera(path) as camera:
+        camera.wait(lambda: camera.ended)
+    frame = camera.frame
+    assert time.perf_counter() - began >= 0.1
+    assert (frame.number, frame.channels, frame.image.shape) == (2, "BGR", (48, 64, 3))
+    assert abs(int(frame.image[9, 9, 0]) - 240) < 9
+    with pytest.raises(ImageError, match="cannot open"):
+        Camera(str(tmp_path / "none.avi"))
+
+
+def test_a_stream_is_answered_by_its_newest_frames(llm: LLM) -> None:
+    came: list[float] = []  # when the camera wanted the frame behind each, having kept that one
+
+    def stream() -> Iterator[tuple[float, np.ndarray]]:
+        for item in frames(16):
+            yield item
+            came.append(time.perf_counter())
+
+    answers = list(llm.watch(stream(), BOAT, choice=["Yes", "No"]))
+    numbers = [answer.frame.number for answer in answers]
+    assert numbers == sorted(set(numbers)) and len(numbers) > 2 and numbers[-1] == 15
+    for answer in answers:
+        number = answer.frame.number
+        assert answer.text == ("Yes" if number < 8 else "No")
+        assert (answer.response.usage.completion_tokens, answer.shown) == (1, number)
+        assert answer.frame.taken <= answer.asked < answer.ended
+        assert answer.age == answer.ended - answer.frame.taken
+        assert number == 15 or answer.asked < came[number + 1] + 0.1  # but for what a busy machine delays
+        assert answer is answers[0] or answer.response.usage.reused_tokens >= 50  # the instruction's
+
+
+def test_another_question_reuses_the_image(llm: LLM) -> None:
+    with llm.watch([scene("toys")], BOAT) as watch:
+        first = next(watch)
+        watch.question = LAMP
+        second = next(watch)
+    assert (first.text[:4], second.text[:3], second.question) == ("Yes,", "No,", LAMP)
+    image = 81
+    assert first.response.usage.reused_tokens < second.response.usage.reused_tokens - image
+    assert second.frame is first.frame and watch.notes == []
+    with pytest.raises(StopIteration):  # it is closed
+        next(watch)
+
+
+def test_a_fixed_question_is_reused_where_the_template_lets_it_stand_in_front(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 40, 3), np.uint8)
+    question, reused = "What is to be seen here, and what is beside it?", []
+    for fixed in (False, True):
+        answers = [next(tiny.watch([image], question, system="Look.", fixed=fixed, max_tokens=2)) for image in pixels]
+        reused.append(answers[1].response.usage.reused_tokens)
+    tokens = len(tiny.tokenizer.encode(question))
+    assert reused[1] >= reused[0] + tokens - 2
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", ChatTemplate({"default": IMAGES_FIRST}, "this test"))
+    shown, usages = [], []
+    for image in pixels:
+        before = tiny.metrics()["multimodal"]["image_tokens"]
+        watch = tiny.watch([image], question, system="Look.", fixed=True, max_tokens=1)
+        usages.append(next(watch).response.usage)
+        shown.append(tiny.metrics()["multimodal"]["image_tokens"] - before)
+    behind = usages[1].prompt_tokens - usages[1].reused_tokens - shown[1]
+    (note,) = watch.notes
+    assert f"the image before the question, which is fixed: the {behind} tokens behind the image" in note
+
+
+def test_every_and_deadline(llm: LLM) -> None:
+    answers = list(llm.watch(frames(8), BOAT, every=0.3))
+    asked = [answer.asked for answer in answers]
+    assert 2 <= len(asked) <= 4 and min(b - a for a, b in itertools.pairwise(asked)) >= 0.3
+    with llm.watch([scene("toys")], BOAT, deadline=0.3, ignore_eos=True, max_tokens=500) as watch:
+        answer = next(watch)
+    assert answer.response.finish_reason == "deadline"
+    assert answer.age < 1.3
+
+
+def test_a_newer_frame_ends_the_old_answer_within_steps(llm: LLM) -> None:
+    before = llm.metrics()
+
+    def second_behind_five_tokens() -> Iterator[np.ndarray]:
+        yield scene("toys")
+        while llm.metrics()["tokens"] - before["tokens"] < 5:
+            time.sleep(0.001)
+        yield scene("study")
+
+    watch = llm.watch(second_behind_five_tokens(), BOAT, cancels=True, max_tokens=120, ignore_eos=True)
+    (answer,) = list(watch)  # behind the second frame comes no newer one: its answer runs to its end
+    after = llm.metrics()
+    assert (watch.cancelled, answer.frame.number, len(answer.response.token_ids)) == (1, 1, 120)
+    assert after["requests"]["finished"]["cancelled"] - before["requests"]["finished"].get("cancelled", 0) == 1
+    assert 5 <= after["tokens"] - before["tokens"] - 120 < 60
+
+
+def test_frames_that_differ_by_little_take_the_rows_of_the_last(llm: LLM) -> None:
+    def brighter() -> Iterator[np.ndarray]:
+        for number in range(7):
+            yield np.full((144, 144, 3), 100 + number, np.uint8)
+            shown.wait()
+            shown.clear()
+
+    shown, answers = threading.Event(), []
+    encoded = _encoded(llm)
+    for answer in llm.watch(brighter(), BOAT, least_difference=2.5, choice=["Yes", "No"]):
+        answers.append(answer)
+        shown.set()
+    assert [answer.frame.number for answer in answers] == list(range(7))
+    assert [answer.shown for answer in answers] == [0, 0, 0, 3, 3, 3, 6]  # what changes slowly is seen in time
+    assert _encoded(llm) - encoded == 3
+    assert mean_difference(np.uint8([[[1, 2, 250]]]), np.uint8([[[3, 0, 0]]])) == pytest.approx(254 / 3)
+
+
+def _encoded(llm: LLM) -> int:
+    counts = llm.metrics()["multimodal"]
+    return counts["images"] - counts["reused_images"]
+
+
+class _Costs(Watch):
+    """First tokens that take a second for a megapixel, and a tenth beside."""
+
+    def _first_token_seconds(self, pixels: np.ndarray, share: float, *_: object) -> float:
+        return 0.1 + share * pixels.shape[0] * pixels.shape[1] / 1e6
+
+
+@pytest.mark.parametrize(
+    ("budget", "side", "said"), [(2000, 1000, "within"), (400, 548, "within"), (1, 125, "the least of all")]
+)
+def test_a_budget_picks_the_pixels(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, budget: float, side: int, said: str
+) -> None:
+    monkeypatch.setattr(LLM, "count_tokens", lambda self, messages: messages[-1]["content"][0]["image"].size)
+    monkeypatch.setattr(edgellm.watching, "_LEAST_PIXELS", 15_000)
+    watch = _Costs(tiny, [np.zeros((1000, 1000, 3), np.uint8)], "What?", latency_budget_ms=budget, max_tokens=1)
+    next(watch)
+    assert f"images of {side} x {side} pixels" in watch.notes[0] and said in watch.notes[0]
+
+
+def test_a_budget_is_measured_here(llm: LLM) -> None:
+    watch = llm.watch(frames(3000, 0.02), BOAT, latency_budget_ms=0.01, choice=["Yes", "No"])
+    answer = next(watch)
+    (note,) = watch.notes  # this encoder's images have one size: smaller ones cost the same, and none is tried
+    assert "288 x 288" in note and "more than the budget of 0.01 ms" in note
+    assert answer.frame.number > 0  # not the frame that was measured with
+    watch.close()
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is really there."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def watched_sizes(llm: LLM, parts: int, count: int, source: object, **options: object) -> list[int]:
+    """The process's memory after each of some parts of so many answers, of which none is about a frame twice."""
+    sizes, last = [], -1
+    with llm.watch(source, "What is it?", **options) as watch:
+        for _ in range(parts):
+            for answer in itertools.islice(watch, count):
+                assert answer.frame.number > last
+                last = answer.frame.number
+            gc.collect()
+            sizes.append(resident_bytes())
+    return sizes
+
+
+def test_many_frames_do_not_grow(tiny: LLM) -> None:
+    random = np.random.default_rng(0)
+    source = (random.integers(0, 256, (64, 64, 3), np.uint8) for _ in itertools.count())
+    with Camera(source, rate=100.0) as camera:
+        sizes = watched_sizes(tiny, 3, 60, camera, max_tokens=1)
+    assert sizes[2] - sizes[1] < 2 << 20
+
+
+@pytest.mark.slow
+def test_ten_minutes_do_not_grow(llm: LLM) -> None:
+    began = time.perf_counter()
+    sizes = watched_sizes(llm, 10, 580, frames(6000), choice=["Yes", "No"])
+    assert time.perf_counter() - began > 500
+    assert max(sizes[1:]) - sizes[1] < 4 << 20
+
+
+def test_the_example_answers(repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(sys, "argv", ["camera_loop.py", "--seconds", "0.1"])
+    runpy.run_path(str(repository / "tools" / "examples" / "camera_loop.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "What is on the table? I see" in said and "frames came" in said

@@ -1,0 +1,132 @@
+"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR of a few thousand random weights, by transformers.
+
+    python tools/goldens/make_speech.py tests/goldens/speech
+
+Needs torch, transformers (5.23 or later) and soxr. The weights are only described (`tests/helpers/golden_files.py`),
+windows are of two seconds. `expected.safetensors` has for each sound i of `synthetic_sound.SECONDS` every 499th of its
+`features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder and projector make of it; the `token_ids` [T]
+of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
+`synthetic_sound.places`; and every 499th sample of the first sound, `resampled` from 44,100 to 16,000 Hz by soxr.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import soxr
+import torch
+from golden_folders import VERSIONS, draw_tensors, whole, write_folders
+from safetensors.torch import save_file
+from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3ASRConfig,
+    Qwen3ASRFeatureExtractor,
+    Qwen3ASRForConditionalGeneration,
+    Qwen3ASRProcessor,
+)
+
+HIDDEN, VOCABULARY, _SEED = 32, 272, 3838
+_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+_AUDIO = {"audio_token": _SPECIAL[5], "audio_bos_token": _SPECIAL[3], "audio_eos_token": _SPECIAL[4]}
+_TEXT = {
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+_ENCODER = {
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "d_model": 16,
+    "output_dim": HIDDEN,
+    "n_window_infer": 200,
+    "downsample_hidden_size": 4,
+}
+#: A system message, the sounds of a message before its text, and answers as they are.
+_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{%- if part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}{% if not (loop.last and continue_final_message) %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def make_processor() -> Qwen3ASRProcessor:
+    """Bytes as tokens, and those of the family."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(_SPECIAL)
+    tokenizer.add_tokens([AddedToken("<asr_text>", special=False, normalized=False)])
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": _AUDIO}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    return Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(), fast, chat_template=_TEMPLATE)
+
+
+@torch.no_grad()
+def make(directory: Path) -> None:
+    """Write the checkpoint and what transformers computes with it."""
+    processor, ids = make_processor(), {"audio_token_id": 261, "eos_token_id": [256, 258], "pad_token_id": 256}
+    Qwen3ASRForConditionalGeneration(Qwen3ASRConfig(audio_config=_ENCODER, text_config=_TEXT, **ids)).save_pretrained(
+        directory
+    )
+    processor.save_pretrained(directory)
+    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
+    expected: dict[str, torch.Tensor] = {}
+    with whole(directory) as complete:
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = Qwen3ASRForConditionalGeneration.from_pretrained(complete, **options).eval()
+    given = []
+    for index, seconds in enumerate(SECONDS):
+        found = processor.feature_extractor(
+            sound(seconds), sampling_rate=RATE, padding=True, return_attention_mask=True
+        )
+        features, mask = found["input_features"], found["attention_mask"]
+        rows = model.model.get_audio_features(features, mask).pooler_output
+        frames = int(mask.sum())
+        expected[f"features{index}"] = features[0, :, :frames].flatten()[::SPARSE].clone()
+        expected[f"rows{index}"] = rows.flatten()[::13].clone()
+        given.append(rows)
+    messages = [{"role": "user", "content": [{"type": "audio"}] * len(SECONDS) + [{"type": "text", "text": QUESTION}]}]
+    text = processor.tokenizer.apply_chat_template(
+        messages, chat_template=_TEMPLATE, tokenize=False, add_generation_prompt=True
+    )
+    pieces = text.split("<|audio_pad|>")
+    filled = "".join(piece + "<|audio_pad|>" * len(rows) for piece, rows in zip(pieces, [*given, []], strict=True))
+    token_ids = torch.tensor(processor.tokenizer.encode(filled))
+    logits = _logits(model, token_ids, given)
+    expected |= {"token_ids": token_ids, "logits": logits.gather(1, torch.from_numpy(places(*logits.shape)))}
+    _check(processor, model, given[0])
+    quick = soxr.resample(sound(SECONDS[0], 44100), 44100, RATE, "VHQ")
+    expected["resampled"] = torch.from_numpy(np.ascontiguousarray(quick[::SPARSE]))
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS | {"soxr": soxr.__version__})
+
+
+def _logits(model: Qwen3ASRForConditionalGeneration, token_ids: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+    """[T, V] of a prompt with the rows in the places of their tokens."""
+    embeddings = model.get_input_embeddings()(token_ids[None])
+    embeddings[0, token_ids == model.config.audio_token_id] = torch.cat(rows)
+    return model(inputs_embeds=embeddings).logits[0]
+
+
+def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration, rows: torch.Tensor) -> None:
+    """That the processor and the whole model, which take one sound a prompt, agree with how it is put together here."""
+    text = f"<|im_start|>user\n<|audio_start|><|audio_pad|><|audio_end|>{QUESTION}<|im_end|>\n"
+    inputs = processor(text=text, audio=sound(SECONDS[0]), sampling_rate=RATE)
+    difference = (model(**inputs).logits[0] - _logits(model, inputs["input_ids"][0], [rows])).abs().max()
+    assert difference < 1e-5, difference
+
+
+if __name__ == "__main__":
+    write_folders(__doc__, {"qwen3_asr": make})

@@ -1,0 +1,270 @@
+"""Makes the golden files of `tests/goldens/tiled`: models that see parts of pictures, by transformers.
+
+    python tools/goldens/make_tiled.py tests/goldens/tiled
+
+Needs torch, torchvision, num2words and transformers 5. Each folder is a checkpoint with its tokenizer and a
+`preprocessor_config.json` (weights are random and only described, `tests/helpers/golden_files.py`); `prompt.json`, a
+prompt with a marker for each of its pictures, and their sizes (`tests/helpers/synthetic_images.py` makes them); and
+`expected.safetensors`: the `token_ids` [T] that the model's processor writes, what the model makes of the parts of the
+pictures (`rows` [M, H], those of all parts), the float32 `logits` [T, V] and the tokens `greedy` [n] that follow,
+computed in float32. `cuts.json` has for settings of the processor sizes of pictures, the parts' grids in
+patches and a few values of their rows, and the SHA-256 of all rows as float32.
+
+Pictures are resized by Pillow (processors of the "pil" backend), LFM2-VL's by torchvision, as there is no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+import transformers
+from golden_folders import VERSIONS, draw_tensors, stored_logits, whole, write_folders
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from synthetic_images import synthetic_image
+
+_HALF = [0.5, 0.5, 0.5]
+_VOCABULARY, _TOKENS = 32, 12
+_LETTERS = [*"adehiklnorstuw:?", "Ġ", "Ċ"]
+_TEXT = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+_ROWS_AND_COLUMNS = [(row, column) for row in (1, 2) for column in (1, 2)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One golden model: classes of transformers, configuration, processors, and a prompt with pictures of `sizes`.
+
+    `cuts` are other settings of the image processor, each with sizes of pictures.
+    """
+
+    config: Callable[..., Any]
+    model_class: Any
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    settings: dict[str, Any]
+    tokens: list[str]
+    image_token: str
+    processor: Callable[[Any, Any], Any]
+    image_processor: Any
+    image_settings: dict[str, Any]
+    prompt: str
+    sizes: list[tuple[int, int]]
+    cuts: list[tuple[dict[str, Any], list[tuple[int, int]]]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+
+_NORMED = {"image_mean": _HALF, "image_std": _HALF, "do_image_splitting": True}
+_SMOLVLM = {**_NORMED, "size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
+_LFM2_VL = {
+    **_NORMED,
+    **{"encoder_patch_size": 4, "downsample_factor": 2, "tile_size": 16, "min_tiles": 2, "max_tiles": 6},
+    **{"min_image_tokens": 2, "max_image_tokens": 6, "max_pixels_tolerance": 1.25, "use_thumbnail": True},
+}
+_INTERNVL = {
+    **{"size": {"height": 16, "width": 16}, "min_patches": 1, "max_patches": 4},
+    **{"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]},
+}
+_HEIGHTS = 480, 37, 61, 1, 5, 700, 64, 301, 120, 96, 49
+_SIZES = list(zip(_HEIGHTS, (640, 61, 37, 1, 300, 9, 64, 100, 121, 56, 84), strict=True))
+_INTERN_VIT = {**_TOWER, "image_size": [16, 16], "patch_size": [4, 4], "attention_bias": True}
+
+
+_INTERNVL_TOKENS = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+_INTERNVL_NAMES = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+
+
+def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Model:
+    return Model(
+        transformers.InternVLConfig,
+        transformers.InternVLForConditionalGeneration,
+        {**_TEXT, **text},
+        {**_INTERN_VIT, **vision},
+        {"image_seq_length": 4, "tie_word_embeddings": False},
+        _INTERNVL_TOKENS,
+        "<IMG_CONTEXT>",
+        lambda image_processor, tokenizer: transformers.InternVLProcessor(
+            image_processor, tokenizer, transformers.InternVLVideoProcessor(), image_seq_length=4
+        ),
+        GotOcr2ImageProcessorPil,
+        _INTERNVL,
+        "what is\n<IMG_CONTEXT>\nand <IMG_CONTEXT> now?\n",
+        [(20, 40), (16, 16)],
+        names=dict(zip(_INTERNVL_NAMES, _INTERNVL_TOKENS, strict=True)),
+        **others,
+    )
+
+
+MODELS = {
+    "smolvlm": Model(
+        transformers.SmolVLMConfig,
+        transformers.SmolVLMForConditionalGeneration,
+        {"model_type": "llama", **_TEXT},
+        {"model_type": "smolvlm_vision", **_TOWER, "image_size": 18},
+        {"scale_factor": 2, "pad_token_id": 0, "tie_word_embeddings": False},
+        [
+            *("<fake_token_around_image>", "<image>", "<global-img>", "<video>"),
+            *(f"<row_{row}_col_{column}>" for row, column in _ROWS_AND_COLUMNS),
+        ],
+        "<image>",
+        lambda image_processor, tokenizer: transformers.SmolVLMProcessor(
+            image_processor, tokenizer, transformers.SmolVLMVideoProcessor(), image_seq_len=4
+        ),
+        SmolVLMImageProcessorPil,
+        {**_SMOLVLM, "size": {"longest_edge": 36}, "max_image_size": {"longest_edge": 18}},
+        "user: look\n<image>\nand <image>what is it?\n",
+        [(30, 44), (60, 12)],
+        [
+            (_SMOLVLM, _SIZES),
+            ({**_SMOLVLM, "do_image_splitting": False}, _SIZES[:3]),
+            ({**_SMOLVLM, "size": {"longest_edge": 16}}, _SIZES[:3]),
+        ],
+    ),
+    "lfm2_vl": Model(
+        transformers.Lfm2VlConfig,
+        transformers.Lfm2VlForConditionalGeneration,
+        {
+            **_TEXT,
+            **{"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        },
+        {"model_type": "siglip2_vision_model", **_TOWER, "num_patches": 16, "vision_use_head": False},
+        {"downsample_factor": 2, "projector_hidden_size": 24},
+        [
+            *("<|image_start|>", "<|image_end|>", "<image>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row, column in _ROWS_AND_COLUMNS),
+        ],
+        "<image>",
+        transformers.Lfm2VlProcessor,
+        transformers.Lfm2VlImageProcessor,
+        _LFM2_VL,
+        "look\n<image>\n<image> what is it?\n",
+        [(16, 32), (16, 24)],
+        [
+            (_LFM2_VL, [each for each in _SIZES if max(each) < 10 * min(each)]),  # it fails for strips
+            ({**_LFM2_VL, "use_thumbnail": False}, _SIZES[:3]),
+            ({**_LFM2_VL, "do_image_splitting": False}, _SIZES[:4]),
+        ],
+    ),
+    "internvl": _internvl(
+        {"model_type": "qwen3", "head_dim": 8},
+        {},
+        cuts=[(_INTERNVL, _SIZES), ({**_INTERNVL, "min_patches": 3, "max_patches": 12}, _SIZES[:6])],
+    ),
+    "internvl_rms": _internvl(
+        {"model_type": "qwen2"},
+        {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False, "use_mean_pooling": False},
+    ),
+}
+
+
+def make_model(name: str, directory: Path) -> None:
+    """Write one checkpoint, its prompt, and what transformers makes of it."""
+    golden = MODELS[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(golden, directory)
+    names = {"image_token_id": tokenizer.convert_tokens_to_ids(golden.image_token)}
+    config = golden.config(text_config=golden.text, vision_config=golden.vision, **golden.settings, **names)
+    torch.manual_seed(0)
+    golden.model_class(config).to(torch.float16).save_pretrained(directory)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    draw_tensors(directory / "model.safetensors", list(MODELS).index(name), 0.3)
+    image_processor = golden.image_processor(**golden.image_settings)
+    kind = golden.image_processor.__name__.removesuffix("Pil")
+    _write(directory / "preprocessor_config.json", {"image_processor_type": kind, **golden.image_settings})
+    images = [Image.fromarray(synthetic_image(*size)) for size in golden.sizes]
+    processor = golden.processor(image_processor, tokenizer)
+    inputs = processor(text=[golden.prompt], images=[images], return_tensors="pt", add_special_tokens=False)
+    inputs.pop("token_type_ids", None)
+    with whole(directory) as complete, torch.no_grad():
+        model = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
+        shown = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+        rows = model.get_image_features(**shown).pooler_output
+        logits = model(**inputs).logits[0]
+        greedy = model.generate(**inputs, do_sample=False, max_new_tokens=_TOKENS, eos_token_id=None, pad_token_id=0)[
+            0, inputs["input_ids"].shape[1] :
+        ]
+    parts = torch.cat(list(rows)).float() if isinstance(rows, (list, tuple)) else rows.flatten(0, 1)
+    expected = {"token_ids": inputs["input_ids"][0], "rows": parts, "greedy": greedy, **stored_logits(logits)}
+    save_file(
+        {key: value.contiguous().clone() for key, value in expected.items()},
+        directory / "expected.safetensors",
+        metadata=VERSIONS,
+    )
+    _write(directory / "prompt.json", {"prompt": golden.prompt, "sizes": golden.sizes})
+    cuts = [_cut(golden, *each) for each in golden.cuts]
+    _write(directory / "cuts.json", {"pillow": PIL.__version__, "cases": cuts})
+    ties = (logits.softmax(-1).topk(2).values[-1]).tolist()
+    print(f"{name}: {len(expected['token_ids'])} tokens, deviation {logits.std():.2f}, first {ties}")
+
+
+def _tokenizer(golden: Model, directory: Path) -> Any:
+    """Letters, and line feeds that are one token where there are two."""
+    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "</s>", *golden.tokens)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", extra_special_tokens=golden.names
+    )
+
+
+def _cut(golden: Model, settings: dict[str, Any], sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """The parts of pictures by a processor of these settings."""
+    processor, found, whole = golden.image_processor(**settings), [], hashlib.sha256()
+    for size in sizes:
+        parts = _parts(processor, Image.fromarray(synthetic_image(*size)))
+        rows = np.concatenate([rows.reshape(-1) for _, rows in parts])
+        whole.update(rows.tobytes())
+        values = [round(float(value), 3) for value in rows[:: max(1, len(rows) // 3)]]
+        found.append([size, [grid for grid, _ in parts], values])
+    return {"settings": settings, "images": found, "sha256": whole.hexdigest()}
+
+
+def _parts(processor: Any, image: Any) -> list[tuple[list[int], np.ndarray]]:
+    """(rows and columns of patches, the patches [N, E] float32 in reading order) of each part of a picture."""
+    given = {"crop_to_patches": True} if isinstance(processor, GotOcr2ImageProcessorPil) else {}
+    values = processor(images=[image], return_tensors="pt", **given)
+    if "spatial_shapes" in values:
+        pairs = zip(values["spatial_shapes"].tolist(), values["pixel_values"], strict=True)
+        return [(grid, rows[: grid[0] * grid[1]].numpy().astype(np.float32)) for grid, rows in pairs]
+    pixels, parts = values["pixel_values"].numpy().astype(np.float32), []
+    for one in pixels.reshape(-1, *pixels.shape[-3:]):
+        rows, columns = one.shape[1] // 4, one.shape[2] // 4
+        patches = one[:, : rows * 4, : columns * 4].reshape(3, rows, 4, columns, 4).transpose(1, 3, 0, 2, 4)
+        parts.append(([rows, columns], np.ascontiguousarray(patches).reshape(rows * columns, -1)))
+    return parts
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    write_folders(__doc__, {name: partial(make_model, name) for name in MODELS})
