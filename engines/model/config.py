@@ -33,14 +33,7 @@ CONV_WIDTHS = (2, 8)
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = (
-    "llama",
-    "lfm2",
-    "qwen3_5",
-    "starcoder2",
-    "granitemoe",
-    "granitemoehybrid",
-    "gpt_oss",
-    "hunyuan",
+    *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
     "nemotron_h",
 )
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
