@@ -3,8 +3,8 @@
 One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which nothing is drafted; so is what the host takes to
-look for candidates. Where it looks in vain it rests: the decoding loop asks nothing for that many steps.
+their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates of the
+host has a budget of its own. Where it looks in vain it rests: the decoding loop asks nothing for that many steps.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ INTERRUPTED = 1.25
 _PACE, _WORTH_PACE, _LOOK_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
-#: Looking in vain may cost this share of the steps' time, and is put off for so many steps at the most. While steps are
-#: under way it costs nothing where the host waits for the device longer than it takes.
-LOOK_SHARE, MOST_PATIENCE = 0.01, 255
-#: Under rules, after so many steps that were waited for in vain the next ones begin early, until one was missed.
-MOST_IN_VAIN = 2
-#: Steps without a look where the account affords none.
-UNAFFORDED = 16
+#: Looks for candidates, and rounds of them, are paid from a budget in plain steps: at first so many, of each further
+#: token this share, and what rounds save, up to so many. A look in vain may cost so much of the steps until the next one,
+#: which is put off for so many at the most. While steps are under way a look costs nothing where the host waits for the
+#: device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
+FIRST_BUDGET, BUDGET_SHARE, MOST_BUDGET, LOOK_SHARE, MOST_PATIENCE = 4.0, 0.005, 14.0, 0.01, 255
+#: What has been found may be used although this is overdrawn: a look and a round of it take so long on slow hosts.
+OVERDRAFT = 6.0
 
 
 class Learner(Policy):
@@ -90,23 +90,21 @@ class Learner(Policy):
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
         self._best_compared: Option | None = None
-        #: Steps that were chosen, and by rules or not before which of them nothing is looked for, for how many steps
-        #: looking in vain puts it off, and how often a round was found.
-        self._chosen, self._look_at, self._patience, self._finds = 0, [0, 0], [0, 0], [0.5, 0.5]
-        self._saved = FIRST_SAVED
+        #: Steps that were chosen; by rules or not before which of them nothing is looked for, for how many steps looking
+        #: in vain puts it off, and what it may cost. Under rules: how often a round is found; and what rounds save.
+        self._chosen, self._look_at, self._patience, self._budget = 0, [0, 0], [0, 0], [FIRST_BUDGET, FIRST_BUDGET]
+        self._finds, self._saved = 0.5, FIRST_SAVED
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long the
         #: host waits for the device in a step.
         self._looked, self._blocked = 0.0, 0.0
-        #: Whether behind a round of given candidates nothing was looked for yet. Under rules: whether a round was found
-        #: in place of a plain step that had begun, and how many steps were waited for since a round was found.
-        self._behind_round, self._missed, self._in_vain = False, False, 0
+        #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
+        #: found in place of a plain step that had begun.
+        self._behind_round, self._missed = False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
         self.account.forget()
         self._behind_round = False
-        if sequence.constraint is not None:
-            self._in_vain = 0  # answers often begin with what is forced
 
     def close(self, sequence: Drafted) -> None:
         self.host.close(sequence)
@@ -130,10 +128,10 @@ class Learner(Policy):
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
             return next((plan for plan in own if step.fits(plan)), None), None
-        if known and (ruled or self.looks_up) and self._looks(ruled):
+        if known and (ruled or self.looks_up) and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
-            self._missed, self._in_vain = begun and best is not None, 0 if best is not None else self._in_vain + (not begun)
+            self._missed = begun and best is not None
             if best is not None and not begun:
                 self.account.launched(times.risk(best))
                 self._behind_round = True
@@ -153,14 +151,12 @@ class Learner(Policy):
         self.rest = max(0, min(rests, default=MOST_PATIENCE))
         self._choice.kept -= self.rest
 
-    def _looks(self, ruled: bool) -> bool:
-        """Whether it is time to look for candidates, and the account affords it."""
-        if not self.given_plans or self._chosen < self._look_at[ruled]:
-            return False
-        if self.account.trusted <= 0.0:
-            self._look_at[ruled] = self._chosen + UNAFFORDED
-            return False
-        return True
+    def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
+        """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
+        budget = self._budget[ruled] + (0.0 if is_fresh else OVERDRAFT)
+        if self.given_plans and budget <= 0.0:
+            self._look_at[ruled] = self._chosen + min(MOST_PATIENCE, 1 - int(budget / BUDGET_SHARE))
+        return bool(self.given_plans) and self._chosen >= self._look_at[ruled]
 
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False, ahead: bool = False
@@ -170,8 +166,8 @@ class Learner(Policy):
         began, ruled = time.perf_counter(), step.ruled
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found, waited, ahead)
-        if ruled or self._behind_round:
-            self._finds[ruled] += _PACE * ((best is not None) - self._finds[ruled])
+        if ruled:
+            self._finds += _PACE * ((best is not None) - self._finds)
         self._behind_round = False
         if best is not None:
             self._patience[ruled] = 0
@@ -203,7 +199,7 @@ class Learner(Policy):
             share, spent, before = 1.0, -times.waiting if waited else 0.0, float(step.batch)
         ranked: list[tuple[float, DraftPlan, Option]] = []
         for plan in self.given_plans:
-            if plan.longest <= step.room and times.risk(plan) * misses <= self.account.trusted:
+            if plan.longest <= step.room:
                 seconds = times.of(plan)
                 tokens = before + sum([each.expected(plan.given_nodes + ahead) for each in found])
                 option = Option(plan, tokens, max(0.5 * share * seconds, share * seconds + spent))
@@ -235,7 +231,7 @@ class Learner(Policy):
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
         step, asks = Step(runner, len(sequences), room, False), self._behind_round
-        if (step.batch, False) not in self._times or not self._looks(False):
+        if (step.batch, False) not in self._times or not self._looks(False, False):
             return False
         if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
@@ -244,7 +240,7 @@ class Learner(Policy):
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
-        return times is not None and self.account.trusted > 0.0 and self.waits_for(times, self._finds[False], waits)
+        return times is not None and self._looks(False, False) and self.waits_for(times, 0.5, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
@@ -252,9 +248,9 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        if self._in_vain >= MOST_IN_VAIN or self._chosen + 1 < self._look_at[True] or self.account.trusted <= 0.0:
-            return False
-        return self._missed or self.waits_for(times, self._finds[True], waits)
+        if self._missed or self._budget[True] <= 0.0:
+            return self._missed and self._budget[True] > -OVERDRAFT
+        return self._chosen + 1 >= self._look_at[True] and self.waits_for(times, self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether no plain step should be launched where a round comes with this `chance`, though the device waits so
@@ -293,6 +289,8 @@ class Learner(Policy):
         saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain if plan is not None or waited else 0.0
         saved *= self._adaptive or not is_own
         self.account.ended(tokens, saved - cost / times.plain, plan is not None)
+        gained = BUDGET_SHARE * tokens - cost / times.plain + (0.0 if is_own else saved)
+        self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + gained)
         if plan is not None and plan.takes_given:
             self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
         times.record(plan, seconds, waited and plan is None)
@@ -306,6 +304,8 @@ class Learner(Policy):
             self._rounds[PLAIN] += steps
             self._choice.ended(None, (), self.rests_as[1], steps)
             self.account.ended(steps, 0.0, False)
+            ruled = self.rests_as[1]
+            self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + BUDGET_SHARE * steps)
             self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:

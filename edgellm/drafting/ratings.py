@@ -99,9 +99,6 @@ class Account:
     #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
     EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 14.0
 
-    #: By how much looks may overdraw it later, and may not use it up at once.
-    TRUSTED = 3.0
-
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them: each more than at all later ones.
@@ -119,12 +116,6 @@ class Account:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
         left = self.left - self.LATER * (1.0 - self._passed)
         return max(min(left, cheapest), left / self.CAREFUL)
-
-    @property
-    def trusted(self) -> float:
-        """What looking for candidates and a round of them may lose: later more, since a look costs less than a round
-        of a draft model, and without one nothing would be found."""
-        return self.left + self.TRUSTED * (self._passed - 0.5)
 
     @property
     def _passed(self) -> float:
