@@ -14,8 +14,9 @@ from edgellm.engines.speculation.runner import DecodingRunner
 
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the plain steps that tries may lose where drafting does not pay.
-TRIES_SHARE = 0.003
+#: The share of the steps that tries may lose where drafting does not pay, and where it does that of trying other plans,
+#: and the share of a round that a try counts as losing at least: forecasts of what was not tried may be wrong.
+TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
 #: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
 FEARED = 5.0
 #: The plans are rated anew after so many plain steps, by which the draft model's figures fade a little.
@@ -56,6 +57,8 @@ class OwnPlans:
         self._kept_for, self.kept = (0, False), 0
         #: How many steps were tries against the forecast; plain steps since the latest round; the largest tree to take.
         self.explored, self._undrafted, self._largest = 0, 0, SMALL
+        #: How many steps have ended, and how many had when each plan was in use last.
+        self._steps, self._used = 0, dict.fromkeys([None, *plans], 0)
         #: The options by batch and rules, the fastest first, and how many plain steps have ended since.
         self._rated: dict[tuple[int, bool], list[Option]] = {}
         self._stale = 0
@@ -71,13 +74,26 @@ class OwnPlans:
         best = self.otherwise(step, times)
         self._kept_for, self.current = (step.batch, step.ruled), best.plan
         self.kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._undrafted))
+        tried = self._worth_trying(best, step, times)
+        if tried is None:
+            return best.plan
+        self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
+        self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
+        return tried.plan
+
+    def _worth_trying(self, best: Option, step: Step, times: Seconds) -> Option | None:
+        """An option to try against the forecast: where drafting does not pay the best draft, once the steps without have
+        paid for what it may lose, else what pays with its share of the steps without it for what it should lose."""
+        others = [each for each in self._safe(step, times) if each is not best and step.fits(each.plan)]
         if best.plan is None:
-            drafts = (each for each in self._safe(step, times) if each.plan is not None and step.fits(each.plan))
-            tried = next(drafts, None)
-            if tried is not None and tried.risk <= TRIES_SHARE * self._undrafted:
-                self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
-                return tried.plan
-        return best.plan
+            return next((each for each in others[:1] if each.risk <= TRIES_SHARE * self._undrafted), None)
+        credit, tried = 0.0, None
+        for each in others:
+            loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+            left = EXPLORATION_SHARE * (self._steps - self._used[each.plan]) / len(self._plans) - loss
+            if left > credit:
+                credit, tried = left, each
+        return tried
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates: the fastest that fits, or what is in use if it is nearly as fast."""
@@ -96,6 +112,8 @@ class OwnPlans:
         self._stale += steps if plan is None else REFRESHED
         if self._plans and (plan is None or not plan.takes_given):
             self.chances[ruled].record(plan, emitted, steps)
+            self._steps += steps
+            self._used[plan] = self._steps
             self._undrafted = self._undrafted + steps if plan is None else 0
             if plan is not None and sum(emitted) > len(emitted):
                 self._largest = max(self._largest, LARGER * plan.tree_size)
