@@ -101,6 +101,7 @@ class Seconds:
             self._seen.add(plan)
             if surprise > math.log(COLD):
                 return
+        learned = float(abs(surprise) <= limit)  # what is cut says less, and may come again: it makes nothing surer
         surprise = max(-limit, min(limit, surprise))
         self._variance += steps * LOAD_DRIFT**2
         if is_plain:
@@ -114,9 +115,9 @@ class Seconds:
         for place in places:
             variance = self._variances[place]
             self._logs[place] += gain * variance * surprise
-            self._variances[place] -= gain * variance**2
+            self._variances[place] -= learned * gain * variance**2
         self._load += gain * self._variance * surprise
-        self._variance -= gain * self._variance**2
+        self._variance -= learned * gain * self._variance**2
 
 
 def _terms(plan: DraftPlan) -> list[str]:
