@@ -16,7 +16,7 @@ PLAIN, WAITED, ROUNDS = "plain", "waited", "all rounds"
 LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-LOAD_DRIFT, NOISE, MEMORY = 0.1, 0.15, 1500.0
+LOAD_DRIFT, NOISE, MEMORY = 0.05, 0.15, 1500.0
 #: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
 #: that is slower by this one is left out: it met cold caches.
 LARGEST_SURPRISE, COLD = 2.0, 1.5
