@@ -194,9 +194,10 @@ class DecodingLoop:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
         batch, waits = len(self.running), now.ruled and self._begun is None and self._runner.backend.steps_ahead > 0
-        if waits and self._launches and now.may_follow:
-            if not now.asked or not self._drafter.expects_round(batch, self._waited):
-                self._begun = self._runner.begin(batch)
+        if not waits or not self._launches or not now.may_follow:
+            return
+        if not now.asked or not self._drafter.expects_round(batch, self._waited):
+            self._begun = self._runner.begin(batch)
 
     def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows

@@ -3,8 +3,8 @@
 One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates of the
-host has a budget of its own. Where it looks in vain it rests: the decoding loop asks nothing for that many steps.
+their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
+of the host has a budget of its own. Where it looks in vain it rests: the decoding loop asks nothing for some steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from edgellm.drafting.drafter import Choice, Policy, first_fitting
+from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
@@ -41,9 +41,9 @@ _PACE, _WORTH_PACE, _LOOK_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
 #: Looks for candidates, and rounds of them, are paid from a budget in plain steps: at first so many, of each further
-#: token this share, and what rounds save, up to so many. A look in vain may cost so much of the steps until the next one,
-#: which is put off for so many at the most. While steps are under way a look costs nothing where the host waits for the
-#: device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
+#: token this share, and what rounds save, up to so many. A look in vain may cost so much of the steps until the next
+#: one, which is put off for so many at the most. While steps are under way a look costs nothing where the host waits for
+#: the device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
 FIRST_BUDGET, BUDGET_SHARE, MOST_BUDGET, LOOK_SHARE, MOST_PATIENCE = 4.0, 0.005, 14.0, 0.01, 255
 #: What has been found may be used although this is overdrawn: a look and a round of it take so long on slow hosts.
 OVERDRAFT = 6.0
@@ -90,12 +90,12 @@ class Learner(Policy):
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
         self._best_compared: Option | None = None
-        #: Steps that were chosen; by rules or not before which of them nothing is looked for, for how many steps looking
-        #: in vain puts it off, and what it may cost. Under rules: how often a round is found; and what rounds save.
+        #: Steps that were chosen; by rules or not before which of them nothing is looked for, for how many steps
+        #: looking in vain puts it off, and the budget. Under rules: how often a round is found; and what rounds save.
         self._chosen, self._look_at, self._patience, self._budget = 0, [0, 0], [0, 0], [FIRST_BUDGET, FIRST_BUDGET]
         self._finds, self._saved = 0.5, FIRST_SAVED
-        #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long the
-        #: host waits for the device in a step.
+        #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
+        #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, 0.0
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
         #: found in place of a plain step that had begun.

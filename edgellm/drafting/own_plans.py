@@ -82,8 +82,9 @@ class OwnPlans:
         return tried.plan
 
     def _worth_trying(self, best: Option, step: Step, times: Seconds) -> Option | None:
-        """An option to try against the forecast: where drafting does not pay the best draft, once the steps without have
-        paid for what it may lose, else what pays with its share of the steps without it for what it should lose."""
+        """An option to try against the forecast: where drafting does not pay the best draft, once the steps without
+        have paid for what it may lose, else what pays with its share of the steps without it for what it should lose.
+        """
         others = [each for each in self._safe(step, times) if each is not best and step.fits(each.plan)]
         if best.plan is None:
             return next((each for each in others[:1] if each.risk <= TRIES_SHARE * self._undrafted), None)

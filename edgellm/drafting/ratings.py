@@ -97,7 +97,7 @@ class Account:
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
     #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
-    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 14.0
+    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
