@@ -42,8 +42,8 @@ _PACE, _WORTH_PACE, _LOOK_PACE = 0.05, 0.1, 0.1
 FIRST_SAVED = 0.5
 #: Looks for candidates, and rounds of them, are paid from a budget in plain steps: at first so many, of each further
 #: token this share, and what rounds save, up to so many. A look in vain may cost so much of the steps until the next
-#: one, which is put off for so many at the most. While steps are under way a look costs nothing where the host waits for
-#: the device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
+#: one, which is put off for so many at the most. While steps are under way a look costs nothing where the host waits
+#: for the device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
 FIRST_BUDGET, BUDGET_SHARE, MOST_BUDGET, LOOK_SHARE, MOST_PATIENCE = 4.0, 0.005, 14.0, 0.01, 255
 #: What has been found may be used although this is overdrawn: a look and a round of it take so long on slow hosts.
 OVERDRAFT = 6.0
@@ -121,13 +121,15 @@ class Learner(Policy):
     ) -> Choice:
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
+        if self.rested_steps:
+            self._count_rests()
         step = Step(runner, len(sequences), room, ruled)
-        self._count_rests()
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
-            return next((plan for plan in own if step.fits(plan)), None), None
+            fitting = (p for p in own if p.longest <= room and runner.is_ready(step.batch, p, ruled))
+            return next(fitting, None), None
         if known and (ruled or self.looks_up) and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
@@ -271,7 +273,8 @@ class Learner(Policy):
         """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
         if not (ruled or self._adaptive or self.looks_up):
             return
-        self._count_rests()
+        if self.rested_steps:
+            self._count_rests()
         batch, cost, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
         self._blocked += _LOOK_PACE * (blocked - self._blocked)
         self._rounds[PLAIN if plan is None else plan.name] += 1
@@ -297,16 +300,14 @@ class Learner(Policy):
 
     def _count_rests(self) -> None:
         """Take notice of the plain steps that were not asked for since this was done last, all at once."""
-        steps, seconds = self.rested_steps, self.rested_seconds
-        if steps:
-            self.rested_steps, self.rested_seconds = 0, 0.0
-            self._chosen += steps
-            self._rounds[PLAIN] += steps
-            self._choice.ended(None, (), self.rests_as[1], steps)
-            self.account.ended(steps, 0.0, False)
-            ruled = self.rests_as[1]
-            self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + BUDGET_SHARE * steps)
-            self._times[self.rests_as].record(None, seconds / steps, False, steps)
+        steps, seconds, ruled = self.rested_steps, self.rested_seconds, self.rests_as[1]
+        self.rested_steps, self.rested_seconds = 0, 0.0
+        self._chosen += steps
+        self._rounds[PLAIN] += steps
+        self._choice.ended(None, (), ruled, steps)
+        self.account.ended(steps, 0.0, False)
+        self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + BUDGET_SHARE * steps)
+        self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
