@@ -71,37 +71,41 @@ class OwnPlans:
         if self.kept > 0 and self._kept_for == (step.batch, step.ruled) and step.fits(self.current):
             self.kept -= 1
             return self.current
-        best = self.otherwise(step, times)
+        safe = self._safe(step, times)
+        best = self._best(safe, step)
         self._kept_for, self.current = (step.batch, step.ruled), best.plan
         self.kept = KEPT if best.plan is not None else min(MOST_KEPT, int(PUT_OFF * self._undrafted))
-        tried = self._worth_trying(best, step, times)
+        tried = self._worth_trying([each for each in safe if each is not best], best, step)
         if tried is None:
             return best.plan
         self.explored, self.kept, self._undrafted = self.explored + 1, 0, 0
         self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
         return tried.plan
 
-    def _worth_trying(self, best: Option, step: Step, times: Seconds) -> Option | None:
+    def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
         """An option to try against the forecast: where drafting does not pay the best draft, once the steps without
         have paid for what it may lose, else what pays with its share of the steps without it for what it should lose.
         """
-        others = [each for each in self._safe(step, times) if each is not best and step.fits(each.plan)]
         if best.plan is None:
-            return next((each for each in others[:1] if each.risk <= TRIES_SHARE * self._undrafted), None)
+            tried = next((each for each in others if step.fits(each.plan)), None)
+            return tried if tried is not None and tried.risk <= TRIES_SHARE * self._undrafted else None
         credit, tried = 0.0, None
         for each in others:
             loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
             left = EXPLORATION_SHARE * (self._steps - self._used[each.plan]) / len(self._plans) - loss
-            if left > credit:
+            if left > credit and step.fits(each.plan):
                 credit, tried = left, each
         return tried
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
-        """What is done without given candidates: the fastest that fits, or what is in use if it is nearly as fast."""
+        """What is done without given candidates."""
         if not self._adaptive:
             plan = first_fitting(self._plans, *step)
             return next(each for each in self._options(step.batch, step.ruled, times) if each.plan is plan)
-        safe = self._safe(step, times)
+        return self._best(self._safe(step, times), step)
+
+    def _best(self, safe: Sequence[Option], step: Step) -> Option:
+        """The fastest that fits, or what is in use if it is nearly as fast."""
         best = next(each for each in safe if step.fits(each.plan))
         for each in safe:
             if each.plan is self.current and each.rate * SWITCHING_GAIN >= best.rate and step.fits(each.plan):
