@@ -94,6 +94,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
     monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
     monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
+    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
 
 
 @pytest.fixture
