@@ -10,11 +10,10 @@ __device__ __forceinline__ void ask_for_downs(const experts::Product& given) {
 }
 
 // The 16 columns of the block, of up to eight experts without biases, whose weights are all under way at once: a warp's share of
-// K is one block of them.
+// K is one block of them. The residual is of T, and there is no shared expert.
 template <typename T, typename G> __device__ __forceinline__ void multiply_row(const experts::Product& given, char* shared) {
     constexpr int EACH = experts::MOST / G::TEAMS;
     static_assert(G::PASS == experts::MOST && G::WEIGHT_TILES == 1 && G::DEPTH == EACH, "all experts' sums are added at once");
-    static_assert(G::TAIL_BEGIN == 512, "codes have 4 bits");
     const Linear linear = given.linear;
     const experts::Addition addition = given.addition;
     const int share = threadIdx.x / 32 % G::SHARING, team = team_of_warp<G>(), chosen = addition.chosen, steps = linear.steps;
@@ -51,9 +50,7 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
     const int number = threadIdx.x / 16, column = threadIdx.x % 16, place = blockIdx.x * 16 + column;
     float weight = 0.f, before = 0.f;
     if (number < chosen) weight = __ldcg(addition.weights + number);
-    if (number == 0)
-        before = addition.residual_float ? __ldcg(static_cast<const float*>(addition.residual) + place)
-                                         : decode::to_float(static_cast<const T*>(addition.residual)[place]);
+    if (number == 0) before = decode::to_float(static_cast<const T*>(addition.residual)[place]);
     wait_for_copies<0>();
     __syncthreads();
     const int step_bytes = chosen * 64;
@@ -102,6 +99,5 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
     if (threadIdx.x >= 16) return;
     float total = 0.f;
     for (int n = 0; n < chosen; ++n) total = fmaf(products[16 * (experts::MOST + n) + column], products[n * 16 + column], total);
-    if (addition.shared != nullptr) total = fmaf(__ldcg(addition.shared_weights), __ldcg(addition.shared + place), total);
     addition.output[place] = fmaf(addition.scale, total, before);
 }

@@ -1,6 +1,6 @@
 """Tries of the decode kernels of a mixture's layer: each with its bits and times, beside what ships.
 
-    python tools/bench/experts_variants.py [--rows 1 4 16] [--seconds 45] [--output FILE]
+    python tools/bench/experts_variants.py [--rows 1 4 16] [--seconds 45]
 
 Shapes and weights are those of `experts_speed.py` in int4. Of each number of rows microseconds of a layer (CUDA graphs
 of all layers), and of its kernels. Nothing of what is tried is in the kernels that ship: their sources are edited here.
@@ -149,7 +149,7 @@ class Tried:
     """A step of so many rows, and what its variants gave."""
 
     def __init__(self, bench: Bench, rows: int) -> None:
-        self.bench, self.expected, self.found = bench, b"", dict[str, Any]()
+        self.bench, self.expected = bench, b""
         self.step, self.routed = (Step(bench, bench.choices(rows, False)) for _ in range(2))
         self.routed.ids = [self.routed.routed.expert_ids] * LAYERS  # what its router chooses
 
@@ -189,7 +189,6 @@ class Tried:
             spans |= {kernel: self.bench.milliseconds([own[kernel] for own in every]) for kernel in every[0]}
             spans = {key: round(1000 * span, 2) for key, span in spans.items()}
             said = "same bits" if found == self.expected == self.bits(chosen) else "OTHER BITS"
-            self.found[str(variant)] = {"bits": said, **spans}
         except Exception as error:
             spans, said = {}, f"FAILED {type(error).__name__}: {str(error)[:200]}"
         print(f"{name:64s} {said} {json.dumps(spans)}", flush=True)
@@ -202,9 +201,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--seconds", type=float, default=45.0, help="behind which nothing new is begun")
-    parser.add_argument("--output", type=Path, help="a JSON file for the results")
     options = parse(parser)
-    options.sort_from, begun, result = math.inf, time.monotonic(), dict[str, Any]()
+    options.sort_from, begun = math.inf, time.monotonic()
     device = CudaDevice()
     bench = Bench(device, KernelModule(device.gpu, device.stream), options, "int4")
     for rows in options.rows:
@@ -212,10 +210,7 @@ def main() -> None:
         for variant in (*variants(rows, bench.hidden, bench.size), Variant()):
             if time.monotonic() - begun < options.seconds:
                 tried.take(variant)
-        result[str(rows)] = tried.found
         print(f"{rows} rows done behind {time.monotonic() - begun:.1f} s", flush=True)
-        if options.output:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
