@@ -54,7 +54,9 @@ _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 #: Weights of two dimensions that are no linear layer's.
-_TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "pos_embed.weight", "position_embedding.weight")
+_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+#: A table that is packed where its tensors say so: what packs all linear layers leaves it alone.
+_TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
 _WEIGHT = ".weight"
 #: What chooses experts.
 _ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight")
@@ -219,6 +221,8 @@ class Checkpoint:
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
+        if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
+            return None
         alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
         return self.quantization.layout(published_names(module) if self._is_multimodal else alone)
 
@@ -247,8 +251,9 @@ class Checkpoint:
         read = self.reader(name, shape)
         return None if read is None else read()
 
-    def reader(self, name: str, shape: Sequence[int]) -> Callable[[], StoredWeight] | None:
-        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files."""
+    def reader(self, name: str, shape: Sequence[int]) -> Callable[..., StoredWeight] | None:
+        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files. Of
+        `rows`, int [n], it gives these alone, and reads no others of a mapped file (`LinearTensors.of_rows`)."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
@@ -261,9 +266,9 @@ class Checkpoint:
         lookup = self._typed if name in self._layouts else views.get
         tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
 
-        def read() -> StoredWeight:
+        def read(rows: np.ndarray | None = None) -> StoredWeight:
             try:
-                return layout.read(tensors)
+                return layout.read(tensors if rows is None else tensors.of_rows(rows))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {error}") from None
 

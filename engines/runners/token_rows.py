@@ -22,25 +22,29 @@ class TokenRows:
 
     def __init__(self, backend: Backend, config: DecoderConfig, checkpoint: Checkpoint, tokens: int) -> None:
         """Steps have up to so many `tokens`, of all sequences together. Raises CheckpointError where the table is
-        missing, packed, or of another shape."""
-        self._backend, self._size, self._table = backend, config.token_row_size, np.empty((0, 0), np.float32)
+        missing or of another shape."""
+        self._backend, self._size, self._count = backend, config.token_row_size, config.vocab_size
         self._rows = backend.zeros((tokens * self._size,), "compute")
         for spec in token_table(config):
-            self._info = checkpoint.info(spec.name)
-            if checkpoint.layout(spec.name, spec.shape) is not None or self._info.shape != spec.shape:
+            self._info, self._packed = checkpoint.part_infos(*spec.parts[0])[0], checkpoint.reader(*spec.parts[0])
+            if self._packed is None and self._info.shape != spec.shape:
                 raise CheckpointError(
                     f"{self._info.file}: tensor {spec.name!r} is {self._info.dtype} {list(self._info.shape)}, expected "
-                    f"{list(spec.shape)}, not packed. Take config.json and weights of one and the same model"
+                    f"{list(spec.shape)}. Take config.json and weights of one and the same model"
                 )
-            self._table = checkpoint.raw(spec.name)
+            self._table = checkpoint.raw(spec.name) if self._packed is None else np.empty((0, 0), np.float32)
 
     def of(self, token_ids: np.ndarray) -> np.ndarray:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
         none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
-        is_token = (token_ids >= 0) & (token_ids < len(self._table))
-        rows = self._table[np.where(is_token, token_ids, 0)]
+        is_token = (token_ids >= 0) & (token_ids < self._count)
+        ids = np.where(is_token, token_ids, 0)
+        if self._packed is None:
+            rows, dtype = self._table[ids], self._info.dtype
+        else:
+            rows, dtype = self._packed(ids.reshape(-1)).unpacked().values().reshape(*ids.shape, self._size), "float32"
         rows[~is_token] = 0
-        return converted(self._info, rows, self._backend.compute_dtype)
+        return converted(self._info, rows, self._backend.compute_dtype, dtype)
 
     def bring(self, token_ids: np.ndarray) -> None:
         """Bring the rows of the next step's tokens [B, T], in order with the other work."""
