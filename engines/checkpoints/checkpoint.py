@@ -261,9 +261,9 @@ class Checkpoint:
         found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        # Those of GGUF files may be copies: they are read whenever `read` is called.
-        views = {} if name in self._layouts else {each: self._typed(each) for each in wanted}
-        lookup = self._typed if name in self._layouts else views.get
+        # Those of GGUF files may be copies: they are read whenever `read` is called, but for one that is mapped.
+        copies = name in self._layouts and name != _TOKEN_ROWS
+        lookup = self._typed if copies else {each: self._typed(each) for each in wanted}.get
         tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
 
         def read(rows: np.ndarray | None = None) -> StoredWeight:
