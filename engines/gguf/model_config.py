@@ -54,27 +54,22 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 #: What ends a turn or a text, where files name but one of several such tokens.
 _ENDS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<|tool_response>"),
 )
-_CONTROL = 3
+#: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer: those that the file names, first, and control tokens that always do."""
+    """The tokens that end an answer: those that the file names, first, and tokens that always do."""
     named = (metadata.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     tokens = metadata.entries("tokenizer.ggml.tokens", str, "texts")
     kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers")
     usual = (
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _ENDS
+        if token in _ENDS and (kind == _CONTROL or (kind, token) == (_USER_DEFINED, "<|tool_response>"))
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 
