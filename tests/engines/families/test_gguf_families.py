@@ -188,7 +188,8 @@ WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"],
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "gpt_oss"]
+    "name",
+    ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied", "gpt_oss", "gemma4"],
 )
 def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
     file = write_model(GOLDENS / name, tmp_path / "model.gguf")
@@ -234,6 +235,15 @@ def test_experts_are_refused(tmp_path: Path) -> None:
         ("olmoe", {"olmoe.expert_weights_scale": 2.5}, r"'expert_weights_scale' of its experts is 2\.5, supp"),
         ("granitemoe", {"granitemoe.expert_shared_feed_forward_length": 16}, "it has a shared expert"),
         ("olmoe", {"olmoe.expert_used_count": 7}, "num_experts_per_tok is 7, but there are 6 experts"),
+        ("gemma4", {"gemma4.expert_count": 8}, "enable_moe_block is true, a mixture of experts beside an MLP"),
+        (
+            "gemma4",
+            {"gemma4.feed_forward_length": [24] * 5 + [48]},
+            "expected one, or twice that in each of the last 3",
+        ),
+        ("gemma4", {"gemma4.attention.sliding_window_pattern": None}, "expected true or false for each of 6 layers"),
+        ("gemma4", {"gemma4.rope.dimension_count_swa": 4}, r"is 4, expected 'attention\.key_length_swa', 8"),
+        ("gemma4", {"gemma4.attention.value_length_swa": 4}, r"is 4, expected 'attention\.key_length_swa', 8"),
         ("qwen3", {"qwen3.rope.dimension_count": 8}, r"partial_rotary_factor is 0\.5, which is not supported"),
     ],
 )
