@@ -8,12 +8,16 @@ import numpy as np
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import token_table
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.runners.captured_steps import HostStage, Stages
 from edgellm.kernels.arrays import Array, leading
+
+#: Packed rows that are dequantized at a time: what a processor's cache has room for.
+_TOGETHER = 16
 
 
 class TokenRows:
@@ -37,14 +41,21 @@ class TokenRows:
     def of(self, token_ids: np.ndarray) -> np.ndarray:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
         none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
-        is_token = (token_ids >= 0) & (token_ids < self._count)
-        ids = np.where(is_token, token_ids, 0)
-        if self._packed is None:
-            rows, dtype = self._table[ids], self._info.dtype
-        else:
-            rows, dtype = self._packed(ids.reshape(-1)).unpacked().values().reshape(*ids.shape, self._size), "float32"
+        is_token = ((token_ids >= 0) & (token_ids < self._count)).reshape(-1)
+        rows = self._values(np.where(is_token, token_ids.reshape(-1), 0))
         rows[~is_token] = 0
-        return converted(self._info, rows, self._backend.compute_dtype, dtype)
+        return rows.reshape(*token_ids.shape, self._size)
+
+    def _values(self, ids: np.ndarray) -> np.ndarray:
+        """A copy of the rows [n, size] of ids [n]."""
+        dtype, packed = self._backend.compute_dtype, self._packed
+        if packed is None:
+            return converted(self._info, self._table[ids], dtype)
+        rows = np.empty((len(ids), self._size), STORAGE[dtype])
+        for first in range(0, len(ids), _TOGETHER):
+            part = packed(ids[first : first + _TOGETHER]).unpacked()
+            rows[first : first + _TOGETHER] = converted(self._info, part.values(), dtype, "float32")
+        return rows
 
     def bring(self, token_ids: np.ndarray) -> None:
         """Bring the rows of the next step's tokens [B, T], in order with the other work."""
