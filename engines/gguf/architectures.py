@@ -66,6 +66,8 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
     options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
     advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    if name == "gemma4-assistant":
+        advice = ". An assistant drafts from keys and values of its model, which is not done: build without a draft"
     raise UnsupportedModelError(
         f"{metadata.path}: 'general.architecture' is {name!r:.80}; supported are {', '.join(known)}{advice}"
     )

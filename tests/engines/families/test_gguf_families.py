@@ -167,6 +167,7 @@ def test_what_files_leave_out_and_numbers_as_they_were_meant(tmp_path: Path) -> 
     [
         ({"general__architecture": "mamba"}, UnsupportedModelError, "is 'mamba'; supported are llama, mistral3, qwen2"),
         ({"general__architecture": None}, UnsupportedModelError, "is ''; supported are"),
+        ({"general__architecture": "gemma4-assistant"}, UnsupportedModelError, "An assistant drafts from keys and"),
         ({"general__architecture": 5}, CheckpointError, r"'general\.architecture' is 5, expected a text"),
         ({"llama__block_count": "x"}, CheckpointError, r"'llama\.block_count' is 'x', expected a whole number"),
         ({"llama__block_count": None}, CheckpointError, r"'llama\.block_count' is None"),
