@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,19 @@ from tiny_families import WINDOWED
 from tokenizers import Tokenizer
 
 from edgellm import LLM, SamplingParams
+from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.gguf_folder import checkpoint_folder
+from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
-from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.gguf_file import GgufFile, open_split
+from edgellm.engines.gguf.model_config import model_config
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
 from edgellm.engines.runners.token_rows import TokenRows
+from edgellm.kernels.gpu import absent_gpu
 
 TABLE, SHAPE = "per_layer_token_embd.weight", (320, 4 * 64)
 #: A tiny one with rows of 256 elements, as many as a block of the larger kinds has.
@@ -97,3 +104,27 @@ def test_answers_are_those_of_the_dense_table(make_file: Callable[..., Path]) ->
             asked = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
             answers.append([llm.generate(prompt, asked).token_ids for prompt in ("The red cup", "one two 123")])
     assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_kernels_take_a_model_that_is_packed_throughout(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    """Its projections of tokens' own embeddings, too; the table of these is on no device."""
+    source, random = make_checkpoint(tmp_path / "model", 4, **CHANGES), np.random.default_rng(5)
+
+    def kinds(tensor: str, values: np.ndarray) -> Tensor | None:
+        return random_blocks(kind, values.shape, random) if values.ndim == 2 else None
+
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    file = write_model(source, folder / "model.gguf", None, kinds)
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    models = {"base": decoder_config(json.loads((folder / "config.json").read_text()))}
+    weights = WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, "bfloat16")
+    packed = {name for name, layout in weights.loaded["base"].items() if layout is not None}
+    ours = {f"model.layers.3.per_layer_{each}.weight" for each in ("input_gate", "projection")}
+    assert packed >= ours | {"model.per_layer_model_projection.weight", "model.layers.0.self_attn.qkv_proj.weight"}
+    assert not any("embed_tokens_per_layer" in name for name in weights.loaded["base"])
+    gpu = absent_gpu("sm_86", 16, SHARED_MEMORY["sm_86"])
+    assert needed_modules(models, EngineLimits(1, 16, 64, packed=True), "bfloat16", weights, gpu)
