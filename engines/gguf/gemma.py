@@ -71,8 +71,8 @@ def gemma4_config(metadata: Metadata, config: _Config) -> _Config:
         if metadata.count(key, size) != size:
             raise metadata.error(key, metadata.get(key), f"'attention.key_length_swa', {size}")
     widths = metadata.of_layers("feed_forward_length")
-    width, last = widths[0], widths[-1]
-    if len(widths) > 1 and (last not in (width, 2 * width) or widths != [width] * (layers - shared) + [last] * shared):
+    width, last, wide = widths[0], widths[-1], min(shared, layers)
+    if len(widths) > 1 and (last not in (width, 2 * width) or widths != [width] * (layers - wide) + [last] * wide):
         raise metadata.error("feed_forward_length", widths, f"one, or twice that in each of the last {shared} layers")
     counts = metadata.of_layers("attention.head_count_kv")
     heads = dict(zip(kinds, counts if len(counts) == layers else counts * layers, strict=True))
