@@ -28,6 +28,7 @@ from edgellm.engines.formats.tensors import (
     VISION_PREFIXES,
     convert,
     is_multimodal,
+    is_wrapped,
     published_names,
     value_and_place,
 )
@@ -59,7 +60,10 @@ _TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
 _WEIGHT = ".weight"
 #: What chooses experts.
-_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight")
+_ROUTERS = (
+    *("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight"),
+    "mixer.gate.weight",
+)
 
 
 class Checkpoint:
@@ -98,7 +102,8 @@ class Checkpoint:
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
-        if self._is_multimodal:
+        self._is_wrapped = is_wrapped(config)
+        if self._is_wrapped:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
@@ -224,7 +229,7 @@ class Checkpoint:
         if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
             return None
         alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-        return self.quantization.layout(published_names(module) if self._is_multimodal else alone)
+        return self.quantization.layout(published_names(module) if self._is_wrapped else alone)
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""

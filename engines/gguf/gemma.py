@@ -7,15 +7,6 @@ from typing import Any
 from edgellm.engines.gguf.metadata import Metadata, attends
 
 _Config = dict[str, Any]
-#: What only Gemma 4's layers have, and what is beside them.
-GEMMA4_NAMES = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
 
 
 def _wide(dtype: str) -> str:
