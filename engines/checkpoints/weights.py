@@ -215,10 +215,10 @@ def iterate_weight_parts(
         own = dtype if spec.dtype == "compute" else spec.dtype
         packed = checkpoint.packed(name, shape)
         if packed is not None:
-            step = max(1, _PIECE // shape[1])
+            step, (info, *_) = max(1, _PIECE // shape[1]), checkpoint.part_infos(name, shape)
             for start in range(0, shape[0], step):
                 values = _neighbours_first(packed.rows(start, start + step).values(), spec.kernel).reshape(-1)
-                piece = converted(checkpoint.info(name), values, own, "float32")
+                piece = converted(info, values, own, "float32")
                 yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
             continue
         values = _neighbours_first(_part(checkpoint, name, shape), spec.kernel).reshape(-1)
