@@ -21,7 +21,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import AudioError, EdgeLLMError, ImageError, RequestError
+from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -49,7 +49,9 @@ def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
 def before(media: PromptMedia, stop: int) -> PromptMedia:
     """What stands before a token, which may be in the middle of a span."""
     spans = [
-        replace(span, places=span.places[:count], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:count]))
+        replace(
+            span, places=span.places[:count], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:count])
+        )
         for span, _, count in media.within(0, stop)
     ]
     return PromptMedia(tuple(spans), None)
@@ -135,7 +137,7 @@ def test_parts_that_are_wrong_are_named(llm: LLM, part: dict[str, Any], error: t
 
 
 def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> None:
-    with pytest.raises(ImageError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
+    with pytest.raises(MediaError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
         llm.generate(AUDIO)
     with pytest.raises(RequestError, match="leave `audio` out"):
         llm.chat("Hello", audio=[SOUNDS[1]])
