@@ -189,6 +189,7 @@ class Answering:
         settings, watch = self._settings, self._watch
         if watch is not None and self._watching is not None and self._watching.is_alive() and question:
             watch.question = question
+            self._camera.wake()
             return
         if watch is not None:
             watch.close()

@@ -52,7 +52,7 @@ class Client(Node):
         self.create_subscription(DiagnosticArray, "/diagnostics", self.diagnostics.append, 10)
 
     def until(self, found: Callable[[], Any], what: str, every: Callable[[], object] = lambda: None) -> Any:
-        """Spin until something is there, doing what `every` does ten times a second; ends the program after a minute."""
+        """Spin until something is there, doing what `every` does ten times a second, a minute at most."""
         end, due = time.monotonic() + SECONDS, 0.0
         while not (value := found()):
             if time.monotonic() > end:
