@@ -28,11 +28,11 @@ _CLOSING_SECONDS = 5.0
 class Settings:
     """The node's parameters. `model` and `backend` are those of `LLM` (without a model: the one that ships).
 
-    Prompts, and what is watched, have the instruction `system` in front ("": the model's own), `max_tokens` (0: as many
-    as fit) and a `deadline` in seconds (0: none). Prompts show the newest image, where one has come, if `show_image`;
-    one that is older than `max_image_age` seconds (0: any) fails them. A `question` is asked about the newest image
-    again and again, at most each `every` seconds. So many `goals` may be under way, more are rejected. Diagnostics come
-    each `diagnostics_period` seconds.
+    Prompts, and what is watched, have the instruction `system` in front ("": the model's own), `max_tokens` (0: the
+    model's own) and a `deadline` in seconds (0: none). Prompts show the newest image, where one has come, if
+    `show_image`; one that is older than `max_image_age` seconds (0: any) fails them. A `question` is asked about the
+    newest image again and again, at most each `every` seconds. So many `goals` may be under way, more are rejected.
+    Diagnostics come each `diagnostics_period` seconds.
     """
 
     model: str = ""
@@ -186,24 +186,21 @@ class Answering:
 
     def ask_about(self, question: str) -> None:
         """Watch the images with this question from now on; "" ends it. Raises RequestError."""
-        settings, watch = self._settings, self._watch
-        if watch is not None and self._watching is not None and self._watching.is_alive() and question:
-            watch.question = question
-            self._camera.wake()
-            return
-        if watch is not None:
-            watch.close()
-            self._watch = None
+        settings, watch = self._settings, None
         if question:
-            options: dict[str, Any] = {"max_tokens": settings.max_tokens} if settings.max_tokens else {}
-            self._watch = watch = self._llm.watch(
+            watch = self._llm.watch(
                 self._camera,
                 question,
+                self._llm.default_params,
                 every=settings.every,
                 system=settings.system or None,
                 deadline=settings.deadline or None,
-                **options,
+                **({"max_tokens": settings.max_tokens} if settings.max_tokens else {}),
             )
+        before, self._watch = self._watch, watch
+        if before is not None:
+            before.close()
+        if watch is not None:
             self._watching = threading.Thread(target=self._follow, args=(watch,), name="edgellm-watch", daemon=True)
             self._watching.start()
 
@@ -216,7 +213,6 @@ class Answering:
             message = f"the last answer failed: {problem}"
         elif self._refused:
             level, message = WARN, f"the last image was refused: {self._refused}"
-        first = metrics["time_to_first_token_seconds"]["p95"]
         values = {
             "model": self._llm.directory.path,
             "backend": self._llm.backend_name,
@@ -225,11 +221,11 @@ class Answering:
             **{f"requests ended, {name}": count for name, count in metrics["requests"]["finished"].items()},
             "requests failed": metrics["requests"]["failed"],
             "tokens": metrics["tokens"],
-            "seconds to the first token, 95 % within": "none yet" if first is None else first,
+            "seconds to the first token, 95 % within": metrics["time_to_first_token_seconds"]["p95"],
             "images": self._camera.frames,
-            "seconds since the newest image": "none yet" if frame is None else round(_age(frame), 3),
+            "seconds since the newest image": None if frame is None else round(_age(frame), 3),
         }
-        return level, message, {name: str(value) for name, value in values.items()}
+        return level, message, {name: "none yet" if value is None else str(value) for name, value in values.items()}
 
     def close(self) -> None:
         """End everything but the model."""
@@ -263,8 +259,11 @@ class Answering:
         if goal.choice and goal.json_schema:
             raise RequestError("a goal has a choice and a json_schema: an answer has one of them")
         options: dict[str, Any] = {"priority": goal.priority}
+        options |= {name: getattr(goal, name) for name in ("temperature", "seed") if getattr(goal, name) >= 0}
         if goal.max_tokens:
             options["max_tokens"] = goal.max_tokens
+        if goal.deadline:
+            options["deadline"] = goal.deadline - (time.perf_counter() - accepted)
         if goal.choice:
             options |= choosing(self._llm, list(goal.choice))
         if goal.json_schema:
@@ -272,18 +271,12 @@ class Answering:
                 options["structure"] = json.loads(goal.json_schema)
             except ValueError as error:
                 raise RequestError(f"json_schema is no JSON: {error}") from error
-        if goal.temperature >= 0:
-            options["temperature"] = goal.temperature
-        if goal.seed >= 0:
-            options["seed"] = goal.seed
-        if goal.deadline:
-            options["deadline"] = goal.deadline - (time.perf_counter() - accepted)
-        content: Any = goal.prompt
-        if frame is not None:
-            content = [{"type": "image", "image": frame.image}, {"type": "text", "text": goal.prompt}]
+        shown = [] if frame is None else [{"type": "image", "image": frame.image}]
         system = goal.system or self._settings.system
-        messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": content}]
-        return Request.of(None, messages, None, goal.adapter or None, **options)
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": goal.prompt}]}]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})  # type: ignore[dict-item]
+        return Request.of(None, messages, self._llm.default_params, goal.adapter or None, **options)
 
     def _follow(self, watch: Watch) -> None:
         try:

@@ -90,6 +90,9 @@ def test_fields_of_a_goal_reach_the_request(node: Any) -> None:
     result = answered(node, prompt="Hello", json_schema='{"enum": [[1, 2]]}')[1]
     assert result.text == "[1, 2]" and result.image.frame_id == "" and result.image_age == -1.0
     assert answered(node, prompt="Hello", max_tokens=2)[1].completion_tokens == 2
+    assert node.answering._request(Goal("hi"), None, 0.0).params == node.llm.default_params
+    drawn = node.answering._request(Goal("hi", temperature=0.5, seed=0), None, 0.0).params
+    assert (drawn.temperature, drawn.seed, drawn.top_k) == (0.5, 0, node.llm.default_params.top_k)
     request = node.answering._request(Goal("hi", system="be", adapter="pirate", priority=7, deadline=2.0), None, 0.0)
     assert (request.adapter, request.priority, request.messages[0]["content"]) == ("pirate", 7, "be")
     assert request.deadline < 2.0 - 1.0  # the time since the goal was accepted counts
