@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from edgellm.llm import LLM
 from edgellm.media.camera import Camera, Frame
 from edgellm.requests import Request, Response
 from edgellm.ros.images import image_of
-from edgellm.watching import Watch, WatchedAnswer, choosing
+from edgellm.watching import Watch, WatchedAnswer, WatchOptions, choosing
 
 #: The levels of diagnostic_msgs/DiagnosticStatus.
 OK, WARN, ERROR = range(3)
@@ -186,20 +186,15 @@ class Answering:
 
     def ask_about(self, question: str) -> None:
         """Watch the images with this question from now on; "" ends it. Raises RequestError."""
-        settings, watch = self._settings, None
+        settings, params, watch = self._settings, self._llm.default_params, None
         if question:
-            watch = self._llm.watch(
-                self._camera,
-                question,
-                self._llm.default_params,
-                every=settings.every,
-                system=settings.system or None,
-                deadline=settings.deadline or None,
-                **({"max_tokens": settings.max_tokens} if settings.max_tokens else {}),
-            )
-        before, self._watch = self._watch, watch
-        if before is not None:
-            before.close()
+            params = replace(params, max_tokens=settings.max_tokens or params.max_tokens)
+            system, deadline = settings.system or None, settings.deadline or None
+            options: WatchOptions = {"every": settings.every, "system": system, "deadline": deadline}
+            watch = self._llm.watch(self._camera, question, params, **options)
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = watch
         if watch is not None:
             self._watching = threading.Thread(target=self._follow, args=(watch,), name="edgellm-watch", daemon=True)
             self._watching.start()

@@ -21,5 +21,5 @@ else
     "$python" -m edgellm.ros --ros-args --params-file install/share/edgellm_ros/config/edgellm.yaml > node.log 2>&1 &
 fi
 node=$!
-trap 'kill -TERM $node 2> /dev/null; wait $node || true; echo "the node wrote:"; cat node.log' EXIT
+trap 'kill -INT $node 2> /dev/null; wait $node || true; echo "the node wrote:"; cat node.log' EXIT
 "$python" "$here/try.py"
