@@ -15,11 +15,23 @@ set +u
 . install/local_setup.sh
 set -u
 
+# In a group of its own, so that launch and the node are interrupted together.
 if ros2 pkg prefix launch_ros > /dev/null 2>&1; then
-    ros2 launch edgellm_ros edgellm.launch.py image:=/edgellm/image > node.log 2>&1 &
+    setsid ros2 launch edgellm_ros edgellm.launch.py image:=/edgellm/image > node.log 2>&1 &
 else
-    "$python" -m edgellm.ros --ros-args --params-file install/share/edgellm_ros/config/edgellm.yaml > node.log 2>&1 &
+    parameters=install/share/edgellm_ros/config/edgellm.yaml
+    setsid "$python" -m edgellm.ros --ros-args --params-file "$parameters" > node.log 2>&1 &
 fi
 node=$!
-trap 'kill -INT $node 2> /dev/null; wait $node || true; echo "the node wrote:"; cat node.log' EXIT
+end() {
+    kill -s INT -- "-$node"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do
+        sleep 1
+        kill -s 0 -- "-$node" 2> /dev/null || break
+    done
+    kill -s KILL -- "-$node" 2> /dev/null && echo "the node had to be killed" >&2
+    echo "the node wrote:"
+    cat node.log
+}
+trap end EXIT
 "$python" "$here/try.py"
