@@ -227,7 +227,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
         tower = projector = first_prefix(_QWEN_PREFIXES, names)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
     unread = unused_tensors(config) if config.feature_layers else ()
-    problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], vision=True, unread=unread)
+    problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], encoders=True, unread=unread)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(

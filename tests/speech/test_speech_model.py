@@ -21,7 +21,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import AudioError, EdgeLLMError, ImageError, RequestError
+from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -135,7 +135,7 @@ def test_parts_that_are_wrong_are_named(llm: LLM, part: dict[str, Any], error: t
 
 
 def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> None:
-    with pytest.raises(ImageError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
+    with pytest.raises(MediaError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
         llm.generate(AUDIO)
     with pytest.raises(RequestError, match="leave `audio` out"):
         llm.chat("Hello", audio=[SOUNDS[1]])
