@@ -24,6 +24,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     adapters, drafting, snapshots = given["adapters"], given["drafting"], given["snapshots"]
     require(isinstance(given["backend"], str), "backend", given["backend"], "one of auto, numpy, tensorrt")
     require(isinstance(given["executor"], str), "executor", given["executor"], "auto or tensorrt")
+    index = given["gpu"]
+    require(index is None or is_whole(index, 0), "gpu", index, "the index of a GPU, from 0 on, or None")
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():

@@ -67,6 +67,7 @@ class OpenedModel:
         *,
         backend: str = "auto",
         executor: str = "auto",
+        gpu: int | None = None,
         kv_cache: str | None = None,
         revision: str | None = None,
         update: bool = False,
@@ -116,9 +117,11 @@ class OpenedModel:
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
-        opened = open_backend(backend, self.directory, executor)
+        opened = open_backend(backend, self.directory, executor, gpu)
         try:
-            chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            chosen = drafting
+            if drafting == "auto":
+                chosen = default_drafting(self.directory.limits, opened.name, opened.gpu_index)
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )
@@ -145,6 +148,11 @@ class OpenedModel:
     def backend_name(self) -> str:
         """ "tensorrt" or "numpy"."""
         return self._open_runner().backend.name
+
+    @property
+    def gpu(self) -> int | None:
+        """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
+        return self._open_runner().backend.gpu_index
 
     @property
     def has_draft_model(self) -> bool:

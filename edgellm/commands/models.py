@@ -103,6 +103,7 @@ def open_model_with(
             settings.model,
             backend=settings.backend,
             executor=settings.executor,
+            gpu=settings.gpu,
             kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,

@@ -93,7 +93,17 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
         return {name: value for name, value in given.items() if name not in ("revision", "update")} | renamed
 
 
-class ComputingOptions(NamedModelOptions, panel="Model"):
+class GPUOption(Options, panel="Model"):
+    """Which GPU, where there are several."""
+
+    gpu: int | None = option(
+        "The GPU that is opened, by its number from 0 on among those that CUDA_VISIBLE_DEVICES shows [default: the "
+        "first].",
+        least=0,
+    )
+
+
+class ComputingOptions(NamedModelOptions, GPUOption, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
 
     backend: str | None = option("What computes.", choices=BACKENDS)

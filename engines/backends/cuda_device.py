@@ -120,10 +120,10 @@ class DeviceTimestamp:
 
 
 class CudaDevice:
-    """The first GPU: its primary context (current in the calling thread until `close`), or what a tool that measures in
-    a part of the GPU puts in its place, and one stream."""
+    """A GPU, by its index (None: see `find_gpu`): its primary context (current in the calling thread until `close`), or
+    what a tool that measures in a part of the GPU puts in its place, and one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int | None = None) -> None:
         try:
             import pycuda.driver as cuda
         except ImportError as error:
@@ -131,15 +131,16 @@ class CudaDevice:
                 f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, or use "
                 "--backend numpy."
             ) from error
-        gpu = find_gpu()
+        gpu = find_gpu(index)
         try:
             cuda.init()
-            device = cuda.Device(0)
+            device = cuda.Device(0 if gpu is None else gpu.index)
         except cuda.Error as error:
             raise MissingDependencyError(f"No usable NVIDIA GPU: {error}. Use --backend numpy.") from error
         if gpu is None:
             raise MissingDependencyError("No usable NVIDIA GPU: libcuda.so.1 shows none. Use --backend numpy.")
         self.gpu = gpu
+        self.gpu_index = gpu.index
         self._cuda = cuda
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         self._first_event: tuple[Any, float] | None = None
@@ -402,7 +403,7 @@ class CudaDevice:
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Bytes of the first GPU's memory that are free, and in all. Raises MissingDependencyError."""
+    """Bytes of the GPU's memory that are free, and in all. Raises MissingDependencyError."""
     device = CudaDevice()
     try:
         return device.free_memory()

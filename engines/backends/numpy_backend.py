@@ -99,6 +99,7 @@ class NumpyBackend:
     """See `edgellm.engines.backends.base.Backend`."""
 
     name = "numpy"
+    gpu_index: int | None = None
     compute_dtype = "float32"
     steps_ahead = 0
     executor = "auto"
