@@ -26,6 +26,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     require(isinstance(given["executor"], str), "executor", given["executor"], "auto or tensorrt")
     index = given["gpu"]
     require(index is None or is_whole(index, 0), "gpu", index, "the index of a GPU, from 0 on, or None")
+    require(is_whole(given["gpus"], 1), "gpus", given["gpus"], "how many GPUs share the model, from 1 on")
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():

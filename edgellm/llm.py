@@ -69,6 +69,7 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         backend: str = "auto",
         executor: str = "auto",
         gpu: int | None = None,
+        gpus: int = 1,
         kv_cache: str | None = None,
         revision: str | None = None,
         update: bool = False,

@@ -68,6 +68,7 @@ class OpenedModel:
         backend: str = "auto",
         executor: str = "auto",
         gpu: int | None = None,
+        gpus: int = 1,
         kv_cache: str | None = None,
         revision: str | None = None,
         update: bool = False,
@@ -117,7 +118,7 @@ class OpenedModel:
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
-        opened = open_backend(backend, self.directory, executor, gpu)
+        opened = open_backend(backend, self.directory, executor, gpu, gpus)
         try:
             chosen = drafting
             if drafting == "auto":

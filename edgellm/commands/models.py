@@ -104,6 +104,7 @@ def open_model_with(
             backend=settings.backend,
             executor=settings.executor,
             gpu=settings.gpu,
+            gpus=settings.gpus,
             kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,

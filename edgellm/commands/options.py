@@ -108,6 +108,7 @@ class ComputingOptions(NamedModelOptions, GPUOption, panel="Model"):
 
     backend: str | None = option("What computes.", choices=BACKENDS)
     executor: str | None = option("What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS)
+    gpus: int | None = option("How many GPUs share the model; NumPy has so many threads [default: 1].", least=1)
     kv_cache: str | None = option(
         "Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory [default: as "
         "the engine directory was built].",

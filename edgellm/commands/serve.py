@@ -171,6 +171,7 @@ async def _serve(
         backend=settings.backend,
         executor=settings.executor,
         gpu=settings.gpu,
+        gpus=settings.gpus,
         kv_cache=settings.kv_cache,
         drafting=models.chosen_drafting(settings),
         adapters=loras,

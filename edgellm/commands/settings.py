@@ -52,6 +52,7 @@ class Settings:
     backend: str = "auto"
     executor: str = "auto"
     gpu: int | None = None
+    gpus: int = 1
     kv_cache: str | None = None
     system: str | None = None
     chat_template: Path | None = None

@@ -275,6 +275,40 @@ class LinearResidual(Step):
 
 
 @dataclass(frozen=True)
+class Reduce(Step):
+    """output = the sum of what all ranks have in `value`, added in the order of ranks; see `sharding`."""
+
+    value: str = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], residual)}
+
+
+@dataclass(frozen=True)
+class Assemble(Step):
+    """output = the columns of what all ranks have in `value`, one rank's behind the other's."""
+
+    value: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
+class AddResidual(Step):
+    """What `LinearResidual` does with what its linear layer gives, which is the `value` here."""
+
+    value: str = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = field(default=False, metadata=READS_SELECTED)
+    norm: Norm | None = None
+    factor: WeightSpec | None = None
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        return kept | {self.output: (kinds[self.value][0], residual)}
+
+
+@dataclass(frozen=True)
 class Experts(Step):
     """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
 

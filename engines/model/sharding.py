@@ -1,0 +1,168 @@
+"""A decoder's program shared among ranks: each computes its heads, rows and columns, and sums pass between all.
+
+Tensor parallelism as Megatron-LM has it (Shoeybi et al. 2019): rows of q, k and v, of gate and up and of the head,
+columns of what comes behind. What enters a layer is on every rank, and so are norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import (
+    Add,
+    AddResidual,
+    Assemble,
+    Attention,
+    Input,
+    Linear,
+    LinearResidual,
+    NormLinear,
+    Reduce,
+    Scale,
+    Step,
+)
+
+#: From the first to before the second.
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a tensor that a rank has: these `ranges` along an `axis`, one behind the other."""
+
+    axis: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements along the axis."""
+        return sum(end - begin for begin, end in self.ranges)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank runs, and what of the tensors by name it is bound to: of weights, adapters and states. Those without
+    a cut it has whole."""
+
+    program: Program
+    cuts: Mapping[str, Cut]
+
+
+def sharded(program: Program, rank: int, of: int) -> Shard:
+    """The part of a decoder's program that a rank of so many computes.
+
+    The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
+    ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
+    an `AddResidual`: of one rank these give the same bits. Raises EngineError that names what cannot be shared.
+    """
+    return _Sharding(program, rank, of).shard()
+
+
+class _Sharding:
+    def __init__(self, program: Program, rank: int, of: int) -> None:
+        self._program, self._rank, self._of = program, rank, of
+        self._attentions = {step.value: step for step in program.attentions}
+        self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
+        self._split: set[str] = set()  # values of which each rank has its columns
+        self._cuts: dict[str, Cut] = {}
+
+    def shard(self) -> Shard:
+        steps = tuple(step for each in self._program.steps for step in self._steps(each))
+        program = replace(self._program, steps=steps)
+        for name, each in program.adapted.items():
+            cut = self._cuts.get(f"{name}.weight")
+            (a, _), (b, _) = each.edge(program.shape.lora_slots, program.shape.lora_rank)
+            if cut is not None:  # of B the columns stand for the rows of the weight
+                self._cuts[a if cut.axis == 1 else b] = replace(cut, axis=1)
+        return Shard(program, self._cuts)
+
+    def _steps(self, step: Step) -> Iterator[Step]:
+        if isinstance(step, Attention):
+            yield self._attention(step)
+        elif isinstance(step, LinearResidual) and step.value in self._split:
+            yield from self._partial(step)
+        elif isinstance(step, NormLinear) and step.output == "logits":
+            own = self._about(step.linear.weight.shape[0])
+            yield replace(step, output="own_logits", linear=self._rows(step.linear, (own,)))
+            yield Assemble(step.output, "own_logits")
+        elif isinstance(step, NormLinear) and step.output in self._attentions:
+            attention = self._attentions[step.output]
+            (heads, kv_heads, size), wide = attention.heads, 2 if attention.gated else 1
+            (first, last), (begin, end) = self._queries(attention), self._heads(attention)
+            keys, values = wide * heads, wide * heads + kv_heads  # where they begin, in heads
+            parts = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
+            yield self._by_rows(step, tuple((size * first, size * last) for first, last in parts))
+        elif isinstance(step, NormLinear) and step.output in self._multiplied:
+            parts = 2 if step.gated else 1
+            inner = step.linear.weight.shape[0] // parts
+            begin, end = self._about(inner)
+            yield self._by_rows(step, tuple((inner * part + begin, inner * part + end) for part in range(parts)))
+        elif isinstance(step, Scale | Add | LinearResidual) and not self._split.intersection(step.reads):
+            yield step
+        else:
+            raise EngineError(f"{step.title} cannot be shared by {self._of} GPUs: take one GPU")
+
+    def _about(self, count: int) -> Range:
+        """This rank's of things that need not be shared equally."""
+        return count * self._rank // self._of, count * (self._rank + 1) // self._of
+
+    def _equal(self, what: str, count: int) -> Range:
+        """This rank's of things that are shared equally."""
+        if count % self._of:
+            raise EngineError(f"{what} cannot be shared equally by {self._of} GPUs: take a number that divides them")
+        return self._about(count)
+
+    def _queries(self, step: Attention) -> Range:
+        return self._equal(f"the {step.heads[0]} query heads of layer {step.index}", step.heads[0])
+
+    def _heads(self, step: Attention) -> Range:
+        """The key-value heads of this rank's query heads."""
+        kv_heads = step.heads[1]
+        if self._of % kv_heads == 0:
+            first = self._rank * kv_heads // self._of
+            return first, first + 1
+        return self._equal(f"the {kv_heads} key-value heads of layer {step.index}", kv_heads)
+
+    def _attention(self, step: Attention) -> Attention:
+        (first, last), (begin, end) = self._queries(step), self._heads(step)
+        self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
+        self._split.add(step.output)
+        sinks = None if step.sinks is None else self._piece(step.sinks, Cut(0, ((first, last),)))
+        return replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks)
+
+    def _by_rows(self, step: NormLinear, ranges: tuple[Range, ...]) -> NormLinear:
+        self._split.add(step.output)
+        return replace(step, linear=self._rows(step.linear, ranges))
+
+    def _rows(self, linear: Linear, ranges: tuple[Range, ...]) -> Linear:
+        cut, bias = Cut(0, ranges), linear.bias
+        return replace(linear, weight=self._piece(linear.weight, cut), bias=bias and self._piece(bias, cut))
+
+    def _partial(self, step: LinearResidual) -> Iterator[Step]:
+        linear = step.linear
+        columns = Cut(1, (self._about(linear.weight.shape[1]),))  # as those who give them share the rows
+        own = replace(linear, weight=self._piece(linear.weight, columns), bias=None if self._rank else linear.bias)
+        value = f"{step.output}_sum"
+        yield NormLinear(f"{value}_part", (Input(step.value),), own, selects=step.selects)
+        yield Reduce(value, f"{value}_part")
+        others = step.scale, step.keep, step.selects, step.norm, step.factor
+        yield AddResidual(step.output, value, step.residual, *others)
+
+    def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:
+        """A weight as this rank has it; of each tensor that is fused in it, the rows and columns that stand in it."""
+        self._cuts[spec.name] = cut
+        parts, first = [], 0
+        for name, shape in spec.parts:
+            rows = shape[0]
+            if cut.axis == 0:
+                inside = (min(end, first + rows) - max(begin, first) for begin, end in cut.ranges)
+                parts.append((name, (sum(max(0, each) for each in inside), *shape[1:])))
+            else:
+                parts.append((name, (rows, cut.size)))
+            first += rows
+        shape = (*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :])
+        return replace(spec, shape=shape, parts=tuple(parts))
