@@ -70,6 +70,7 @@ class CudaBackend(CudaDevice):
     name = "tensorrt"
     executor = "auto"
     steps_ahead = 1
+    gpus = 1
     fixed_shapes = True
     computes_at_once = False
 

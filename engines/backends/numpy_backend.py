@@ -103,6 +103,7 @@ class NumpyBackend:
 
     name = "numpy"
     gpu_index: int | None = None
+    gpus = 1
     compute_dtype = "float32"
     steps_ahead = 0
     executor = "auto"

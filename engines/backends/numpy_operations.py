@@ -285,7 +285,7 @@ class NumpyOperations(Operations[np.ndarray]):
         return output.reshape(*rows.shape[:2], -1), gates
 
     def experts(self, step, x, scores, correction, gate_up, down):
-        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
+        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear, step.own)
 
     def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
         def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -16,6 +16,7 @@ import numpy as np
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine, one_blas_thread
 from edgellm.engines.backends.ranks import Exchange, Rank
+from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.sharding import Cut, Shard, sharded
@@ -33,6 +34,7 @@ class NumpyRanks(NumpyBackend):
         self, ranks: int, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
     ) -> None:
         super().__init__(config, draft, vision)
+        self.gpus = ranks
         self._exchange = Exchange(ranks)
         self._ranks = [Rank(number, self._exchange) for number in range(ranks)]
         sharded(self._program(EngineShape("decode", 1, 1, 1, 1)), 0, ranks)  # what is refused is refused at once
@@ -77,6 +79,8 @@ class NumpyRanks(NumpyBackend):
 
 def piece(whole: np.ndarray, cut: Cut) -> np.ndarray:
     """A cut of an array: a view of it where it is in one piece."""
+    if isinstance(whole, ExpertMatrices):
+        return whole.rows(*cut.ranges[0])
     before = (slice(None),) * cut.axis
     parts = [whole[(*before, slice(*each))] for each in cut.ranges]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=cut.axis)

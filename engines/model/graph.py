@@ -69,7 +69,7 @@ class ProgramGraph(Generic[Tensor]):
             LinearResidual: cls._linear_residual,
             Reduce: cls._reduce,
             Assemble: cls._assemble,
-            AddResidual: cls._add_residual,
+            AddResidual: cls._linear_residual,
             Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
@@ -171,28 +171,23 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.cap)
         self._values[step.output] = y
 
-    def _linear_residual(self, step: LinearResidual) -> None:
-        x = self._values[step.value]
-        if step.selects:
-            x = self._operations.gather_rows(x, self._values["last_token_ids"])
-        self._add_to_residual(step, self._linear(x, step.linear))
-
     def _reduce(self, step: Reduce) -> None:
         self._values[step.output] = self._operations.reduce(self._values[step.value])
 
     def _assemble(self, step: Assemble) -> None:
         self._values[step.output] = self._operations.assemble(self._values[step.value])
 
-    def _add_residual(self, step: AddResidual) -> None:
-        self._add_to_residual(step, self._values[step.value])
-
-    def _add_to_residual(self, step: LinearResidual | AddResidual, y: Tensor) -> None:
+    def _linear_residual(self, step: LinearResidual | AddResidual) -> None:
         operations, values = self._operations, self._values
-        residual, y = self._to_residual(values[step.residual]), self._to_residual(y)
+        y, residual = values[step.value], self._to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
             residual = operations.gather_rows(residual, values["last_token_ids"])
+        if isinstance(step, LinearResidual):
+            y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
+            y = self._linear(y, step.linear)
+        y = self._to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         if step.norm is not None:
@@ -216,7 +211,9 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.add(y, self._to_residual(operations.multiply(operations.to_float32(of_all), share)))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        self._values[step.output] = operations.add(self._to_residual(self._values[step.residual]), y)
+        if step.adds:
+            y = operations.add(self._to_residual(self._values[step.residual]), y)
+        self._values[step.output] = y
 
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values

@@ -17,6 +17,7 @@ from edgellm.engines.model.steps import (
     AddResidual,
     Assemble,
     Attention,
+    Experts,
     Input,
     Linear,
     LinearResidual,
@@ -57,7 +58,8 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
 
     The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
     ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
-    an `AddResidual`: of one rank these give the same bits. Raises EngineError that names what cannot be shared.
+    an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. Raises EngineError
+    that names what cannot be shared: recurrent layers, norms of all heads together, and Gemma 4's own steps.
     """
     return _Sharding(program, rank, of).shard()
 
@@ -65,7 +67,7 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
 class _Sharding:
     def __init__(self, program: Program, rank: int, of: int) -> None:
         self._program, self._rank, self._of = program, rank, of
-        self._attentions = {step.value: step for step in program.attentions}
+        self._attentions = {step.value: step for step in reversed(program.attentions)}
         self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
         self._split: set[str] = set()  # values of which each rank has its columns
         self._cuts: dict[str, Cut] = {}
@@ -101,6 +103,8 @@ class _Sharding:
             inner = step.linear.weight.shape[0] // parts
             begin, end = self._about(inner)
             yield self._by_rows(step, tuple((inner * part + begin, inner * part + end) for part in range(parts)))
+        elif isinstance(step, Experts) and step.given.value not in self._split:
+            yield from self._experts(step)
         elif isinstance(step, Scale | Add | LinearResidual) and not self._split.intersection(step.reads):
             yield step
         else:
@@ -151,6 +155,28 @@ class _Sharding:
         yield Reduce(value, f"{value}_part")
         others = step.scale, step.keep, step.selects, step.norm, step.factor
         yield AddResidual(step.output, value, step.residual, *others)
+
+    def _experts(self, step: Experts) -> Iterator[Step]:
+        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
+        count = step.mixture.experts
+        first, last = self._about(count)
+
+        def own(linear: Linear) -> Linear:
+            rows = linear.weight.shape[0] // count
+            weight = self._piece(linear.weight, Cut(0, ((first * rows, last * rows),)))
+            bias = linear.bias and self._piece(linear.bias, Cut(0, ((first, last),)))
+            return replace(linear, weight=replace(weight, experts=last - first), bias=bias)
+
+        shared = step.shared
+        if shared:
+            gate_up, down, gate = shared
+            inner = down.weight.shape[1]
+            begin, end = self._about(inner)
+            down = replace(down, weight=self._piece(down.weight, Cut(1, ((begin, end),))))
+            shared = self._rows(gate_up, ((begin, end), (inner + begin, inner + end))), down, gate
+        part, layers = f"{step.output}_part", {"gate_up": own(step.gate_up), "down": own(step.down)}
+        yield replace(step, output=part, own=(first, last), adds=not self._rank, shared=shared, **layers)
+        yield Reduce(step.output, part)
 
     def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:
         """A weight as this rank has it; of each tensor that is fused in it, the rows and columns that stand in it."""

@@ -308,7 +308,7 @@ class AddResidual(Step):
         return kept | {self.output: (kinds[self.value][0], residual)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Experts(Step):
     """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
 
@@ -317,6 +317,9 @@ class Experts(Step):
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
     every token goes through: gate and up, down, and its own gate [1, H].
+
+    Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
+    these alone, and so is the sum; the residual is added by one rank, which `adds`.
     """
 
     given: Input = field(metadata=READS)
@@ -328,6 +331,8 @@ class Experts(Step):
     correction: WeightSpec | None = None
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
+    own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
+    adds: bool = field(default=True, metadata=ADDED_LATER)
 
     @property
     def title(self) -> str:
