@@ -115,7 +115,7 @@ def test_experts_are_whole_and_one_rank_adds_the_residual() -> None:
 def test_adapters_are_shared_as_their_layers_are(make_adapter: Callable[..., Path], tmp_path: Path) -> None:
     sequences = Sequences(GOLDENS / "qwen3")
     folder = make_adapter(tmp_path / "own", sequences.config, 3, 4)
-    limits, adapters = {"max_lora_rank": 4, "lora_slots": 1}, {"own": LoraAdapter.open(folder).read(sequences.config)}
+    limits, adapters = {"max_lora_rank": 4, "lora_slots": 1}, {"own": LoraAdapter.read(folder, sequences.config)}
     options = {"limits": limits, "adapters": adapters}
     one = logits(NumpyBackend(sequences.config), sequences, "qwen3", **options)
     two = logits(NumpyRanks(2, sequences.config), sequences, "qwen3", **options)
