@@ -120,9 +120,8 @@ class OpenedModel:
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory, executor, gpu, gpus)
         try:
-            chosen = drafting
-            if drafting == "auto":
-                chosen = default_drafting(self.directory.limits, opened.name, opened.gpu_index)
+            limits, index = self.directory.limits, opened.gpu_index
+            chosen = default_drafting(limits, opened.name, index) if drafting == "auto" else drafting
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )

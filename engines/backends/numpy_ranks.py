@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class NumpyRanks(NumpyBackend):
         return kept[1]
 
 
-def piece(whole: np.ndarray, cut: Cut) -> np.ndarray:
-    """A cut of an array: a view of it where it is in one piece."""
+def piece(whole: Any, cut: Cut) -> Any:
+    """A cut of an array, or of `ExpertMatrices`: a view of it where it is in one piece."""
     if isinstance(whole, ExpertMatrices):
         return whole.rows(*cut.ranges[0])
     before = (slice(None),) * cut.axis

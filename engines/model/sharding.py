@@ -88,16 +88,16 @@ class _Sharding:
         elif isinstance(step, LinearResidual) and step.value in self._split:
             yield from self._partial(step)
         elif isinstance(step, NormLinear) and step.output == "logits":
-            own = self._about(step.linear.weight.shape[0])
-            yield replace(step, output="own_logits", linear=self._rows(step.linear, (own,)))
+            rows = self._about(step.linear.weight.shape[0])
+            yield replace(step, output="own_logits", linear=self._rows(step.linear, (rows,)))
             yield Assemble(step.output, "own_logits")
         elif isinstance(step, NormLinear) and step.output in self._attentions:
             attention = self._attentions[step.output]
             (heads, kv_heads, size), wide = attention.heads, 2 if attention.gated else 1
             (first, last), (begin, end) = self._queries(attention), self._heads(attention)
             keys, values = wide * heads, wide * heads + kv_heads  # where they begin, in heads
-            parts = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
-            yield self._by_rows(step, tuple((size * first, size * last) for first, last in parts))
+            own = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
+            yield self._by_rows(step, tuple((size * first, size * last) for first, last in own))
         elif isinstance(step, NormLinear) and step.output in self._multiplied:
             parts = 2 if step.gated else 1
             inner = step.linear.weight.shape[0] // parts
@@ -169,13 +169,14 @@ class _Sharding:
 
         shared = step.shared
         if shared:
-            gate_up, down, gate = shared
-            inner = down.weight.shape[1]
+            into, back, gate = shared
+            inner = back.weight.shape[1]
             begin, end = self._about(inner)
-            down = replace(down, weight=self._piece(down.weight, Cut(1, ((begin, end),))))
-            shared = self._rows(gate_up, ((begin, end), (inner + begin, inner + end))), down, gate
-        part, layers = f"{step.output}_part", {"gate_up": own(step.gate_up), "down": own(step.down)}
-        yield replace(step, output=part, own=(first, last), adds=not self._rank, shared=shared, **layers)
+            back = replace(back, weight=self._piece(back.weight, Cut(1, ((begin, end),))))
+            shared = self._rows(into, ((begin, end), (inner + begin, inner + end))), back, gate
+        part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
+        adds = self._rank == 0
+        yield replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
         yield Reduce(step.output, part)
 
     def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:

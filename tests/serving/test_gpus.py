@@ -62,7 +62,7 @@ def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:
     told = []
     for llm in (one, two):
         session = llm.create_session(params=SamplingParams(max_tokens=12))
-        told.append([session.chat(text) for text in ("Where is the red cup?", "And the ball?")])
+        told.append([session.send(text) for text in ("Where is the red cup?", "And the ball?")])
     assert [each.text for each in told[0]] == [each.text for each in told[1]]
     assert told[0][1].usage.reused_tokens == told[1][1].usage.reused_tokens > 0
 
@@ -103,7 +103,7 @@ def test_prompts_are_handed_out_whole(one: LLM, two: LLM) -> None:
 
 @pytest.mark.parametrize("wrong", [0, 65, True, "2", 2.0])
 def test_what_is_no_number_of_gpus_is_refused(wrong: object) -> None:
-    with pytest.raises(RequestError, match="gpus is .*: expected how many GPUs share the model, from 1 to 64"):
+    with pytest.raises(RequestError, match=r"gpus is .*: expected how many GPUs share the model, from 1 to 64"):
         LLM(gpus=wrong)  # type: ignore[arg-type]
 
 
