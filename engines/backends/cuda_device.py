@@ -140,7 +140,6 @@ class CudaDevice:
         if gpu is None:
             raise MissingDependencyError("No usable NVIDIA GPU: libcuda.so.1 shows none. Use --backend numpy.")
         self.gpu = gpu
-        self.gpu_index = gpu.index
         self._cuda = cuda
         self._readbacks: dict[tuple[int | None, tuple[int, ...], str], deque[tuple[np.ndarray, Any]]] = {}
         self._first_event: tuple[Any, float] | None = None
@@ -152,6 +151,11 @@ class CudaDevice:
             gpu.enter_partition()
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
+
+    @property
+    def gpu_index(self) -> int:
+        """See `Backend.gpu_index`."""
+        return self.gpu.index
 
     def lost(self) -> DeviceLostError | None:
         """See `Backend.lost`: such an error is given by every call from then on."""

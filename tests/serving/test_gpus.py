@@ -64,7 +64,7 @@ def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:
         session = llm.create_session(params=SamplingParams(max_tokens=12))
         told.append([session.send(text) for text in ("Where is the red cup?", "And the ball?")])
     assert [each.text for each in told[0]] == [each.text for each in told[1]]
-    assert told[0][1].usage.reused_tokens == told[1][1].usage.reused_tokens > 0
+    assert min(each[1].usage.reused_tokens for each in told) > 100
 
 
 def test_a_snapshot_lies_as_that_of_one_and_records_how_many_made_it(
