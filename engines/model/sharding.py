@@ -169,11 +169,12 @@ class _Sharding:
 
         shared = step.shared
         if shared:
-            into, back, gate = shared
+            into, back, *gate = shared
             inner = back.weight.shape[1]
             begin, end = self._about(inner)
             back = replace(back, weight=self._piece(back.weight, Cut(1, ((begin, end),))))
-            shared = self._rows(into, ((begin, end), (inner + begin, inner + end))), back, gate
+            starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
+            shared = self._rows(into, tuple((first + begin, first + end) for first in starts)), back, *gate
         part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
         adds = self._rank == 0
         yield replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
