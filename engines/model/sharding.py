@@ -6,8 +6,9 @@ columns of what comes behind. What enters a layer is on every rank, and so are n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
@@ -65,6 +66,8 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
 
 
 class _Sharding:
+    """The parts of one rank; a method for a kind of step gives the steps in its place, or None where it is refused."""
+
     def __init__(self, program: Program, rank: int, of: int) -> None:
         self._program, self._rank, self._of = program, rank, of
         self._attentions = {step.value: step for step in reversed(program.attentions)}
@@ -73,8 +76,22 @@ class _Sharding:
         self._cuts: dict[str, Cut] = {}
 
     def shard(self) -> Shard:
-        steps = tuple(step for each in self._program.steps for step in self._steps(each))
-        program = replace(self._program, steps=steps)
+        kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
+            Scale: self._whole,
+            Add: self._whole,
+            NormLinear: self._norm_linear,
+            Attention: self._attention,
+            LinearResidual: self._linear_residual,
+            Experts: self._experts,
+        }
+        steps: list[Step] = []
+        for step in self._program.steps:
+            share = kinds.get(type(step))
+            found = None if share is None else share(step)
+            if found is None:
+                raise EngineError(f"{step.title} cannot be shared by {self._of} GPUs: take one GPU")
+            steps += found
+        program = replace(self._program, steps=tuple(steps))
         for name, each in program.adapted.items():
             cut = self._cuts.get(f"{name}.weight")
             (a, _), (b, _) = each.edge(program.shape.lora_slots, program.shape.lora_rank)
@@ -82,33 +99,72 @@ class _Sharding:
                 self._cuts[a if cut.axis == 1 else b] = replace(cut, axis=1)
         return Shard(program, self._cuts)
 
-    def _steps(self, step: Step) -> Iterator[Step]:
-        if isinstance(step, Attention):
-            yield self._attention(step)
-        elif isinstance(step, LinearResidual) and step.value in self._split:
-            yield from self._partial(step)
-        elif isinstance(step, NormLinear) and step.output == "logits":
-            rows = self._about(step.linear.weight.shape[0])
-            yield replace(step, output="own_logits", linear=self._rows(step.linear, (rows,)))
-            yield Assemble(step.output, "own_logits")
-        elif isinstance(step, NormLinear) and step.output in self._attentions:
-            attention = self._attentions[step.output]
+    def _whole(self, step: Step) -> Sequence[Step] | None:
+        """A step that all ranks compute."""
+        return None if self._split.intersection(step.reads) else (step,)
+
+    def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
+        rows = step.linear.weight.shape[0]
+        if step.output == "logits":
+            own = self._rows(step.linear, (self._about(rows),))
+            return replace(step, output="own_logits", linear=own), Assemble(step.output, "own_logits")
+        attention = self._attentions.get(step.output)
+        if attention is not None:
             (heads, kv_heads, size), wide = attention.heads, 2 if attention.gated else 1
             (first, last), (begin, end) = self._queries(attention), self._heads(attention)
             keys, values = wide * heads, wide * heads + kv_heads  # where they begin, in heads
-            own = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
-            yield self._by_rows(step, tuple((size * first, size * last) for first, last in own))
-        elif isinstance(step, NormLinear) and step.output in self._multiplied:
-            parts = 2 if step.gated else 1
-            inner = step.linear.weight.shape[0] // parts
+            parts = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
+            ranges = tuple((size * first, size * last) for first, last in parts)
+        elif step.output in self._multiplied:
+            inner = rows // (2 if step.gated else 1)
             begin, end = self._about(inner)
-            yield self._by_rows(step, tuple((inner * part + begin, inner * part + end) for part in range(parts)))
-        elif isinstance(step, Experts) and step.given.value not in self._split:
-            yield from self._experts(step)
-        elif isinstance(step, Scale | Add | LinearResidual) and not self._split.intersection(step.reads):
-            yield step
+            ranges = tuple((start + begin, start + end) for start in range(0, rows, inner))
         else:
-            raise EngineError(f"{step.title} cannot be shared by {self._of} GPUs: take one GPU")
+            return None
+        self._split.add(step.output)
+        return (replace(step, linear=self._rows(step.linear, ranges)),)
+
+    def _attention(self, step: Attention) -> Sequence[Step]:
+        (first, last), (begin, end) = self._queries(step), self._heads(step)
+        self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
+        self._split.add(step.output)
+        sinks = None if step.sinks is None else self._piece(step.sinks, Cut(0, ((first, last),)))
+        return (replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks),)
+
+    def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
+        if step.value not in self._split:
+            return self._whole(step)
+        total = f"{step.output}_sum"
+        others = step.scale, step.keep, step.selects, step.norm, step.factor
+        return (
+            NormLinear(f"{total}_part", (Input(step.value),), self._columns(step.linear), selects=step.selects),
+            Reduce(total, f"{total}_part"),
+            AddResidual(step.output, total, step.residual, *others),
+        )
+
+    def _experts(self, step: Experts) -> Sequence[Step]:
+        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
+        count = step.mixture.experts
+        first, last = self._about(count)
+
+        def own(linear: Linear) -> Linear:
+            rows = linear.weight.shape[0] // count
+            weight = self._piece(linear.weight, Cut(0, ((first * rows, last * rows),)))
+            bias = linear.bias and self._piece(linear.bias, Cut(0, ((first, last),)))
+            return replace(linear, weight=replace(weight, experts=last - first), bias=bias)
+
+        shared = step.shared
+        if shared:
+            into, back, *gate = shared
+            inner = back.weight.shape[1]
+            begin, end = self._about(inner)
+            starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
+            into = self._rows(into, tuple((start + begin, start + end) for start in starts))
+            shared = into, self._columns(back), *gate
+        part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
+        adds = self._rank == 0
+        partial = replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
+        return partial, Reduce(step.output, part)
 
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""
@@ -131,54 +187,14 @@ class _Sharding:
             return first, first + 1
         return self._equal(f"the {kv_heads} key-value heads of layer {step.index}", kv_heads)
 
-    def _attention(self, step: Attention) -> Attention:
-        (first, last), (begin, end) = self._queries(step), self._heads(step)
-        self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
-        self._split.add(step.output)
-        sinks = None if step.sinks is None else self._piece(step.sinks, Cut(0, ((first, last),)))
-        return replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks)
-
-    def _by_rows(self, step: NormLinear, ranges: tuple[Range, ...]) -> NormLinear:
-        self._split.add(step.output)
-        return replace(step, linear=self._rows(step.linear, ranges))
-
     def _rows(self, linear: Linear, ranges: tuple[Range, ...]) -> Linear:
         cut, bias = Cut(0, ranges), linear.bias
         return replace(linear, weight=self._piece(linear.weight, cut), bias=bias and self._piece(bias, cut))
 
-    def _partial(self, step: LinearResidual) -> Iterator[Step]:
-        linear = step.linear
-        columns = Cut(1, (self._about(linear.weight.shape[1]),))  # as those who give them share the rows
-        own = replace(linear, weight=self._piece(linear.weight, columns), bias=None if self._rank else linear.bias)
-        value = f"{step.output}_sum"
-        yield NormLinear(f"{value}_part", (Input(step.value),), own, selects=step.selects)
-        yield Reduce(value, f"{value}_part")
-        others = step.scale, step.keep, step.selects, step.norm, step.factor
-        yield AddResidual(step.output, value, step.residual, *others)
-
-    def _experts(self, step: Experts) -> Iterator[Step]:
-        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
-        count = step.mixture.experts
-        first, last = self._about(count)
-
-        def own(linear: Linear) -> Linear:
-            rows = linear.weight.shape[0] // count
-            weight = self._piece(linear.weight, Cut(0, ((first * rows, last * rows),)))
-            bias = linear.bias and self._piece(linear.bias, Cut(0, ((first, last),)))
-            return replace(linear, weight=replace(weight, experts=last - first), bias=bias)
-
-        shared = step.shared
-        if shared:
-            into, back, *gate = shared
-            inner = back.weight.shape[1]
-            begin, end = self._about(inner)
-            back = replace(back, weight=self._piece(back.weight, Cut(1, ((begin, end),))))
-            starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
-            shared = self._rows(into, tuple((first + begin, first + end) for first in starts)), back, *gate
-        part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
-        adds = self._rank == 0
-        yield replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
-        yield Reduce(step.output, part)
+    def _columns(self, linear: Linear) -> Linear:
+        """Behind what `_about` shares, or heads; rank 0 adds the bias."""
+        weight = self._piece(linear.weight, Cut(1, (self._about(linear.weight.shape[1]),)))
+        return replace(linear, weight=weight, bias=None if self._rank else linear.bias)
 
     def _piece(self, spec: WeightSpec, cut: Cut) -> WeightSpec:
         """A weight as this rank has it; of each tensor that is fused in it, the rows and columns that stand in it."""
