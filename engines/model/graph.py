@@ -29,6 +29,8 @@ from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
+    AddResidual,
+    Assemble,
     Attention,
     Experts,
     Input,
@@ -39,6 +41,7 @@ from edgellm.engines.model.steps import (
     Normed,
     NormLinear,
     NormParts,
+    Reduce,
     Reshape,
     Scale,
     SideBySide,
@@ -64,6 +67,9 @@ class ProgramGraph(Generic[Tensor]):
             NormParts: cls._norm_parts,
             NormLinear: cls._norm_linear,
             LinearResidual: cls._linear_residual,
+            Reduce: cls._reduce,
+            Assemble: cls._assemble,
+            AddResidual: cls._linear_residual,
             Experts: cls._experts,
             Attention: cls._attention,
             ShortConvolution: cls._short_convolution,
@@ -86,7 +92,7 @@ class ProgramGraph(Generic[Tensor]):
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
+        residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual | AddResidual)}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -165,14 +171,23 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.cap)
         self._values[step.output] = y
 
-    def _linear_residual(self, step: LinearResidual) -> None:
+    def _reduce(self, step: Reduce) -> None:
+        self._values[step.output] = self._operations.reduce(self._values[step.value])
+
+    def _assemble(self, step: Assemble) -> None:
+        self._values[step.output] = self._operations.assemble(self._values[step.value])
+
+    def _linear_residual(self, step: LinearResidual | AddResidual) -> None:
         operations, values = self._operations, self._values
-        x, residual = values[step.value], self._to_residual(values[step.residual])
+        y, residual = values[step.value], self._to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
-            x, residual = (operations.gather_rows(each, values["last_token_ids"]) for each in (x, residual))
-        y = self._to_residual(self._linear(x, step.linear))
+            residual = operations.gather_rows(residual, values["last_token_ids"])
+        if isinstance(step, LinearResidual):
+            y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
+            y = self._linear(y, step.linear)
+        y = self._to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         if step.norm is not None:
@@ -202,7 +217,9 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.add(y, self._to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        self._values[step.output] = operations.add(self._to_residual(self._values[step.residual]), y)
+        if step.adds:
+            y = operations.add(self._to_residual(self._values[step.residual]), y)
+        self._values[step.output] = y
 
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values
