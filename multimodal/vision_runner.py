@@ -108,15 +108,16 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        known: dict[str, MediaEmbeddings] = {}
+        known: dict[str, MediaEmbeddings | None] = {
+            image.digest: self.cache.get(image.digest) for image in images
+        }  # before others push them out
         for image in images:
-            found = known.get(image.digest) or self.cache.get(image.digest)
             self.metrics.images += 1
+            found = known[image.digest]
             self.metrics.cache_hits += found is not None
             if found is None:
-                found = self._encode(image)
+                found = known[image.digest] = self._encode(image)
                 self.cache.put(found)
-            known[image.digest] = found
         return [known[image.digest] for image in images]
 
     def close(self) -> None:

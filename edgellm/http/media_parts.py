@@ -1,4 +1,4 @@
-"""Parts of messages that show images or let hear sounds: their bytes, of base64 and data URLs alone.
+"""Parts of messages that show images and videos or let hear sounds: their bytes, of base64 and data URLs alone.
 
 No request reads a file of this machine, and nothing is fetched. Errors name the part, and the field `param`.
 """
@@ -48,6 +48,17 @@ def sound_of_part(part: dict[str, Any], what: str, param: str) -> bytes:
         message = f"{what} is no sound: sounds are taken as base64 and data URLs alone, {expected}"
         raise HTTPError(400, message, param=param, code="invalid_audio")
     return _data(url, "audio", param)
+
+
+def video_of_part(part: dict[str, Any], what: str, param: str) -> bytes:
+    """The bytes of the file of a video. Raises HTTPError."""
+    url = part.get("video_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str) or url[:5].lower() != "data:" or set(part) - {"type", "video_url"}:
+        expected = '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}'
+        message = f"{what} is no video: videos are taken as data URLs alone, {expected}"
+        raise HTTPError(400, message, param=param, code="invalid_video")
+    return _data(url, "video", param)
 
 
 def _data(url: str, kind: str, param: str) -> bytes:

@@ -49,7 +49,9 @@ def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
 def before(media: PromptMedia, stop: int) -> PromptMedia:
     """What stands before a token, which may be in the middle of a span."""
     spans = [
-        replace(span, places=span.places[:count], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:count]))
+        replace(
+            span, places=span.places[:count], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:count])
+        )
         for span, _, count in media.within(0, stop)
     ]
     return PromptMedia(tuple(spans), None)
@@ -64,7 +66,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
         runner, sounds = runtime._runner.base, runtime._media.by_name["audio"]
         pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in SOUNDS]
         for index, piece in enumerate(pieces):
-            features = log_mel(SOUNDS[index][0], sounds._opened().mel)
+            features = log_mel(SOUNDS[index][0], sounds.opened().mel)
             np.testing.assert_array_equal(np.concatenate(piece.features, axis=1), features)
             np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=TOLERANCE)
             rows = np.concatenate([each.rows for each in sounds.encode([piece])])
