@@ -52,8 +52,8 @@ class ImageLayout:
     In this order: padded to a square with `square_colour` around it (None: not), resized to `resized` with Pillow's
     filter `resample`, the middle of `crop` taken (None: all; black where that is larger), normalized, and cut into
     `patch_size` x `patch_size` patches, whose remainder on the right and below is left out. `merge_size` x `merge_size`
-    neighbours stand one behind the other; every patch holds its channels, of these `temporal_patch_size` frames (an image's
-    are equal), of these rows and columns.
+    neighbours stand one behind the other; every patch holds its channels, of these `temporal_patch_size` frames (an
+    image's are equal), of these rows and columns.
     """
 
     resized: Size

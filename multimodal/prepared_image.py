@@ -18,9 +18,9 @@ class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
     `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width), or the frames [F, H, W, 3] of a part
-    of a video; None where its rows were made at once. `layout` says how they become rows. The image stands for `tokens` tokens of
-    the language model, of which so many follow each other as `runs` says, where the prompt has others behind each row;
-    none: all do. `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    of a video; None where its rows were made at once. `layout` says how they become rows. The image stands for `tokens`
+    tokens of the language model, of which so many follow each other as `runs` says, where the prompt has others behind
+    each row; none: all do. `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
     pixels: np.ndarray | None
