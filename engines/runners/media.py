@@ -140,7 +140,7 @@ class PromptMedia:
     def goes_on(self) -> bool:
         """Whether an answer's tokens stand where the prompt's next ones would: behind a video whose time outlasts the
         text after it they stand behind its last moment."""
-        return self.positions is None or self.positions[0, -1] == self.positions.max()
+        return self.positions is None or self.positions[1:, -1].max() == self.positions.max()
 
     @property
     def whole(self) -> list[tuple[int, int]]:
