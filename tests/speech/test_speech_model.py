@@ -126,7 +126,7 @@ def test_answers_in_a_batch_and_drafted_are_those_alone(llm: LLM, speech_engines
         ({"type": "audio"}, RequestError, "has no audio: expected one of"),
         ({"type": "audio", "audio": b"", "path": "x"}, RequestError, "has several audios"),
         ({"type": "input_audio", "input_audio": {"format": "wav"}}, RequestError, "input_audio is a dict"),
-        ({"type": "video", "video": "x"}, RequestError, "only text, images and audio can be sent"),
+        ({"type": "video", "video": "x"}, RequestError, "this model has no encoder of videos"),
         ({"type": "image", "image": "x.png"}, RequestError, "this model has no vision model"),
         (heard(wav(np.zeros(40 * 8000), 8000)), AudioError, r"part 1 of .*: the sound is 40\.00 seconds long"),
     ],

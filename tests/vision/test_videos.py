@@ -151,13 +151,14 @@ def test_a_batch_and_prompts_that_go_on_are_those_alone(llm: LLM, engines: Path)
     slow = timed(4, 16, 24, 0.5)
     requests = [Request.of(PROMPT, images=[image()], video=CLIPS, **GREEDY)]
     marker = "<|vision_start|><|video_pad|>"
-    requests += [Request.of("aaaaaaaaaaaa" + marker, video=[slow], **GREEDY)]
+    requests += [Request.of("a" * 60 + marker, video=[slow], **GREEDY)]
     alone = [llm.submit(each).result() for each in requests]
     assert [each.token_ids for each in llm.handle(requests)] == [each.token_ids for each in alone]  # type: ignore[union-attr]
     if engines.name != "qwen2_5_vl":
         return
     assert not llm.call(lambda runtime: goes_on(runtime, requests[1])).result()
-    again = replace(requests[1], prompt=[*map(ord, "aaaaaaaaaaaa"), 258, 261, *alone[1].token_ids, 3])
+    words = llm._runtime.prompt_ids(Request("a" * 60))
+    again = replace(requests[1], prompt=[*words, 258, 261, *alone[1].token_ids, 3])
     with LLM(engines, backend="numpy", drafting=None) as fresh:
         expected = fresh.submit(again).result()
     found = llm.submit(again).result()
@@ -192,7 +193,7 @@ def test_what_is_wrong_is_said(llm: LLM, engines: Path, monkeypatch: pytest.Monk
         ([(0.0, frame), (0.5, "none")], "none cannot be read"),
     ]
     for source, expected in wrong:
-        with pytest.raises(ImageError, match=f"part 1 of message 1 .*{expected}"):
+        with pytest.raises(ImageError, match=rf"part 1 of message 1 .*{expected}"):
             llm.chat(message(shown(source)), **GREEDY)
     with pytest.raises(
         EdgeLLMError, match=r"(600 tokens, 4 for each 2 of 300 frames: the context holds|the context) 320"
@@ -213,5 +214,5 @@ def test_hostile_files_are_refused(llm: LLM) -> None:
     playlist = b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n"
     good = mp4(video(24, 16, 16), 12)
     for data in (playlist, b"", b"RIFF", good[: len(good) // 2], good[::-1]):
-        with pytest.raises(ImageError, match="av reads, or it is damaged|is damaged"):
+        with pytest.raises(ImageError, match="is damaged"):
             llm.chat(message(shown(data)), **GREEDY)

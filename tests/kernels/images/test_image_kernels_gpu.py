@@ -13,7 +13,7 @@ from synthetic_images import synthetic_image
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.kernels.images.twin import NumpyImages
 from edgellm.multimodal.image_layout import ImageLayout, Normalization, resampling_weights
-from edgellm.multimodal.image_processor import image_digest
+from edgellm.multimodal.prepared_image import image_digest
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +61,18 @@ def test_both_kernels_equal_their_twins(gpu, size, resized, patch, merge, dtype,
     gpu.images.resample_to_patches(device_between, arrays[second], device_copy(gpu, table), grid, target)
     np.testing.assert_array_equal(gpu.read(device_between).wait(), between)
     np.testing.assert_array_equal(gpu.read(target).wait(), patches)
+
+
+def test_the_second_frame_of_a_video_leaves_the_first(gpu) -> None:
+    frames, table = [synthetic_image(56, 84), np.ascontiguousarray(synthetic_image(56, 84)[::-1])], NORMALIZATION.table
+    tables = ResamplingTables(*resampling_weights(56, 56, 3), 0)
+    expected = np.zeros((24, 3 * 2 * 14**2), np.float32)
+    target, arrays = device_copy(gpu, expected), on_device(gpu, tables)
+    for place, frame in enumerate(frames):
+        grid = PatchGrid(14, 2, place)
+        TWIN.resample_to_patches(frame, tables, table, grid, expected)
+        gpu.images.resample_to_patches(device_copy(gpu, frame), arrays, device_copy(gpu, table), grid, target)
+    np.testing.assert_array_equal(gpu.read(target).wait(), expected)
 
 
 @pytest.mark.alone
