@@ -39,7 +39,7 @@ class VideoEncoder:
         largest = vision.config.patches_within(vision_engines.limits.image_rows[-1])
         self.processor = VideoProcessor.open(vision.path, vision.config, largest)
         self._images, self._vision, self._tokenizer = images, vision.config, tokenizer
-        self._most_tokens = directory.limits.kv_capacity
+        self._most_tokens = directory.video_tokens
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """There is nothing to load beside the encoder of images."""

@@ -188,6 +188,11 @@ class EngineDirectory:
         return self.config.eos_token_ids
 
     @property
+    def video_tokens(self) -> int:
+        """Of how many tokens a video may be: what the context holds; 0 for a model that takes none."""
+        return self.limits.kv_capacity if "video" in self.config.media else 0
+
+    @property
     def weight_files(self) -> tuple[str, ...]:
         """Names of the files of weights."""
         return tuple(name for name in self.files if is_weight_file(name))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_files import golden_folder
+from http_server import running
 from safetensors.numpy import load_file
 from synthetic_sound import places
 from synthetic_video import FILES, PROMPT, QUESTION, RESIZED, SIZES, SPARSE, VIDEOS, image, timed, video
@@ -181,6 +182,19 @@ def test_every_form_of_a_file_is_the_same_prompt(llm: LLM, tmp_path: Path) -> No
     sampled = [place / 12 for place in (0, 8, 15, 23)]
     if not llm._runtime._media.by_name["video"].opened()._vision.tokens_per_second:
         assert prepared.seconds == tuple((a + b) / 2 for a, b in zip(sampled[::2], sampled[1::2], strict=True))
+
+
+def test_openais_client_shows_a_file(llm: LLM, engines: Path) -> None:
+    if engines.name != "qwen3_vl":
+        return
+    data = mp4(video(24, 16, 16), 12)
+    part: Any = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64," + base64.b64encode(data).decode()}}
+    asked: dict[str, Any] = {"model": "qwen3_vl", "temperature": 0, "max_tokens": 6}
+    with running("--model", engines) as server:
+        found = server.client().chat.completions.create(messages=message(part), **asked)
+    expected = llm.chat(message(shown(data)), temperature=0, max_tokens=6)
+    assert found.choices[0].message.content == expected.text
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
 
 
 def test_what_is_wrong_is_said(llm: LLM, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
