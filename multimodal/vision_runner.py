@@ -115,9 +115,8 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        known: dict[str, MediaEmbeddings | None] = {
-            image.digest: self.cache.get(image.digest) for image in images
-        }  # before others push them out
+        embeddings: list[MediaEmbeddings] = []
+        known = {image.digest: self.cache.get(image.digest) for image in images}  # before others push them out
         for image in images:
             self.metrics.images += 1
             found = known[image.digest]
@@ -125,7 +124,8 @@ class VisionEngineRunner:
             if found is None:
                 found = known[image.digest] = self._encode(image)
                 self.cache.put(found)
-        return [known[image.digest] for image in images]
+            embeddings.append(found)
+        return embeddings
 
     def close(self) -> None:
         """Let go of engines, weights, buffers and embeddings."""

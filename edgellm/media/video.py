@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import numpy as np
@@ -37,9 +38,15 @@ class VideoEncoder:
         assert vision is not None  # for which an encoder is opened
         self.kind = directory.config.media["video"]
         largest = vision.config.patches_within(vision_engines.limits.image_rows[-1])
-        self.processor = VideoProcessor.open(vision.path, vision.config, largest)
+        self._open_processor = partial(VideoProcessor.open, vision.path, vision.config, largest)
         self._images, self._vision, self._tokenizer = images, vision.config, tokenizer
         self._most_tokens = directory.video_tokens
+
+    @cached_property
+    def processor(self) -> VideoProcessor:
+        """How the model wants its videos. A file of another kind is the error of each request with a video: texts and
+        images need it not."""
+        return self._open_processor()
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """There is nothing to load beside the encoder of images."""

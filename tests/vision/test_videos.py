@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -221,6 +223,24 @@ def test_what_is_wrong_is_said(llm: LLM, engines: Path, monkeypatch: pytest.Monk
     with pytest.raises(ImageError, match="pip install av"):
         llm.chat(message(shown(b"no video")), **GREEDY)
     assert not read_built(engines)
+
+
+def test_a_file_of_another_kind_is_an_error_of_videos_alone(engines: Path, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(FOLDER / engines.name, path)
+    (path / "processor_config.json").rename(path / "preprocessor_config.json")
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    (path / "preprocessor_config.json").write_text(json.dumps(settings["image_processor"]))
+    video_file = path / "video_preprocessor_config.json"
+    video_file.write_text(json.dumps(settings["video_processor"] | {"cap_pixels_per_frame": True}))
+    build_engine_directory(path, tmp_path / "engines", EngineLimits(1, 32, 320, image_rows=(64,)), [])
+    said = "video_preprocessor_config.json: cap_pixels_per_frame is true, supported is false"
+    assert [note for note in read_built(tmp_path / "engines") if said in note]
+    with LLM(tmp_path / "engines", backend="numpy", drafting=None) as llm:
+        picture = llm.chat(message({"type": "image", "image": image()}), **GREEDY)
+        assert picture.usage.prompt_tokens
+        with pytest.raises(EdgeLLMError, match=said):
+            llm.chat(message(shown(CLIPS[0])), **GREEDY)
 
 
 def test_hostile_files_are_refused(llm: LLM) -> None:
