@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.programs import model_weights
-from edgellm.errors import CheckpointError, EngineDirectoryError, TemplateError, UnsupportedModelError
+from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.media.opening import open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.text.template_budget import TemplateRaised
@@ -22,22 +22,14 @@ def read_built(path: Path) -> list[str]:
 
     Gives notes of what cannot be used. Raises EngineDirectoryError, CheckpointError and TemplateError.
     """
-    directory, notes = EngineDirectory.open(path), []
+    directory = EngineDirectory.open(path)
     multimodal = vision_directory(directory, None)
     tokenizer, defaults = open_texts(directory, multimodal)
     if multimodal is not None and multimodal.vision is not None:
         from edgellm.multimodal.image_processor import open_image_processor
 
         vision = multimodal.vision
-        largest = vision.config.patches_within(directory.limits.image_rows[-1])
-        open_image_processor(vision.path, vision.config, largest)
-        if directory.video_tokens:
-            from edgellm.multimodal.video import VideoProcessor
-
-            try:
-                VideoProcessor.open(vision.path, vision.config, largest)
-            except (CheckpointError, UnsupportedModelError) as error:
-                notes.append(f"Videos cannot be shown: {error}")
+        open_image_processor(vision.path, vision.config, vision.config.patches_within(directory.limits.image_rows[-1]))
     if "audio" in directory.config.media:
         from edgellm.media.audio import AudioEncoder
 
@@ -52,15 +44,13 @@ def read_built(path: Path) -> list[str]:
         with checkpoint() as opened:
             opened.check(model_weights(directory.models[model]), unread=("",))
     if directory.config.is_embedding:
-        return notes
+        return []
     if tokenizer.chat_template is None:
-        return [*notes, "The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
+        return ["The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
     try:
         tokenizer.encode_chat(defaults.with_system_prompt([{"role": "user", "content": TRIAL_TEXT}]))
     except TemplateError as error:
         if not isinstance(error.__cause__, TemplateRaised):
             raise
-        notes.append(
-            f"A conversation of one message was not rendered: {error}."
-        )  # some take messages of their own form
-    return notes
+        return [f"A conversation of one message was not rendered: {error}."]  # some take messages of their own form
+    return []

@@ -120,10 +120,16 @@ class VideoProcessor:
         parts, pending = [], [first]
         while pending:
             pending += islice(clip.frames, together - len(pending))
-            pixels = _stacked([*pending, *pending[-1:] * (together - len(pending))], first)
+            if (other := next((frame.shape for frame in pending if frame.shape != first.shape), None)) is not None:
+                raise ImageError(
+                    f"a frame of the video has {other[1]} x {other[0]} pixels, the first one {width} x {height}: "
+                    "expected as many in all"
+                )
+            pixels = np.stack([*pending, *pending[-1:] * (together - len(pending))])
             digest = image_digest(pixels, layout)
             if count * height * width > SOURCE_PIXELS:  # else resized where they are not known by their digest
-                pixels = np.stack([_resized(frame, layout) for frame in pixels])
+                images = map(Image.fromarray, pixels)
+                pixels = np.stack([each.resize(layout.resized[::-1], layout.resample) for each in images])
             parts.append(PreparedImage(pixels, (pixels.shape[1], pixels.shape[2]), layout, tokens, digest))
             pending = list(islice(clip.frames, 1))
         last = len(clip.times) - 1
@@ -215,8 +221,7 @@ class VideoProcessor:
 
 
 def _opened(av: Any, data: bytes) -> Any:
-    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"}
-    return av.open(io.BytesIO(data), options=options)
+    return av.open(io.BytesIO(data), options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "none"})
 
 
 def _frames(av: Any, data: bytes, places: Sequence[int], what: str) -> Iterator[np.ndarray]:
@@ -229,18 +234,3 @@ def _frames(av: Any, data: bytes, places: Sequence[int], what: str) -> Iterator[
                     yield frame.to_ndarray(format="rgb24")
     except Exception as error:
         raise ImageError(f"{what} is damaged: {error}. Save or send it again") from error
-
-
-def _stacked(frames: Sequence[np.ndarray], first: np.ndarray) -> np.ndarray:
-    """Frames [F, H, W, 3], of the size of the `first`."""
-    if any(frame.shape != first.shape for frame in frames):
-        found = next(frame.shape for frame in frames if frame.shape != first.shape)
-        raise ImageError(
-            f"a frame of the video has {found[1]} x {found[0]} pixels, the first one {first.shape[1]} x "
-            f"{first.shape[0]}: expected as many in all"
-        )
-    return np.stack(frames)
-
-
-def _resized(frame: np.ndarray, layout: ImageLayout) -> np.ndarray:
-    return np.asarray(Image.fromarray(frame).resize(layout.resized[::-1], layout.resample))

@@ -235,7 +235,6 @@ def test_a_file_of_another_kind_is_an_error_of_videos_alone(engines: Path, tmp_p
     video_file.write_text(json.dumps(settings["video_processor"] | {"cap_pixels_per_frame": True}))
     build_engine_directory(path, tmp_path / "engines", EngineLimits(1, 32, 320, image_rows=(64,)), [])
     said = "video_preprocessor_config.json: cap_pixels_per_frame is true, supported is false"
-    assert [note for note in read_built(tmp_path / "engines") if said in note]
     with LLM(tmp_path / "engines", backend="numpy", drafting=None) as llm:
         picture = llm.chat(message({"type": "image", "image": image()}), **GREEDY)
         assert picture.usage.prompt_tokens
