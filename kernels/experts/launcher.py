@@ -251,7 +251,7 @@ class CudaExperts:
             at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
         own, every = replace(layout, rows=height), replace(layout, rows=height * active)
-        way = packed_rows(most, every, gpu, normed=False)
+        way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
         assert way is not None  # as `pairs_at_once` says
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
@@ -287,7 +287,7 @@ def pairs_at_once(
         if layout is None:
             needed = dense_geometry(pairs, columns, gated, gpu.shared_limit)[2]
         else:
-            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False)
+            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False, experts_rows=rows)
             if way is None:
                 continue
             needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)

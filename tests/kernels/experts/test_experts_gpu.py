@@ -149,10 +149,10 @@ def layers_of(gpu: Any, kind: str, rows: int, columns: int, dtype: str) -> tuple
     return on_gpu(gpu, weight, bias, EXPERTS, dtype), dense_values(weight, dtype), bias
 
 
-@pytest.mark.parametrize("rows", [1, 20, 65])
+@pytest.mark.parametrize("rows", [1, 5, 20, 65])
 @pytest.mark.parametrize(("kind", "hidden", "size", "dtype"), CASES)
 def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, size: int, dtype: str, rows: int) -> None:
-    """Of one row, of rows of which more chose an expert than one block multiplies, and of more rows, each by itself."""
+    """Of one row, of few, of rows of which more chose an expert than one block multiplies, of more, each by itself."""
     kernels = CudaExperts(gpu.kernel_module, dtype)
     ids = random_ids(EXPERTS, CHOSEN, rows)
     x = np.random.default_rng(4).standard_normal((rows, hidden), np.float32)
