@@ -50,7 +50,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/clip.mp4"}}]}]},
         "messages",
-        "is no video: videos are taken as data URLs alone",
+        "is no video: videos are taken as base64 and data URLs alone",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "data:,x"}]}]},
