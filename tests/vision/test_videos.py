@@ -7,7 +7,7 @@ import base64
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -42,10 +42,8 @@ def expected_of(family: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("video") / request.param
-    build_engine_directory(FOLDER / request.param, path, EngineLimits(2, 32, 320, image_rows=(64,)), [])
-    return path
+def engines(request: pytest.FixtureRequest, video_engines: Callable[[str], Path]) -> Path:
+    return video_engines(request.param)
 
 
 @pytest.fixture(scope="module")
