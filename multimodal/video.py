@@ -129,7 +129,8 @@ class VideoProcessor:
             digest = image_digest(pixels, layout)
             if count * height * width > SOURCE_PIXELS:  # else resized where they are not known by their digest
                 images = map(Image.fromarray, pixels)
-                pixels = np.stack([each.resize(layout.resized[::-1], layout.resample) for each in images])
+                resized = [np.asarray(each.resize(layout.resized[::-1], layout.resample)) for each in images]
+                pixels = np.stack(resized)
             parts.append(PreparedImage(pixels, (pixels.shape[1], pixels.shape[2]), layout, tokens, digest))
             pending = list(islice(clip.frames, 1))
         last = len(clip.times) - 1
