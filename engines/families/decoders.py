@@ -199,7 +199,7 @@ def with_image_tokens(
     config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
 ) -> DecoderConfig:
     """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
-    say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token that the file names."""
+    say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token of these."""
     largest = max(0, config.vocab_size - 1)
     token = fields.token_id(key, default, largest=largest)
     if merge_size is not None:
