@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import UnsupportedModelError
+from edgellm.engines.gguf import layer_names
 from edgellm.engines.gguf.encoders import ENCODERS
-from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
+from edgellm.engines.gguf.metadata import Metadata, attends
 
 _Config = dict[str, Any]
 _QUERY_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
@@ -24,8 +26,10 @@ class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
     files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    `names` are modules that are called otherwise than Llama's. With `alternating` rows of gate and up of an expert were
-    published in turn, as one.
+    `names` are modules that are called otherwise than Llama's, `whole` tensors that are no module's. With `alternating`
+    rows of gate and up of an expert were published in turn, as one; with `joined` those of an MLP one behind the other.
+    `tiled`: value heads stand apart that share a key head, where there are such.
+    MLPs of layers are of one size, unless they are `uneven`, which `own` looks at.
     """
 
     model_type: str
@@ -36,7 +40,11 @@ class Architecture:
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
+    joined: bool = False
+    tiled: bool = True
+    uneven: bool = False
 
     def config(self, metadata: Metadata, shared: _Config) -> _Config:
         """What `config.json` would say, None where it would say nothing; `shared` is what all architectures have."""
@@ -64,6 +72,8 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
     options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
     advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    if name == "gemma4-assistant":
+        advice = ". An assistant drafts from keys and values of its model, which is not done: build without a draft"
     raise UnsupportedModelError(
         f"{metadata.path}: 'general.architecture' is {name!r:.80}; supported are {', '.join(known)}{advice}"
     )
@@ -91,7 +101,7 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     layers, recurrent = config["num_hidden_layers"], metadata.get("attention.recurrent_layers")
     return {
         "full_attention_interval": interval,
-        "layer_types": [_attends(not each, "linear") for each in recurrent[:layers]]
+        "layer_types": [attends(not each, "linear") for each in recurrent[:layers]]
         if isinstance(recurrent, list)
         else None,
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
@@ -102,45 +112,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"] | metadata.sections(),
     }
-
-
-def _gemma(config: _Config, most_layers: int) -> _Config:
-    """The largest model, of so many layers, scales attention by hidden size and heads, the others by the size of a
-    head. Values go beyond float16."""
-    layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    return {
-        "query_pre_attn_scalar": hidden / heads if layers == most_layers and heads and hidden else config["head_dim"],
-        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
-    }
-
-
-def _gemma2(metadata: Metadata, config: _Config) -> _Config:
-    return _gemma(config, 46) | {
-        "sliding_window": metadata.whole("attention.sliding_window") or None,
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
-    }
-
-
-def _gemma3(metadata: Metadata, config: _Config) -> _Config:
-    layers = config["num_hidden_layers"]
-    window, pattern = metadata.whole("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
-    if not window:
-        window, pattern = None, [False] * layers
-    rope = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
-    return _gemma(config, 62) | {
-        "sliding_window": window,
-        "layer_types": [_attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
-        "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
-        "rope_parameters": {
-            "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
-            "sliding_attention": local,
-        },
-    }
-
-
-def _attends(to_all: bool, otherwise: str) -> str:
-    return f"{'full' if to_all else otherwise}_attention"
 
 
 def _window(metadata: Metadata, config: _Config) -> _Config:
@@ -167,19 +138,13 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     if not window:
         return found
     kinds = {"full_attention": rope, "sliding_attention": {"rope_theta": rope["rope_theta"]}}
-    windowed = {"sliding_window": window, "layer_types": _windowed(metadata), "rope_parameters": kinds}
+    windowed = {"sliding_window": window, "layer_types": metadata.layer_types(), "rope_parameters": kinds}
     return found | {"model_type": "olmo3"} | windowed
-
-
-def _windowed(metadata: Metadata) -> list[str] | None:
-    """Which layers look back on a window; None where the file does not say."""
-    pattern = metadata.flags("attention.sliding_window_pattern")
-    return [_attends(not each, "sliding") for each in pattern] or None
 
 
 def _exaone4(metadata: Metadata, config: _Config) -> _Config:
     """Without a window all layers attend to all."""
-    return _window(metadata, config) | {"layer_types": _windowed(metadata)}
+    return _window(metadata, config) | {"layer_types": metadata.layer_types()}
 
 
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
@@ -276,6 +241,53 @@ def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
     return _granite(metadata, config) | _mixture(metadata)
 
 
+def _space_fields(metadata: Metadata, heads: str, size: str, groups: str, state: str, width: str, bias: str) -> Any:
+    """What a `config.json` says of these layers, by a family's names: their heads and the size of these, groups, the
+    size of states, the width of convolutions, and whether these have biases."""
+    count = metadata.count("ssm.time_step_rank")
+    return {
+        **{heads: count, size: metadata.count("ssm.inner_size") // max(1, count)},
+        **{groups: metadata.whole("ssm.group_count"), state: metadata.whole("ssm.state_size")},
+        width: metadata.whole("ssm.conv_kernel"),
+        bias: any(name.endswith(".ssm_conv1d.bias") for name in metadata.tensors),
+    }
+
+
+def _granitehybrid(metadata: Metadata, config: _Config) -> _Config:
+    """Without a rotary embedding, unless the file says that there is one."""
+    experts, shared = metadata.whole("expert_count"), metadata.whole("expert_shared_feed_forward_length")
+    names = (f"mamba_{each}" for each in ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias"))
+    return {
+        **(_granite(metadata, config) | (_mixture(metadata) if experts else {})),
+        **{"num_experts": None, "num_local_experts": experts or 0},
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": ["attention" if each else "mamba" for each in metadata.of_layers("attention.head_count_kv")],
+        "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned") else "nope",
+        "mamba_expand": metadata.count("ssm.inner_size") // max(1, metadata.count("embedding_length")),
+        **_space_fields(metadata, *names),
+    }
+
+
+def _nemotron_h(metadata: Metadata, config: _Config) -> _Config:
+    """Layers are told by what they have: heads of keys, rows of an MLP or of experts, or neither; none rotates."""
+    scale, experts = metadata.number("expert_weights_scale") or 1.0, metadata.whole("expert_count")
+    keys, rows = (metadata.of_layers(key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    sizes = list(zip(keys, rows, strict=True))[: config["num_hidden_layers"]]  # behind them stands a draft head
+    block = "moe" if experts else "mlp"
+    names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias"
+    return {
+        **(_mixture(metadata, _SIGMOID, scale) if experts else {}),
+        **{"routed_scaling_factor": scale, "norm_topk_prob": metadata.flag("expert_weights_norm")},
+        "moe_shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.whole("moe_latent_size"),
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "layers_block_type": ["attention" if own else block if inner else "mamba" for own, inner in sizes],
+        "layer_norm_epsilon": config["rms_norm_eps"] or metadata.number("attention.layer_norm_epsilon"),
+        "rope_parameters": {"rope_theta": config["rope_parameters"]["rope_theta"]},
+        **_space_fields(metadata, *names),
+    }
+
+
 def _lfm2moe(metadata: Metadata, config: _Config) -> _Config:
     scale, dense = metadata.number("expert_weights_scale") or 1.0, metadata.count("leading_dense_block_count", 0)
     return _lfm2(metadata, config) | {
@@ -299,41 +311,6 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
-_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
-_POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
-_GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
-_HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-_LFM2_NAMES = {
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "ffn_gate_inp": "feed_forward.gate",
-    "ffn_gate_exps": "feed_forward.experts.*.w1",
-    "ffn_up_exps": "feed_forward.experts.*.w3",
-    "ffn_down_exps": "feed_forward.experts.*.w2",
-}
-_GRANITE_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
-}
-_QWEN35_NAMES = _POST_NORM | {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-_QWEN35: dict[str, Any] = {"shifted": True, "unshifted": ("ssm_norm",), "names": _QWEN35_NAMES}
 _STARCODER2_NAMES = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
@@ -345,28 +322,37 @@ _ARCHITECTURES = {
     "mistral3": Architecture("mistral", _mistral3, biased=False, permuted=True),
     **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", biased=False)),
     **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3")),
-    "qwen35": Architecture("qwen3_5_text", _qwen35, **_QWEN35),
+    "qwen35": Architecture("qwen3_5_text", _qwen35, **layer_names.QWEN35),
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
-    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **_QWEN35),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **layer_names.QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
-    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=_GRANITE_NAMES),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=_LFM2_NAMES),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
+    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=layer_names.GRANITE_NAMES),
+    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, **layer_names.GRANITE_HYBRID),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"), Architecture("nemotron_h", _nemotron_h, **layer_names.NEMOTRON_H)
+    ),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=layer_names.LFM2_NAMES),
+    "gpt-oss": Architecture(
+        "gpt_oss", _gpt_oss, names=layer_names.POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True
+    ),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
-    "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
-    "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
+    "gemma2": Architecture("gemma2", gemma2_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
+    "gemma3": Architecture(
+        "gemma3_text", gemma3_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS
+    ),
+    "gemma4": Architecture("gemma4_text", gemma4_config, False, _GEMMA3, names=layer_names.GEMMA4_NAMES, uneven=True),
     "phi3": Architecture(
         "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
     "granite": Architecture("granite", _granite, permuted=True),
     "smollm3": Architecture("smollm3", constants={"no_rope_layer_interval": 4}, permuted=True),
-    "olmo2": Architecture("olmo2", _olmo2, names=_POST_NORMS),
-    "exaone4": Architecture("exaone4", _exaone4, False, names=_POST_NORMS),
+    "olmo2": Architecture("olmo2", _olmo2, names=layer_names.POST_NORMS),
+    "exaone4": Architecture("exaone4", _exaone4, False, names=layer_names.POST_NORMS),
     "minicpm": Architecture("minicpm", _minicpm, permuted=True),
     "ernie4_5": Architecture("ernie4_5", _use_bias, False),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=_HUNYUAN_NAMES),
-    "lfm2": Architecture("lfm2", _lfm2, False, names=_LFM2_NAMES),
-    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=_POST_NORM),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=layer_names.HUNYUAN_NAMES),
+    "lfm2": Architecture("lfm2", _lfm2, False, names=layer_names.LFM2_NAMES),
+    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=layer_names.POST_NORM),
     "starcoder2": Architecture("starcoder2", _starcoder2, False, names=_STARCODER2_NAMES),
 }
 #: Heads that draft for another model, of llama's layers.

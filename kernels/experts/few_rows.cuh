@@ -49,6 +49,8 @@ template <typename T, int KIND> __device__ __forceinline__ auto output_of(const 
     const size_t first = static_cast<size_t>(pair) * given.linear.rows;  // of gates, their ups are not counted
     if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(given.output) + first, HOST_SILU};
     else if constexpr (KIND == ALTERNATING) return Clamped<T>{static_cast<T*>(given.output) + first / 2, given.limit};
+    else if constexpr (KIND == SQUARED)
+        return SquaredOutput<T>{static_cast<T*>(given.output) + first, given.linear.rows};
     else return decode::FloatOutput{static_cast<float*>(given.output) + first, 1.f, given.linear.rows};
 }
 

@@ -41,6 +41,7 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import (
     MAX_ROUTED_ROWS,
+    Activation,
     Addition,
     Choice,
     ExpertWeights,
@@ -163,14 +164,14 @@ class CudaExperts:
         return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
     def gate_up(
-        self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, limit: float, output: DeviceArray
+        self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, how: Activation, output: DeviceArray
     ) -> Launch:
         """See `NumpyExperts.gate_up`."""
-        return self._product("alternating" if limit else "gated", x, expert_ids, experts, output, limit=limit)
+        return self._product(how.kind, x, expert_ids, experts, output, how)
 
     def down(self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, output: DeviceArray) -> Launch:
         """See `NumpyExperts.down`."""
-        return self._product("sums", x, expert_ids, experts, output)
+        return self._product("sums", x, expert_ids, experts, output, None)
 
     def down_add(
         self, x: DeviceArray, experts: ExpertWeights, products: DeviceArray, addition: Addition, counters: DeviceArray
@@ -178,7 +179,7 @@ class CudaExperts:
         """See `NumpyExperts.down_add`."""
         argument, rows = self._addition(products, addition)
         check_room("counters", counters, rows, counter_words(argument.width))
-        return self._product("sums", x, addition.routed.expert_ids, experts, products, (argument, counters))
+        return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
 
     def add(self, outputs: DeviceArray, addition: Addition) -> Launch:
         """See `NumpyExperts.add`, of up to 65,535 rows."""
@@ -210,13 +211,13 @@ class CudaExperts:
         expert_ids: DeviceArray,
         experts: ExpertWeights,
         output: DeviceArray,
+        how: Activation | None,
         adding: tuple[_Addition, DeviceArray] | None = None,
-        limit: float = 0.0,
     ) -> Launch:
-        """The product of all pairs: of x [R, K], or of each pair's own row where there are `sums`. `adding`: what is
-        added, too, and its counters."""
+        """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
+        is added, too, and its counters."""
         (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
-        outputs, sharing = (rows, 1) if kind == "sums" else (rows // 2, chosen)
+        outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
         pairs = check_pairs(rows_of(expert_ids), chosen)
         reason = matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
@@ -230,7 +231,7 @@ class CudaExperts:
             *(linear, addition),
             *addresses(expert_ids, x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, limit),
+            *(experts.experts, rows, sharing, pairs, most, 0.0 if how is None else how.limit),
         )
         kernel, blocks, shared_bytes = way
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))

@@ -25,6 +25,7 @@ from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import (
+    Activation,
     ExpertWeights,
     SortedPairs,
     check_sorted,
@@ -113,7 +114,7 @@ def expert_tiling(
 def product_kernel(
     kind: str, dtype: str, tiling: PromptTiling, stages: int, layout: DeviceLayout | None = None
 ) -> Kernel:
-    """The kernel of prompt_rows.cu that gives `kind`: gated, alternating, or sums; see `Kind` of outputs.cuh."""
+    """The kernel of prompt_rows.cu that gives `kind`: that of an `Activation`, or sums."""
     macros = (
         ("HOST_STAGES", stages),
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
@@ -155,11 +156,11 @@ class CudaSortedExperts(CudaExperts):
         return Launch(self.module, SORTING, (1, 1, 1), _SORTING_THREADS, shared, (arguments,))
 
     def sorted_gate_up(
-        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: DeviceArray
+        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, how: Activation, output: DeviceArray
     ) -> Launch:
         """See `NumpyExperts.sorted_gate_up`."""
-        kind, pairs = "alternating" if limit else "gated", output.size * 2 // experts.shape[0]
-        return self._sorted_product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
+        pairs = output.size * how.sums // experts.shape[0]
+        return self._sorted_product(how.kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, how.limit)
 
     def sorted_down(
         self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: DeviceArray

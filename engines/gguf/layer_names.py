@@ -1,0 +1,70 @@
+"""What llama.cpp's converter calls parts of layers otherwise than those of Llama, as `Architecture` takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+POST_NORMS = POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
+GEMMA3_NORMS = POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+GEMMA4_NAMES = GEMMA3_NORMS | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
+}
+HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
+LFM2_NAMES = {
+    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
+    **{f"attn_{each}_norm": f"self_attn.{each}_layernorm" for each in "qk"},
+    **{f"shortconv.{each}": f"conv.{each}" for each in ("conv", "in_proj", "out_proj")},
+    **{f"ffn_{each}": f"feed_forward.{own}" for each, own in _LFM2_MLP.items()},
+    **{f"ffn_{each}_exps": f"feed_forward.experts.*.{own}" for each, own in _LFM2_MLP.items()},
+    "ffn_gate_inp": "feed_forward.gate",
+}
+GRANITE_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
+}
+QWEN35_NAMES = POST_NORM | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+QWEN35: dict[str, Any] = {"shifted": True, "unshifted": ("ssm_norm",), "names": QWEN35_NAMES}
+#: Of layers of Mamba-2.
+_MODULES = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+_TENSORS = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
+
+
+def _inside(module: str, names: dict[str, str]) -> dict[str, str]:
+    return {name: f"{module}.{own}" for name, own in names.items()}
+
+
+#: Of an `Architecture`: rows of q and k are in the order of rotated pairs, though nothing rotates them.
+GRANITE_HYBRID: dict[str, Any] = {
+    **{"permuted": True, "joined": True, "tiled": False, "whole": _inside("mamba", _TENSORS)},
+    "names": {
+        **GRANITE_NAMES,
+        **{f"ffn_{each}": "shared_mlp.input_linear" for each in ("gate", "gate_shexp")},
+        **{f"ffn_{each}": "shared_mlp.output_linear" for each in ("down", "down_shexp")},
+        **_inside("mamba", _MODULES),
+    },
+}
+NEMOTRON_H: dict[str, Any] = {
+    **{"permuted": True, "tiled": False, "biased": False},
+    "names": {
+        **{"attn_norm": "norm", "output_norm": "model.norm_f", "attn_output": "mixer.o_proj"},
+        **{f"attn_{each}": f"mixer.{each}_proj" for each in "qkv"},
+        **{f"ffn_{each}": f"mixer.{each}_proj" for each in ("up", "down")},
+        **{f"ffn_{each}_shexp": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
+        **{f"ffn_{each}_exps": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
+        **{"ffn_gate_inp": "mixer.gate", **_inside("mixer", _MODULES)},
+    },
+    "whole": {**_inside("mixer", _TENSORS), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+}
