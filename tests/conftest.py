@@ -39,6 +39,7 @@ pytest_plugins = (
     "hostile_runs",
     "multimodal_engines",
     "speech_models",
+    "video_models",
 )
 
 # Asserts are rewritten and modules compiled once, not in every worker and every process that a test starts, also where

@@ -114,7 +114,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             packed_memory(directory.models, layouts, directory.dtype) | planned,
             draft=draft_config,
             adapters=limits.has_lora,
-            vision_memory=None if vision is None else vision_memory(vision.config, limits.image_rows, computed),
+            vision_memory=None
+            if vision is None
+            else vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens),
         ).items,
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,

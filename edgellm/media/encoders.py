@@ -82,13 +82,13 @@ class LazyEncoder:
         """Nothing yet."""
 
     def prepare(self, reference: MediaReference) -> PreparedMedia:
-        return self._opened().prepare(reference)
+        return self.opened().prepare(reference)
 
     def written(self, piece: PreparedMedia) -> Sequence[int]:
-        return self._opened().written(piece)
+        return self.opened().written(piece)
 
     def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
-        return self._opened().encode(pieces)
+        return self.opened().encode(pieces)
 
     def close(self) -> None:
         """Free all memory."""
@@ -98,7 +98,8 @@ class LazyEncoder:
                 self._encoder.close()
                 self._encoder = None
 
-    def _opened(self) -> MediaEncoder:
+    def opened(self) -> MediaEncoder:
+        """The encoder, which is opened now where it was not."""
         with self._lock:
             if self._opening is None:  # as a request may find that was being prepared meanwhile
                 raise closed_error()

@@ -187,7 +187,7 @@ def test_bad_images_are_named_and_the_next_request_goes_on(runtime: SpecDecodeRu
         ({"type": "image_url", "image_url": {"detail": "high"}}, "image_url is a NoneType"),
         ({"type": "image", "image": PIXELS, "path": "a.png"}, "several images"),
         ({"type": "image", "path": 3}, "path is a int"),
-        ({"type": "video", "video": "a.mp4"}, "of type 'video': only text, images and audio can be sent"),
+        ({"type": "video", "video": "a.mp4"}, "of type 'video', but this model has no encoder of videos"),
         ({"type": "sound"}, "is not a text part"),
     ],
 )
