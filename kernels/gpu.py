@@ -40,9 +40,9 @@ class GPU:
     shared_limit: int
     can_overlap: bool
     has_clusters: bool
-    index: int = 0
     measured_as: str = ""
     enter_partition: Callable[[], None] | None = field(default=None, compare=False)
+    index: int = 0
 
 
 _chosen: int | None = None

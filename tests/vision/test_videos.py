@@ -27,7 +27,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import EdgeLLMError, ImageError, RequestError
+from edgellm.errors import EdgeLLMError, ImageError, MediaError, RequestError
 from edgellm.multimodal.video import VideoProcessor
 from edgellm.text.messages import MediaReference
 
@@ -213,7 +213,7 @@ def test_what_is_wrong_is_said(llm: LLM, engines: Path, monkeypatch: pytest.Monk
         EdgeLLMError, match=r"(600 tokens, 4 for each 2 of 300 frames: the context holds|the context) 320"
     ):
         llm.chat(message(shown(timed(300, 16, 16, 2.0))), **GREEDY)
-    with pytest.raises(ImageError, match="the prompt has 2 video markers"):
+    with pytest.raises(MediaError, match="the prompt has 2 video markers"):
         llm.generate(PROMPT, images=[image()], video=CLIPS[:1] * 3)
     with pytest.raises(RequestError, match="has its video in its messages"):
         llm.submit(Request.of(messages=message(), video=CLIPS)).result()
