@@ -23,16 +23,7 @@ from edgellm.kernels.decode.arguments import (
     normed_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import (
-    ACTIVATIONS,
-    MAX_TILED_ROWS,
-    SLICES,
-    STEP,
-    Kept,
-    LinearWeights,
-    NormedInput,
-    slice_steps,
-)
+from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share, norm_geometry
 from edgellm.kernels.decode.linear import LINEAR_MACROS, NormLinearArgument
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
@@ -106,22 +97,12 @@ class CudaExperts:
     def __init__(self, module: KernelModule, dtype: str) -> None:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
-    def choose(self, scores: DeviceArray, choice: Choice) -> Launch:
-        """See `NumpyExperts.choose`."""
+    def choose(self, scores, choice):
         rows, argument, each = self._choice(scores, choice)
         kernel = decode_kernel("experts/router.cu", f"experts::choose<{self._type}, {each}>", _ROUTER_MACROS)
         return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument,))
 
-    def route(
-        self,
-        normed: NormedInput,
-        router: LinearWeights,
-        kept: Kept,
-        scores: DeviceArray,
-        choice: Choice,
-        counters: DeviceArray,
-        next_early: bool = True,
-    ) -> Launch:
+    def route(self, normed, router, kept, scores, choice, counters, next_early=True):
         """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
         rows, argument, each = self._choice(scores, choice)
         if rows > MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
@@ -162,25 +143,18 @@ class CudaExperts:
         )
         return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
-    def gate_up(
-        self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, limit: float, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.gate_up`."""
+    def gate_up(self, x, expert_ids, experts, limit, output):
         return self._product("alternating" if limit else "gated", x, expert_ids, experts, output, limit=limit)
 
-    def down(self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, output: DeviceArray) -> Launch:
-        """See `NumpyExperts.down`."""
+    def down(self, x, expert_ids, experts, output):
         return self._product("sums", x, expert_ids, experts, output)
 
-    def down_add(
-        self, x: DeviceArray, experts: ExpertWeights, products: DeviceArray, addition: Addition, counters: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.down_add`."""
+    def down_add(self, x, experts, products, addition, counters):
         argument, rows = self._addition(products, addition)
         check_room("counters", counters, rows, counter_words(argument.width))
         return self._product("sums", x, addition.routed.expert_ids, experts, products, (argument, counters))
 
-    def add(self, outputs: DeviceArray, addition: Addition) -> Launch:
+    def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
         argument, rows = self._addition(outputs, addition)
         kernel = decode_kernel("experts/router.cu", f"experts::add<{self._type}>", _ROUTER_MACROS)

@@ -147,24 +147,17 @@ class CudaSortedExperts(CudaExperts):
         tiling = expert_tiling(rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
         self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
-    def sort(self, expert_ids: DeviceArray, experts: int, sorted_pairs: SortedPairs) -> Launch:
-        """See `NumpyExperts.sort`."""
+    def sort(self, expert_ids, experts, sorted_pairs):
         chosen, tile = expert_ids.shape[-1], check_sorted(sorted_pairs, expert_ids.size, experts)
         arguments = _Sorting(*addresses(expert_ids, *sorted_pairs), expert_ids.size, chosen, experts, tile)
         shared = _SORTING_THREADS // 32 * experts * 4
         return Launch(self.module, SORTING, (1, 1, 1), _SORTING_THREADS, shared, (arguments,))
 
-    def sorted_gate_up(
-        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.sorted_gate_up`."""
+    def sorted_gate_up(self, x, sorted_pairs, experts, limit, output):
         kind, pairs = "alternating" if limit else "gated", output.size * 2 // experts.shape[0]
         return self._sorted_product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
 
-    def sorted_down(
-        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.sorted_down`."""
+    def sorted_down(self, x, sorted_pairs, experts, output):
         pairs = output.size // experts.shape[0]
         check_room("x", x, pairs, experts.shape[1])
         return self._sorted_product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)

@@ -371,19 +371,9 @@ class RecurrentArrays(Protocol):
 
 
 class RecurrentKernels(RecurrentArrays, Protocol):
-    """One implementation of all. A call gives what enqueues it, so that a step is prepared once."""
+    """One implementation of all. A call gives what enqueues it, so that a step is prepared once. Commits are as
+    `RecurrentArrays` says, of all layers at once."""
 
-    def commit_columns(  # type: ignore[override]
-        self, layers: Sequence[LayerColumns], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
-
-    def commit_matrices(  # type: ignore[override]
-        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
-
-    def commit_scans(  # type: ignore[override]
-        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
+    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]

@@ -22,7 +22,6 @@ from edgellm.kernels.recurrent.contract import (
     DeltaGates,
     GatedHeadNorm,
     GatedHeads,
-    GroupNorm,
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
@@ -38,18 +37,7 @@ _LANES, _EACH, _THREADS = 16, 4, 256
 class NumpyRecurrent:
     """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; bfloat16 arrays hold its bits as uint16."""
 
-    def short_convolution(
-        self,
-        value: np.ndarray,
-        convolution: Convolution,
-        bias: np.ndarray | None,
-        columns: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """Convolve the tokens of a step; see the contract."""
+    def short_convolution(self, value, convolution, bias, columns, output, parents, kept, state_tokens):
         _check("short_convolution", value, convolution, bias, columns, output, parents, kept, state_tokens)
 
         def compute() -> None:
@@ -62,45 +50,21 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def gated_delta(
-        self,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        gates: DeltaGates,
-        matrix: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """The gated delta rule over the tokens of a step; see the contract."""
+    def gated_delta(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
         arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
         _check("gated_delta", *arguments)
         return NumpyLaunch(lambda: _take(arguments, delta_gates(projected, gates), None))
 
-    def selective_scan(
-        self,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        gates: ScanGates,
-        matrix: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """Mamba-2's state space over the tokens of a step; see the contract."""
+    def selective_scan(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
         arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
         _check("selective_scan", *arguments)
         return NumpyLaunch(lambda: _take(arguments, scan_gates(projected, gates), gates.skip))
 
-    def gated_norm(self, value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm, output: np.ndarray) -> NumpyLaunch:
-        """RMS norms of heads, times SiLU of their gates; see the contract."""
+    def gated_norm(self, value, gate, norm, output):
         _check("gated_norm", value, gate, norm, output)
         return NumpyLaunch(lambda: store_rounded(gated_head_norm(value, gate, norm), output))
 
-    def gated_group_norm(self, value: np.ndarray, gate: np.ndarray, norm: GroupNorm, output: np.ndarray) -> NumpyLaunch:
-        """RMS norms of parts of a row behind their gates; see the contract."""
+    def gated_group_norm(self, value, gate, norm, output):
         _check("gated_group_norm", value, gate, norm, output)
 
         def compute() -> None:
@@ -112,8 +76,7 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
-        """Query, key and value heads without the gates; see the contract."""
+    def separate_gates(self, value, heads, qkv):
         _check("separate_gates", value, heads, qkv)
 
         def compute() -> None:
@@ -123,8 +86,7 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def sigmoid_gate(self, value: np.ndarray, heads: GatedHeads, context: np.ndarray) -> NumpyLaunch:
-        """Gate what attention gives; see the contract."""
+    def sigmoid_gate(self, value, heads, context):
         _check("sigmoid_gate", value, heads, context)
 
         def compute() -> None:
@@ -134,7 +96,6 @@ class NumpyRecurrent:
         return NumpyLaunch(compute)
 
     def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> NumpyLaunch:
-        """AcceptedPath inputs into the columns of all layers; see the contract."""
         for layer in layers:
             _check("commit_columns", layer, accepted)
 
@@ -145,11 +106,9 @@ class NumpyRecurrent:
         return NumpyLaunch(compute)
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
-        """Accepted tokens into the matrices of all layers; see the contract."""
         return _commit("commit_matrices", layers, accepted, scans=False)
 
     def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
-        """The same of selective scans; see the contract."""
         return _commit("commit_scans", layers, accepted, scans=True)
 
 
