@@ -24,8 +24,8 @@ class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
     files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    `names` are modules that are called otherwise than Llama's. With `alternating` rows of gate and up of an expert were
-    published in turn, as one.
+    Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`. With `alternating` rows
+    of gate and up of an expert were published in turn, as one.
     """
 
     model_type: str
@@ -35,6 +35,7 @@ class Architecture:
     permuted: bool = False
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
+    naming: str = "llama"
     names: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
 
@@ -299,31 +300,11 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
+_CONVOLUTION = ("conv", "in_proj", "out_proj")
 _POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
-_HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-_LFM2_NAMES = {
-    "attn_norm": "operator_norm",
-    "ffn_norm": "ffn_norm",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "attn_output": "self_attn.out_proj",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "ffn_gate_inp": "feed_forward.gate",
-    "ffn_gate_exps": "feed_forward.experts.*.w1",
-    "ffn_up_exps": "feed_forward.experts.*.w3",
-    "ffn_down_exps": "feed_forward.experts.*.w2",
-}
-_GRANITE_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
-}
+_LFM2: dict[str, Any] = {"naming": "lfm2", "names": {f"shortconv.{name}": f"conv.{name}" for name in _CONVOLUTION}}
 _QWEN35_NAMES = _POST_NORM | {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -334,7 +315,6 @@ _QWEN35_NAMES = _POST_NORM | {
     "ssm_out": "linear_attn.out_proj",
 }
 _QWEN35: dict[str, Any] = {"shifted": True, "unshifted": ("ssm_norm",), "names": _QWEN35_NAMES}
-_STARCODER2_NAMES = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
 _SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -349,9 +329,9 @@ _ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
     "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **_QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
-    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=_GRANITE_NAMES),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=_LFM2_NAMES),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, names=_POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True),
+    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, naming="granitemoe"),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **_LFM2),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=_POST_NORM, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
     "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
     "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
@@ -364,10 +344,10 @@ _ARCHITECTURES = {
     "exaone4": Architecture("exaone4", _exaone4, False, names=_POST_NORMS),
     "minicpm": Architecture("minicpm", _minicpm, permuted=True),
     "ernie4_5": Architecture("ernie4_5", _use_bias, False),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=_HUNYUAN_NAMES),
-    "lfm2": Architecture("lfm2", _lfm2, False, names=_LFM2_NAMES),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", naming="hunyuan"),
+    "lfm2": Architecture("lfm2", _lfm2, False, **_LFM2),
     "seed_oss": Architecture("seed_oss", _seed_oss, False, names=_POST_NORM),
-    "starcoder2": Architecture("starcoder2", _starcoder2, False, names=_STARCODER2_NAMES),
+    "starcoder2": Architecture("starcoder2", _starcoder2, False, naming="starcoder2"),
 }
 #: Heads that draft for another model, of llama's layers.
 _EAGLE3_NAMES = {"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"}
