@@ -80,9 +80,21 @@ class ConfigFields:
             self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
         )
 
-    def switch(self, key: str) -> bool:
-        """true or false; absence and null mean false."""
-        return bool(self._checked(key, False, lambda value: isinstance(value, bool), "true or false"))
+    def switch(self, key: str, default: bool = False) -> bool:
+        """true or false; `default` stands for absence and null."""
+        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
+
+    def square(self, key: str) -> int:
+        """A size that is the square of a whole number."""
+        size = self.size(key)
+        if round(size**0.5) ** 2 != size:
+            self.expect(key, size, "the square of a whole number")
+        return size
+
+    @property
+    def image_key(self) -> str:
+        """Under which name the file has the token of images."""
+        return "image_token_index" if self.values.get("image_token_index") is not None else "image_token_id"
 
     def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
         """The field's value; None stands for one that is not valid, which is noted."""
