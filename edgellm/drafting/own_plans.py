@@ -121,7 +121,7 @@ class OwnPlans:
         """The options without given candidates, the fastest first."""
         rated = self._rated.get((batch, ruled))
         if rated is None:
-            rated = self._rated[batch, ruled] = sorted(self.ratings(batch, ruled, times), key=_slowness)
+            rated = self._rated[batch, ruled] = sorted(self.ratings(batch, ruled, times), key=lambda each: -each.rate)
         return rated
 
     def ratings(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
@@ -171,7 +171,3 @@ class OwnPlans:
             if left > credit and step.fits(option.plan):
                 credit, tried = left, option
         return tried
-
-
-def _slowness(option: Option) -> float:
-    return -option.rate

@@ -233,18 +233,13 @@ def decoded_ids(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
 def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
     """Reads as `read_tokenizer` does, and its ids must be below the model's `vocab_size`."""
     tokenizer = read_tokenizer(path, error_class)
-    largest = largest_id(tokenizer)
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise error_class(
             f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
             "entries: the tokenizer belongs to another model"
         )
     return tokenizer
-
-
-def largest_id(tokenizer: tokenizers.Tokenizer) -> int:
-    """The largest token id, added tokens included; -1 without any."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 @contextmanager

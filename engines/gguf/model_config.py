@@ -23,7 +23,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     """What `config.json` of the model would say; raises UnsupportedModelError for an architecture that the house does
     not have, and CheckpointError for metadata that is missing or wrong."""
     metadata = Metadata(files)
-    own = architecture(metadata)
+    own, is_packed = architecture(metadata), any(each.dtype in PACKED_TYPES for each in metadata.tensors.values())
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
         "hidden_size": metadata.whole("embedding_length"),
@@ -41,7 +41,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
         "num_experts": metadata.whole("expert_count") or None,
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "rope_parameters": _rope(metadata, files),
-        "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
+        "quantization_config": {"quant_method": Gguf.method} if is_packed else None,
     }
     if metadata.flag("attention.causal") is False:
         raise UnsupportedModelError(f"{metadata.path}: its tokens see later ones, supported is text that is generated")
@@ -68,10 +68,6 @@ def end_tokens(metadata: Metadata) -> list[int]:
         if kind == _CONTROL and token in _ENDS
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
-
-
-def _is_packed(metadata: Metadata) -> bool:
-    return any(info.dtype in PACKED_TYPES for info in metadata.tensors.values())
 
 
 def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:

@@ -229,15 +229,11 @@ class CudaExperts:
         assert way is not None  # as `pairs_at_once` says
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
-        groups = pairs if most == 1 else chosen_at_all(rows, chosen, experts.experts)
+        count = experts.experts  # of which rows that choose evenly have pairs of about so many:
+        groups = pairs if most == 1 else min(pairs, math.ceil(count * (1 - (1 - chosen / count) ** rows)))
         # A few more than there is room for would wait until others have ended, and take as long again.
         blocks = max(1, min(way.grid(height, gpu)[0], way.blocks * gpu.multiprocessors // groups))
         return most, (kernel, blocks, needed)
-
-
-def chosen_at_all(rows: int, chosen: int, experts: int) -> int:
-    """Of how many experts rows that choose evenly have pairs, about."""
-    return min(rows * chosen, math.ceil(experts * (1 - (1 - chosen / experts) ** rows)))
 
 
 def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:

@@ -224,10 +224,6 @@ def _check_delta(sizes: dict[str, Any], gates: int = 2) -> str | None:
     return _check_step(sizes) or _check_delta_rows(sizes)
 
 
-def _check_scan(sizes: dict[str, Any]) -> str | None:
-    return _check_delta(sizes, 1)
-
-
 def _check_group_norm(sizes: dict[str, Any]) -> str | None:
     columns, first, groups = sizes["O"], sizes["norm.first"], sizes["norm.groups"]
     if groups < 1 or columns % groups:
@@ -303,7 +299,7 @@ class RecurrentArrays(Protocol):
         not below the first, tokens of a chunk that do not count.
         """
 
-    @limited(_check_scan)
+    @limited(lambda sizes: _check_delta(sizes, 1))
     def selective_scan(
         self,
         rows: Annotated[OwnArray, "BTR float32"],
