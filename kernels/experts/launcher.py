@@ -9,7 +9,7 @@ import ctypes
 import math
 from dataclasses import replace
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     THREADS,
     LinearArgument,
@@ -52,21 +52,19 @@ _ROUNDS = 2
 class _Choice(ctypes.Structure):
     """`Choice` of router.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("scores", "correction", "x", "gate", "ids", "weights", "shared")),
-        *((name, ctypes.c_int) for name in ("experts", "chosen", "columns", "sigmoid", "normalized")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
-    ]
+    _fields_ = members(
+        "void* scores correction x gate ids weights shared",
+        "int experts chosen columns sigmoid normalized",
+        "float epsilon scale",
+    )
 
 
 class _Addition(ctypes.Structure):
     """`Addition` of addition.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("outputs", "weights", "shared", "shared_weights", "residual", "output")),
-        *((name, ctypes.c_int) for name in ("chosen", "width", "residual_float")),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = members(
+        "void* outputs weights shared shared_weights residual output", "int chosen width residual_float", "float scale"
+    )
 
 
 class _Product(ctypes.Structure):
@@ -75,10 +73,12 @@ class _Product(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("addition", _Addition),
-        *((name, ctypes.c_void_p) for name in ("expert_ids", "input", "output", "counters")),
-        ("stride", ctypes.c_ulonglong),
-        *((name, ctypes.c_int) for name in ("experts", "biases", "sharing", "pairs", "most")),
-        ("limit", ctypes.c_float),
+        *members(
+            "void* expert_ids input output counters",
+            "ulonglong stride",
+            "int experts biases sharing pairs most",
+            "float limit",
+        ),
     ]
 
 

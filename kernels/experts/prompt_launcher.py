@@ -11,7 +11,7 @@ import ctypes
 from dataclasses import replace
 from functools import cache
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
     addresses,
@@ -59,26 +59,19 @@ _SORTING_THREADS = 1024
 class _Sorting(ctypes.Structure):
     """`Sorting` of sorted.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("ids", "rows", "which", "expert", "tiles")),
-        *((name, ctypes.c_int) for name in ("pairs", "chosen", "experts", "tile")),
-    ]
+    _fields_ = members("void* ids rows which expert tiles", "int pairs chosen experts tile")
 
 
 class _SortedRows(ctypes.Structure):
     """`SortedRows` of prefill/linear_tiles.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "target", "expert", "tiles")),
-        ("weight_bytes", ctypes.c_ulonglong),
-        ("bias_elements", ctypes.c_int),
-    ]
+    _fields_ = members("void* source target expert tiles", "ulonglong weight_bytes", "int bias_elements")
 
 
 class _SortedProduct(ctypes.Structure):
     """`SortedProduct` of prompt_rows.cu."""
 
-    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), ("limit", ctypes.c_float)]
+    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit")]
 
 
 SORTING = decode_kernel(

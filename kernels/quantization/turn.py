@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -19,20 +19,13 @@ _TILE_ROWS, _TILE_WORDS, _THREADS = 64, 32, 256
 class _Turn(ctypes.Structure):
     """`Turn` of turn.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("words", "target")),
-        *((name, ctypes.c_int) for name in ("rows", "width")),
-    ]
+    _fields_ = members("void* words target", "int rows width")
 
 
 class _Arrange(ctypes.Structure):
     """`Arrange` of turn.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "target", "order")),
-        ("words", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("columns", "row_bytes")),
-    ]
+    _fields_ = members("void* codes target order", "longlong words", "int columns row_bytes")
 
 
 def _kernel(expression: str) -> Kernel:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from edgellm.kernels.arrays import members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
@@ -40,8 +41,7 @@ class _CommitColumns(ctypes.Structure):
     """`CommitColumns` of convolution.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
-        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "channels")),
+        *members("void* indices counts", "uint batch tokens most channels"),
         *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("columns", "inputs")),
     ]
 
@@ -50,8 +50,7 @@ class _CommitMatrices(ctypes.Structure):
     """`CommitMatrices` of delta.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
-        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "row_size", "heads", "values", "keys")),
+        *members("void* indices counts", "uint batch tokens most row_size heads values keys"),
         *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("matrices", "rows", "gates")),
     ]
 
