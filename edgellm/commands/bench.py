@@ -96,8 +96,7 @@ def measure(
     params = sampling_params(settings)
     with ExitStack() as opened:
         plain = llm = opened.enter_context(open_model_with(settings, None))
-        drafted = [each.drafting for each in chosen if each.drafting is not None]
-        if drafted:
+        if drafted := [each.drafting for each in chosen if each.drafting is not None]:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
             first = max(drafted, key=lambda drafting: drafting.needs_draft_model)
             llm = opened.enter_context(open_model_with(settings, first))

@@ -101,8 +101,7 @@ def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | Non
 
 def check_binding(path: Path, snapshot: Snapshot, expected: SnapshotBinding) -> None:
     """Raise SnapshotError that names every difference from the `expected` binding."""
-    differences = snapshot.facts.binding.differences(expected)
-    if differences:
+    if differences := snapshot.facts.binding.differences(expected):
         raise SnapshotError(
             f"the snapshot {path} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
             "edgellm cache build",

@@ -198,12 +198,10 @@ def _files_to_copy(source: Path) -> list[str]:
 
 
 def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:
-    shared = [name for file in files for name in file.shared]
-    if shared:
+    if shared := [name for file in files for name in file.shared]:
         listed = ", ".join(f"{name!r:.80}" for name in shared[:3]) + (", ..." if len(shared) > 3 else "")
         yield f"Shares memory with other tensors, written as a copy: {listed} ({len(shared)} in all)"
-    left_out = sorted({name for file in files for name in file.left_out})
-    if left_out:
+    if left_out := sorted({name for file in files for name in file.left_out}):
         yield f"Left out, as no weights of the model: {', '.join(f'{name!r:.60}' for name in left_out[:10])}"
     if source.is_file():
         yield f"Only weights were converted. Copy config.json and the tokenizer beside them, or convert {source.parent}"

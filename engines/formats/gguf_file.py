@@ -158,8 +158,7 @@ def open_split(path: Path) -> list[GgufFile]:
             f"{path} is part {int(match[2])} of {count} by its name, expected one of 1 to {_MOST_FILES}"
         )
     paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    missing = [each.name for each in paths if not each.exists()]
-    if missing:
+    if missing := [each.name for each in paths if not each.exists()]:
         raise CheckpointError(
             f"{path} is one of {count} files, of which {len(missing)} are missing: {', '.join(missing[:5])}. Put all "
             "into one folder"

@@ -202,8 +202,7 @@ def read_tokenizer(path: Path, error_class: type[EdgeLLMError]) -> tokenizers.To
     data = read_file(path, VOCABULARY_BYTES, error_class, advice=_ADVICE)
     with _explained(f"{printable(path)} cannot be read as a tokenizer", error_class):
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    dropout = getattr(tokenizer.model, "dropout", None)
-    if dropout:
+    if dropout := getattr(tokenizer.model, "dropout", None):
         raise error_class(
             f"{printable(path)}: 'dropout' of the model is {dropout}, so that equal texts would become other tokens "
             "each time: set it to null, as it is meant for training alone"

@@ -88,8 +88,7 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
             "short_factor": short.reshape(-1).tolist(),
         }
         return base | {key: value for key, value in given.items() if value is not None}
-    factors = metadata.values("rope_freqs.weight", files)
-    if factors is not None:
+    if (factors := metadata.values("rope_freqs.weight", files)) is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
     kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
     if kind in (None, "none"):

@@ -118,8 +118,7 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
     sequences, places = adapters.scales.shape
     modules, outputs, columns = adapters.modules, linear.width, linear.weight.shape[1]
     rank, rest = divmod(adapters.a.shape[0], places * len(modules))
-    reason = contract.adapters_refusal(places, rank, modules)
-    if reason is not None:
+    if (reason := contract.adapters_refusal(places, rank, modules)) is not None:
         raise KernelError(reason)
     sizes = (places * len(modules) * rank, columns), (places * len(modules) * rank, outputs)
     words = contract.low_words(batch, places, len(modules), rank)

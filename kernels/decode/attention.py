@@ -271,8 +271,7 @@ def attention_launch(
     rotary, cos_sin = (rotary if weights.rotary else 0), step.rope_rotary_cos_sin
     further = weights.query_columns
     int8 = step.k_scale is not None
-    refusal = attention_refusal(heads, kv_heads, size, int8)
-    if refusal is not None:
+    if (refusal := attention_refusal(heads, kv_heads, size, int8)) is not None:
         raise KernelError(refusal)
     window = step.window or 0
     if window and (kv_rows % KEY_TILE or window + tokens - 1 > kv_rows or step.masks_all):

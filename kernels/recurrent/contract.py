@@ -177,8 +177,7 @@ def _check_step(sizes: dict[str, Any]) -> str | None:
 
 def _check_convolution(sizes: dict[str, Any]) -> str | None:
     width, channels = sizes["W"], sizes["C"]
-    refusal = convolution_refusal(width)
-    if refusal is not None:
+    if (refusal := convolution_refusal(width)) is not None:
         return refusal
     if sizes["K"] != width - 1:
         return f"columns keeps {sizes['K']} tokens; expected {width - 1} of a convolution that is {width} wide"

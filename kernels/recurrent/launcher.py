@@ -175,8 +175,7 @@ class CudaRecurrent(Launcher):
 
     def gated_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_norm", value, gate, norm, output)
-        refusal = norm_refusal(sizes["E"])
-        if refusal is not None:
+        if (refusal := norm_refusal(sizes["E"])) is not None:
             raise KernelError(f"gated_norm: {refusal}")
         grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
@@ -184,8 +183,7 @@ class CudaRecurrent(Launcher):
 
     def gated_group_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_group_norm", value, gate, norm, output)
-        refusal = group_refusal(sizes["O"] // norm.groups)
-        if refusal is not None:
+        if (refusal := group_refusal(sizes["O"] // norm.groups)) is not None:
             raise KernelError(f"gated_group_norm: {refusal}")
         kernel = gates_kernel("gated_group_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, (norm.groups, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
