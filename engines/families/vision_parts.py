@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.encoder_steps import EncoderAttention, Prepend
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
@@ -35,7 +36,7 @@ class TowerWeights(NamedWeights):
         weight = self.weight(f"{name}.weight", rows, math.prod(kernel), part=(rows, *kernel))
         return Linear(f"{self._prefix}{name}", weight, self.weight(f"{name}.bias", rows) if bias else None)
 
-    def mlp(self, names: str, config: VisionConfig) -> tuple[Linear, Linear]:
+    def mlp(self, names: str, config: VisionConfig | AudioConfig) -> tuple[Linear, Linear]:
         """The two linear layers of an MLP without a gate, called `names` with their numbers in it."""
         hidden, inner = config.hidden_size, config.intermediate_size
         return self.linear(names.format(1), inner, hidden), self.linear(names.format(2), hidden, inner)

@@ -44,7 +44,8 @@ class ProgramGraph(Generic[Tensor]):
     """A program's steps as calls on `operations`; `run` makes them."""
 
     def __init__(self, operations: Operations[Tensor], program: Program) -> None:
-        self.operations, self._program = operations, program
+        self.operations: Operations[Tensor] = operations
+        self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
         residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
