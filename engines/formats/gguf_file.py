@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, explained
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, LARGEST_COUNT, TensorInfo, opened_file
 
 MAGIC = b"GGUF"
@@ -114,10 +114,8 @@ class GgufFile:
         data = np.empty((info.nbytes if stop is None else stop) - start, np.uint8)
         view, done, descriptor = memoryview(data), 0, self._file.fileno()
         while done < len(view):
-            try:
+            with explained(f"{self.path} cannot be read", CheckpointError):
                 count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
             if count == 0:
                 break
             done += count
