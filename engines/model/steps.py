@@ -51,7 +51,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Input:
-    """A value that a linear layer takes, normed before where it has norms, part after part; several are side by side."""
+    """A value that a linear layer takes, normed part after part where it has norms; several stand side by side."""
 
     value: str
     norms: tuple[Norm, ...] = ()
