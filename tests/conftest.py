@@ -246,6 +246,7 @@ def tiny_draft_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory
 ADAPTED_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj", "c_fc", "c_proj", "input_linear", "output_linear"),  # as some families publish them
+    *("in_proj", "out_proj"),  # of recurrent layers
 )
 
 

@@ -40,6 +40,7 @@ def mixers_in_words(config: Mapping[str, Any]) -> str:
     words = {
         "attention": "of attention",
         "window": f"of attention within {config['sliding_window']} tokens",
+        "mlp": "without",
         "convolution": f"short convolutions over {config['conv_width']} tokens",
     }
     if config["delta_heads"]:

@@ -44,11 +44,14 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
-    #: Whether the device had nothing to do until it was launched.
+    #: Whether the device had nothing to do until it was launched; whether the drafter was asked for it, or rested.
     waited: bool = False
-    #: What was waited for, and when.
+    asked: bool = False
+    rests: bool = False
+    #: What was waited for, when it was there, and for how long.
     tokens: list[list[int]] | None = None
     read: float = 0.0
+    blocked: float = 0.0
 
 
 class _Outlook(NamedTuple):
@@ -56,13 +59,15 @@ class _Outlook(NamedTuple):
     which, and whether logits are `raw`, shown as penalties must not change them, which rounds do. `room` is how many
     tokens may follow those that are launched, and `may_follow` whether a step may be launched behind those under way:
     it is needed, there is room for it, and nobody wants to see the logits of the one before, which are there until
-    then, also those of a last token."""
+    then, also those of a last token. The drafter is `asked` unless it `rests`."""
 
     going: list[DecodingSequence]
     ruled: bool
     raw: bool
     room: int
     may_follow: bool
+    asked: bool
+    rests: bool
 
 
 class EmittedToken(NamedTuple):
@@ -163,14 +168,19 @@ class DecodingLoop:
             self._launch(now)
 
     def _outlook(self) -> _Outlook:
-        running = self.running
+        running, drafter = self.running, self._drafter
         going = [each for each in running if not each.finished and not each.is_over]
         room = min([each.room - each.most for each in running], default=0)  # slots go along until they are left
+        ruled = any(each.rules is not None for each in going)
+        raw = any(each.logprobs is not None and each.sampling.penalizes for each in going)
+        rests = drafter.rest > 0 and not raw and drafter.rests_as == (len(running), ruled)
         return _Outlook(
             going,
-            ruled=any(each.rules is not None for each in going),
-            raw=any(each.logprobs is not None and each.sampling.penalizes for each in going),
-            room=room,
+            ruled,
+            raw,
+            room,
+            asked=(ruled or drafter.drafts) and not raw and not rests,
+            rests=rests,
             may_follow=room > 0
             and any(each.least < each.wanted for each in going)
             and not any(
@@ -183,13 +193,15 @@ class DecodingLoop:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
         batch, waits = len(self.running), now.ruled and self._begun is None and self._runner.backend.steps_ahead > 0
-        if waits and self._launches and now.may_follow and not self._drafter.expects_round(batch, self._waited):
+        if not waits or not self._launches or not now.may_follow:
+            return
+        if not now.asked or not self._drafter.expects_round(batch, self._waited):
             self._begun = self._runner.begin(batch)
 
     def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
         them that promises more than a step behind them."""
-        if now.ruled or now.raw or not self._drafter.looks_up:
+        if now.ruled or not now.asked or not self._drafter.looks_up:
             return now.ruled
         latest = self._launches[-1]
         if latest.trees is not None and latest.tokens is None:
@@ -201,7 +213,7 @@ class DecodingLoop:
     def _look_up(self, now: _Outlook) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
-        if now.ruled or now.raw or not self._runner.backend.steps_ahead:
+        if now.ruled or not now.asked or not self._runner.backend.steps_ahead:
             return
         if any(each.least < each.wanted for each in now.going):
             self._drafter.look_up(self._runner, self.running, now.room)
@@ -217,8 +229,9 @@ class DecodingLoop:
     def _know(self, launch: _Launch) -> list[list[int]]:
         """The tokens of a launch, waited for; sequences know them from now on."""
         if launch.tokens is None:
-            tokens = self._drawn(launch)
+            began, tokens = time.perf_counter(), self._drawn(launch)
             launch.tokens, launch.read = tokens, time.perf_counter()
+            launch.blocked = launch.read - began
             plan = launch.plan
             for slot, emitted in zip(launch.slots, tokens, strict=True):
                 sequence = self.running[slot]
@@ -227,9 +240,7 @@ class DecodingLoop:
                 if plan is not None:
                     sequence.most += len(emitted) - plan.longest
                     sequence.least += len(emitted) - 1
-                known = sequence.know(emitted)
-                if self._drafter.looks_up:
-                    self._drafter.take(sequence, known)
+                sequence.know(emitted)
         return launch.tokens
 
     def _launch(self, now: _Outlook) -> None:
@@ -238,9 +249,11 @@ class DecodingLoop:
         begun, self._begun = self._begun, None
         known = all(launch.tokens is not None for launch in self._launches)
         waited = known and begun is None and self._runner.backend.steps_ahead > 0
-        if not now.raw and (now.ruled or self._drafter.drafts):
+        if now.asked:
             asked = self._runner, self.running, now.room, now.ruled, known, begun is not None, waited
             plan, trees = self._drafter.choose(*asked)
+        elif now.rests:
+            self._drafter.rest -= 1
         rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
@@ -249,7 +262,8 @@ class DecodingLoop:
             wait = self._runner.decode(batch, rules, begun).wait
         else:
             wait = self._runner.round(batch, plan, rules, trees).wait
-        self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
+        kind = now.ruled, waited, now.asked, now.rests
+        self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, *kind))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
@@ -268,8 +282,11 @@ class DecodingLoop:
         tokens, now = self._know(launch), launch.read
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
-        if not launch.is_prefill and counts and (launch.ruled or self._drafter.drafts):
-            self._drafter.record(plan, counts, seconds, launch.ruled, launch.waited)
+        if launch.asked and counts:
+            self._drafter.record(plan, counts, seconds, launch.ruled, launch.waited, launch.blocked)
+        elif launch.rests:
+            self._drafter.rested_steps += 1
+            self._drafter.rested_seconds += seconds
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:

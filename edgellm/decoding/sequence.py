@@ -166,12 +166,12 @@ class DecodingSequence:
             )
         self.adapter_digest = digest
 
-    def know(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Take notice of tokens that were read, and give those that belong to the answer, which takes them later. Where
-        one is drawn that rules forbid, they had no way on: it is a `stuck` sequence."""
-        for count, token in enumerate(tokens):
+    def know(self, tokens: Sequence[int]) -> None:
+        """Take notice of tokens that were read, as far as they belong to the answer, which takes them later. Where one
+        is drawn that rules forbid, they had no way on: it is a `stuck` sequence."""
+        for token in tokens:
             if self.is_over or self.finished:
-                return tokens[:count]
+                return
             try:
                 if self.rules is not None and not self.rules.constraint.try_advance(token):
                     raise ConstraintError(
@@ -179,10 +179,9 @@ class DecodingSequence:
                     )
             except ConstraintError as error:
                 self.stuck(error)
-                return tokens[:count]
+                return
             self.known += 1
             self.is_over = self.answer.ends_at(token) or self.known == self.wanted
-        return tokens
 
     def stuck(self, error: ConstraintError) -> None:
         """Rules have no way on behind the tokens that are known. Nothing more is computed; whether it is a failure is

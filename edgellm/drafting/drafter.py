@@ -19,15 +19,16 @@ class Policy:
 
     #: Whether steps without rules may be drafted, and whether what was said before is looked up.
     drafts = looks_up = False
+    #: So many of the next steps of this batch size, under rules or not, are plain ones for which nothing is asked; the
+    #: loop counts them, and how many of them have ended in how many seconds.
+    rest, rests_as = 0, (0, False)
+    rested_steps, rested_seconds = 0, 0.0
     #: What rounds are taken of, where there is room, and what beside that under rules alone, which force tokens.
     plans: Sequence[DraftPlan] = ()
     forced_plans: Sequence[DraftPlan] = ()
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins; `sequence.said` is what is kept of it."""
-
-    def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """It said these tokens, by whichever step."""
 
     def close(self, sequence: Drafted) -> None:
         """It has ended."""
@@ -48,10 +49,17 @@ class Policy:
         return first_fitting(self.plans, runner, len(sequences), room, ruled), None
 
     def record(
-        self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
+        self,
+        plan: DraftPlan | None,
+        emitted: Sequence[int],
+        seconds: float,
+        ruled: bool = False,
+        waited: bool = False,
+        blocked: float = 0.0,
     ) -> None:
         """A step of `seconds` has ended that gave each running sequence so many tokens, under rules or not. `waited`
-        says whether the device did until the host had chosen it."""
+        says whether the device did until the host had chosen it; for `blocked` seconds the host waited for the device.
+        """
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """The device has what to do: time to ask what was said behind the tokens that are known."""

@@ -21,9 +21,12 @@ FORCED_CHANCE = 0.97
 
 
 class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it."""
+    """A sequence that is drafted for; `said` is what `HostProposals` keeps of it. So many of the tokens that were
+    `drawn` for it are `known` as its answer's."""
 
     said: Said | None
+    drawn: list[int]
+    known: int
     is_over: bool
 
     @property
@@ -36,20 +39,12 @@ class Drafted(Protocol):
 
 
 class Said:
-    """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, what was
-    `proposed` for its end, of how many candidates at first (`whole`), and how many tokens are to come before the index
-    is asked again (`quiet`): each time that it was asked in vain more (`patience`)."""
+    """What is kept of a running sequence: its `history` in the index, how many of its tokens that was `told`, and what
+    was `proposed` behind the first `place` tokens, of how many candidates at first (`whole`)."""
 
-    def __init__(self, history: Any, patience: int) -> None:
-        self.history, self.patience = history, patience
-        self.news: list[int] = []
+    def __init__(self, history: Any) -> None:
+        self.history, self.told, self.place, self.whole = history, 0, 0, 0
         self.proposed: Proposed | None = None
-        self.whole, self.quiet = 0, patience
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to ask the index: less than half of what it proposed is left."""
-        return self.quiet <= 0 and (self.proposed is None or 2 * len(self.proposed.chances) < self.whole)
 
 
 class Proposed(NamedTuple):
@@ -143,21 +138,6 @@ def chain_of(tokens: Sequence[int], leads: bool = False) -> GivenTree:
 NOTHING = Proposed.of(chain_of([]), [])
 
 
-def allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:
-    """What rules allow of a proposal: the likeliest path alone, since a chain is tried at the least cost."""
-    path: list[int] = []
-    try:
-        for node, parent in enumerate(found.parents):
-            if parent == (path[-1] if path else -1) and constraint.try_advance(found.tokens[node]):
-                path.append(node)
-    except ConstraintError:
-        pass  # the path ends there
-    finally:
-        constraint.rollback(len(path))
-    scores, promises = ([values[node] for node in path] for values in (found.scores, found.promises))
-    return Proposal([found.tokens[node] for node in path], [*range(-1, len(path) - 1)], scores, promises, found.match)
-
-
 class Trust:
     """How often candidates came whose parent had come, over what the index promised: by the promise, and by how much
     was found again. Recent ones count most."""
@@ -221,31 +201,18 @@ class HostProposals:
     def __init__(self, nodes: int, depth: int, index: SuffixIndex | None) -> None:
         self.index, self._nodes, self._depth = index, nodes, depth
         self.trust = Trust()
-        self._patience = 0  # of the latest sequence that ended
         self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
         if self.index is not None:
-            sequence.said = Said(self.index.open(prompt_ids), self._patience // 2)
-
-    def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
-        said = sequence.said
-        if said is None or not tokens:
-            return
-        if said.proposed is not None:
-            self._lessons.append((said.proposed, tokens))
-            said.proposed = said.proposed.behind(tokens)
-        said.news += tokens
-        said.quiet -= len(tokens)
+            sequence.said = Said(self.index.open(prompt_ids))
 
     def close(self, sequence: Drafted) -> None:
         """A sequence has ended: later ones may say what it said."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
-            self._tell(said)
-            self._patience = said.patience
+            self._tell(sequence, said)
             self.index.close(said.history)
 
     def learn(self) -> None:
@@ -254,33 +221,35 @@ class HostProposals:
             self.trust.learn(*lesson)
         self._lessons.clear()
 
-    def proposed(self, sequence: Drafted, most: int, quiet: int | None) -> Proposed:
+    def proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
-        The index is asked where it is time to, unless `quiet` is None, and in vain at most so many tokens go before it
-        is asked again."""
+        With `asks` the index is asked where less than half of what it proposed is left."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
             return NOTHING
-        forced: list[int] = []
-        if constraint is not None:
-            try:
-                forced = constraint.forced(min(most, self._depth))
-            except ConstraintError:
-                return NOTHING  # whoever asks for the mask hears of it
+        try:
+            forced = [] if constraint is None else constraint.forced(min(most, self._depth))
+        except ConstraintError:
+            return NOTHING  # whoever asks for the mask hears of it
         if forced:
             return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return NOTHING
-        if quiet is not None and said.is_due:
-            self._tell(said)
-            found = self.index.propose(said.history, self._nodes, self._depth, WIDTH, LEAST_CHANCE)
-            said.proposed = self.trust.weighed(found if constraint is None else allowed(constraint, found))
-            said.whole, said.quiet = len(found.tokens), min(quiet, said.patience)
-            said.patience = min(quiet, 2 * said.patience + 1)
+        if said.place < sequence.known:
+            if said.proposed is not None:
+                came = sequence.drawn[said.place : sequence.known]
+                self._lessons.append((said.proposed, came))
+                said.proposed = said.proposed.behind(came)
+            said.place = sequence.known
+        if asks and (said.proposed is None or 2 * len(said.proposed.chances) < said.whole):
+            self._tell(sequence, said)
+            width = WIDTH if constraint is None else 1  # each node needs a mask
+            found = self.index.propose(said.history, self._nodes, self._depth, width, LEAST_CHANCE)
+            said.proposed, said.whole = self.trust.weighed(found) if found.tokens else None, len(found.tokens)
         return said.proposed or NOTHING
 
-    def _tell(self, said: Said) -> None:
+    def _tell(self, sequence: Drafted, said: Said) -> None:
         """Let the index know the tokens that it does not know yet."""
-        if said.news and self.index is not None:
-            self.index.extend(said.history, said.news)
-            said.news = []
+        if said.told < sequence.known and self.index is not None:
+            self.index.extend(said.history, sequence.drawn[said.told : sequence.known])
+            said.told = sequence.known

@@ -82,33 +82,6 @@ def reported(
     return DraftingReport(taken.name, reason, *counted, ranked)
 
 
-class JointTokens:
-    """What joint rounds give over what they promise. Both drafts are often right at the same places, so it is less than
-    two that know nothing of each other give."""
-
-    #: The ratio at first, for how many tokens this guess counts, and what was seen at most.
-    FIRST, EVIDENCE, MEMORY = 0.95, 16.0, 160.0
-
-    def __init__(self) -> None:
-        self._promise, self._promised, self._came = 0.0, self.EVIDENCE, self.FIRST * self.EVIDENCE
-
-    @property
-    def ratio(self) -> float:
-        """By what a promise is to be multiplied."""
-        return self._came / self._promised
-
-    def promise(self, tokens: float) -> None:
-        """A joint round is taken that should give so many tokens, by this ratio."""
-        self._promise = tokens / self.ratio
-
-    def record(self, tokens: int) -> None:
-        """One has ended."""
-        if self._promise:
-            fading = min(1.0, self.MEMORY / self._promised)
-            self._promised = fading * self._promised + self._promise
-            self._came = fading * self._came + tokens
-
-
 class Account:
     """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
     lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
@@ -124,9 +97,7 @@ class Account:
     WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
     #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
-    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 14.0
-    #: What given candidates may overdraw at once, and up to `WINDOW` tokens behind the best place.
-    TRUSTED, TRUSTED_LATER = 1.0, 3.0
+    EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
 
     def __init__(self) -> None:
         self._tokens = self._saved = self._earned = 0.0
@@ -145,11 +116,6 @@ class Account:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
         left = self.left - self.LATER * (1.0 - self._passed)
         return max(min(left, cheapest), left / self.CAREFUL)
-
-    @property
-    def trusted(self) -> float:
-        """What a round of given candidates may lose: more, since what comes of them is seen behind plain steps, too."""
-        return self.left + self.TRUSTED + (self.TRUSTED_LATER - self.TRUSTED) * self._passed
 
     @property
     def _passed(self) -> float:

@@ -62,6 +62,13 @@ def _quick_gelu(x: np.ndarray) -> np.ndarray:
     return silu(x * slope) / slope
 
 
+def _relu_squared(x: np.ndarray) -> np.ndarray:
+    """max(x, 0)^2 (So et al. 2021, "Primer")."""
+    result = np.maximum(x, 0)
+    result *= result
+    return result
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(-x))."""
     result = np.negative(x)
@@ -77,6 +84,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
+    "relu_squared": _relu_squared,
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
 }

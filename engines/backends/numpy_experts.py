@@ -36,13 +36,17 @@ def mixed(
     total = np.zeros_like(rows)
     for expert in np.unique(ids).tolist():
         row, place = np.nonzero(ids == expert)
-        inner = _activated(through(rows[row], gate_up, expert), mixture.limit)
+        inner = _activated(through(rows[row], gate_up, expert), mixture)
         total[row] += shares[row, place, None] * through(inner, down, expert)
     return total.reshape(x.shape)
 
 
-def _activated(gate_up: np.ndarray, limit: float) -> np.ndarray:
-    """silu(gate) up of rows [.., 2 I], gate first: [.., I]. With a limit gate and up alternate: see `Mixture.limit`."""
+def _activated(gate_up: np.ndarray, mixture: Mixture) -> np.ndarray:
+    """silu(gate) up of rows [.., 2 I], gate first: [.., I]. With a limit gate and up alternate: see `Mixture.limit`.
+    Experts without gates give relu(up)^2 of rows [.., I]."""
+    if not mixture.gated:
+        return ACTIVATIONS["relu_squared"](gate_up)
+    limit = mixture.limit
     if not limit:
         gate, up = np.split(gate_up, 2, axis=-1)
         return ACTIVATIONS["silu"](gate) * up

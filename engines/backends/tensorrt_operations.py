@@ -116,6 +116,9 @@ class TensorRTOperations(Operations[Any]):
             return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
         if kind in ("sigmoid", "tanh"):
             return self._activation(x, functions.SIGMOID if kind == "sigmoid" else functions.TANH)
+        if kind == "relu_squared":
+            positive = self._activation(x, functions.RELU)
+            return self._elementwise(positive, positive, "PROD")
         if kind == "quick_gelu":
             slope = self._constant(1.702, len(x.shape), self.compute)
             return self._elementwise(

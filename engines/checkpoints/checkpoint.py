@@ -28,6 +28,7 @@ from edgellm.engines.formats.tensors import (
     VISION_PREFIXES,
     convert,
     is_multimodal,
+    is_wrapped,
     published_names,
     value_and_place,
 )
@@ -57,7 +58,10 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bo
 _TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "pos_embed.weight", "position_embedding.weight")
 _WEIGHT = ".weight"
 #: What chooses experts.
-_ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight")
+_ROUTERS = (
+    *("mlp.gate.weight", "mlp.shared_expert_gate.weight", "feed_forward.gate.weight", "router.layer.weight"),
+    "mixer.gate.weight",
+)
 
 
 class Checkpoint:
@@ -96,7 +100,8 @@ class Checkpoint:
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         #: Whether names lack their "model.", as those of a decoder that was saved without its head (EAGLE's has fc).
         self._is_bare = self.tensors.keys() >= set(_BARE) and not any(name.startswith("fc.") for name in self.tensors)
-        if self._is_multimodal:
+        self._is_wrapped = is_wrapped(config)
+        if self._is_wrapped:
             self.tensors = unwrapped(self.tensors)
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
@@ -220,7 +225,7 @@ class Checkpoint:
             return None
         module = name.removesuffix(_WEIGHT)
         alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-        return self.quantization.layout(published_names(module) if self._is_multimodal else alone)
+        return self.quantization.layout(published_names(module) if self._is_wrapped else alone)
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""

@@ -21,6 +21,7 @@ _STACKS = {
     ".mlp.experts.down_proj": (_MLP, _DOWN),
     ".feed_forward.experts.gate_up_proj": (".feed_forward.experts.", ("w1.weight", "w3.weight")),
     ".feed_forward.experts.down_proj": (".feed_forward.experts.", ("w2.weight",)),
+    **{f".mixer.experts.{each}_proj": (".mixer.experts.", (f"{each}_proj.weight",)) for each in ("up", "down")},
     ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts.", _GATE_UP),
     ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.", _DOWN),
 }

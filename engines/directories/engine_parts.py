@@ -278,6 +278,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     kinds, layers = config.layer_kinds, config.num_layers
     fits = not kinds or (len(kinds) == layers and set(kinds) <= set(LAYER_KINDS))
     require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(LAYER_KINDS)}")
+    require(not kinds or set(kinds) != {"mlp"}, "layer_kinds", "expected a layer that mixes tokens")
+    require("mlp" not in kinds or config.lone_parts, "lone_parts", "expected true where layers are MLPs alone")
     require(config.pooling in POOLINGS, "pooling", f"expected one of {', '.join(POOLINGS)}")
     require(config.naming in NAMINGS, "naming", f"expected one of {', '.join(NAMINGS)}")
     least, most = CONV_WIDTHS

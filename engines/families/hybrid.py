@@ -169,59 +169,62 @@ def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
 QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, QWEN3_5_DEFAULTS)
 QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", read_qwen3_5)
 
-_GRANITE4_TYPES = {
+#: What checkpoints call layers that attend, and those of Mamba-2.
+MIXER_TYPES = {
     **dict.fromkeys(("attention", "full_attention"), "attention"),
     **dict.fromkeys(("mamba", "linear_attention"), "mamba"),
 }
 
 
-def _read_granite4(fields: ConfigFields) -> DecoderConfig:
-    """Granite 3 with other names, layers of Mamba-2 beside those that attend, and no mixture of experts: gate and up
-    are one layer of the checkpoint. `position_embedding_type` says whether there is a rotary embedding."""
-    kinds = fields.layer_kinds(_GRANITE4_TYPES, ["mamba"] * layer_count(fields))
-    own = _mamba_layers(fields, kinds) if "mamba" in kinds else {}
+def read_granite4(fields: ConfigFields, **own: Any) -> DecoderConfig:
+    """Granite 3 with other names, and layers of Mamba-2 beside those that attend: gate and up are one layer of the
+    checkpoint. `position_embedding_type` says whether there is a rotary embedding. `own` is for `read_decoder`."""
+    kinds = fields.layer_kinds(MIXER_TYPES, ["mamba"] * layer_count(fields))
+    if "mamba" in kinds:
+        own |= _granite4_mamba(fields, kinds)
     unrotated = range(0 if fields.values.get("position_embedding_type") == "rope" else layer_count(fields))
     fields.values = fields.values | {"intermediate_size": fields.size("shared_intermediate_size") or 1}
     return read_granite(fields, naming="granitemoehybrid", nope_layers=tuple(unrotated), **own)
 
 
-def _mamba_layers(fields: ConfigFields, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """What the layers of Mamba-2 are, among those of all `kinds`, for `read_decoder`."""
+def _granite4_mamba(fields: ConfigFields, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Granite 4's names for `read_mamba`, and what sizes its layers of Mamba-2 have."""
     if fields.switch("mamba_proj_bias"):
         fields.refuse("mamba_proj_bias", True, "supported are projections without biases")
-    limit = fields.values.get("time_step_limit")
-    if limit not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
-        fields.refuse("time_step_limit", limit, "supported are step sizes without limits")
-    groups, heads = fields.size("mamba_n_groups"), fields.size("mamba_n_heads")
+    heads = fields.size("mamba_n_heads")
     inner = fields.size("mamba_expand") * fields.size("hidden_size")
     size = fields.values.get("mamba_d_head")
     size = inner // max(heads, 1) if size in (None, "auto") else fields.size("mamba_d_head")
-    if heads * size != inner or heads % max(groups, 1):
-        fields.wrong.append(
-            f"mamba_n_heads {heads} of {size} are not mamba_expand times hidden_size, {inner}, or no multiple of "
-            f"mamba_n_groups {groups}"
-        )
+    if heads * size != inner:
+        fields.wrong.append(f"mamba_n_heads {heads} of {size} are not mamba_expand times hidden_size, {inner}")
+    names = "mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"
+    return read_mamba(fields, kinds, size, names)
+
+
+def read_mamba(fields: ConfigFields, kinds: tuple[str, ...], size: int, names: Sequence[str]) -> dict[str, Any]:
+    """What the layers of Mamba-2 are, among those of all `kinds`, for `read_decoder`: their heads are of `size`, and
+    the fields of `names` have groups, heads, size of states, width of convolutions, and whether these have biases."""
+    limit = fields.values.get("time_step_limit")
+    if limit is not None and not (isinstance(limit, list) and limit[:1] == [0.0] and _is_huge(*limit[1:])):
+        fields.refuse("time_step_limit", limit, "supported are step sizes without limits")
+    groups, heads, state = (fields.size(name) for name in names[:3])
+    if heads % max(groups, 1):
+        fields.wrong.append(f"{names[1]} {heads} is no multiple of {names[0]} {groups}")
     return {
         "layer_kinds": kinds,
-        "delta_heads": (groups, heads, fields.size("mamba_d_state"), size),
-        "conv_width": _conv_width(fields, "mamba_d_conv"),
-        "conv_bias": fields.switch("mamba_conv_bias"),
+        "delta_heads": (groups, heads, state, size),
+        "conv_width": _conv_width(fields, names[3]),
+        "conv_bias": fields.switch(names[4]),
     }
 
 
-GRANITE4 = Family(
-    "granitemoehybrid",
-    "GraniteMoeHybridForCausalLM",
-    _read_granite4,
-    {
-        "num_key_value_heads": None,
-        "num_local_experts": 8,
-        "shared_intermediate_size": 1024,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-    },
-)
+def _is_huge(number: Any = None, *others: Any) -> bool:
+    """Whether an upper limit is beyond all step sizes: infinity, as files write it, or what they write for it."""
+    return not others and (number == {"__float__": "Infinity"} or (isinstance(number, float) and number > 1e30))
+
+
+GRANITE4_DEFAULTS = {
+    **{"num_key_value_heads": None, "num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 1024},
+    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_conv_bias": True},
+}

@@ -1,17 +1,21 @@
 """Families whose layers have a mixture of experts where others have an MLP: Qwen3-MoE, OLMoE, Granite 3 MoE,
-LFM2-MoE, gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE."""
+Granite 4, LFM2-MoE, gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE, Nemotron-H."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.decoders import SILU, Family, biases, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer, layer_count
 from edgellm.engines.families.hybrid import (
+    GRANITE4_DEFAULTS,
     LFM2_DEFAULTS,
+    MIXER_TYPES,
     QWEN3_5_DEFAULTS,
+    read_granite4,
     read_lfm2_layers,
+    read_mamba,
     read_qwen3_5,
     read_qwen3_5_text,
 )
@@ -25,9 +29,8 @@ def read_mixture(fields: ConfigFields, size: str, usual: int, **own: Any) -> Mix
     """How many experts there are (`usual` where the file does not say), how many of them a token goes through, and how
     large they are, which is in the field `size`; problems are noted in `fields`. `own` is what else the family says of
     its `Mixture`."""
-    key = "num_experts"
-    if fields.values.get(key) is None:  # transformers 5 writes the other name, of some families
-        key = "num_local_experts"
+    names = "num_experts", "n_routed_experts"
+    key = next((name for name in names if fields.values.get(name) is not None), "num_local_experts")
     count = fields.size(key, usual, LARGEST_EXPERTS)
     chosen = fields.size("num_experts_per_tok", largest=LARGEST_EXPERTS)
     if chosen > count > 0:
@@ -99,6 +102,95 @@ def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
 
 GRANITE_MOE = Family(
     "granitemoe", "GraniteMoeForCausalLM", _read_granite_moe, {"num_key_value_heads": None, "num_experts_per_tok": 2}
+)
+
+
+def _read_granite4(fields: ConfigFields) -> DecoderConfig:
+    """With Granite 3's experts beside the MLP, which every token goes through whole, or without them."""
+    if fields.values["num_local_experts"] == 0:
+        return read_granite4(fields)
+    shared = fields.size("shared_intermediate_size")
+    mixture = read_mixture(fields, "intermediate_size", 8, shared_size=shared, shared_gate=False)
+    return read_granite4(fields, mixture=mixture)
+
+
+GRANITE4 = Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite4, GRANITE4_DEFAULTS)
+
+#: The letters of `hybrid_override_pattern`, and what the class calls such layers.
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_OLD = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_limit": "time_step_limit"}
+_NEMOTRON_TYPES = {**MIXER_TYPES, "mlp": "mlp", "moe": "mlp"}
+
+
+def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
+    """Layers that are one part each: Mamba-2, attention without a rotary embedding, an MLP without a gate, or a mixture
+    of such. Step sizes have the limits of `time_step_limit`, as published: transformers 5 takes `time_step_min` for the
+    lower one, of whole prompts alone."""
+    values = fields.values | {own: fields.values[old] for old, own in _NEMOTRON_OLD.items() if old in fields.values}
+    pattern = values.get("hybrid_override_pattern")
+    types = next((values[key] for key in ("layers_block_type", "layer_types") if values.get(key) is not None), None)
+    if types is None and isinstance(pattern, str) and set(pattern) <= set(_PATTERN):
+        types = [_PATTERN[letter] for letter in pattern]
+    if not isinstance(types, list):
+        fields.expect("hybrid_override_pattern", pattern, f"a text of {' '.join(_PATTERN)}, or layers_block_type")
+        types = ["attention"]
+    fields.values = values | {
+        "layer_types": types,
+        "num_hidden_layers": len(types) or 1,
+        "head_dim": values.get("head_dim") or values.get("attention_head_dim") or 128,
+        "rms_norm_eps": fields.positive("layer_norm_epsilon"),
+        "hidden_act": values.get("mlp_hidden_act"),
+    }
+    kinds = fields.layer_kinds(_NEMOTRON_TYPES, [])
+    if set(kinds) <= {"mlp"}:
+        fields.refuse("hybrid_override_pattern", pattern, "supported are models with layers that mix tokens")
+    fields.word("mamba_hidden_act", SILU)
+    if fields.switch("use_bias"):
+        fields.refuse("use_bias", True, "supported are projections without biases")
+    own: dict[str, Any] = {"mlp_bias": fields.switch("mlp_bias"), "gated_mlp": False, "lone_parts": True}
+    if "moe" in types:
+        if "mlp" not in types:  # then no layer has an MLP of another size
+            fields.values = fields.values | {"intermediate_size": fields.values.get("moe_intermediate_size")}
+        own["mixture"] = _nemotron_mixture(fields, tuple(i for i, each in enumerate(types) if each != "moe"))
+    else:
+        fields.ignore("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+    names = "n_groups", "mamba_num_heads", "ssm_state_size", "conv_kernel", "use_conv_bias"
+    own |= read_mamba(fields, kinds, fields.size("mamba_head_dim"), names)
+    own |= {"naming": "nemotron_h", "nope_layers": tuple(range(len(types)))}
+    return read_decoder(fields, activations={"relu2": "relu_squared"}, **biases(fields), **own)
+
+
+def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
+    """A sigmoid of each score and a correction of the choice; beside the experts one for all tokens."""
+    supported = {
+        "moe_latent_size": (None, "experts of the hidden size, as NVIDIA-Nemotron-3-Nano-30B-A3B has them"),
+        "n_shared_experts": (1, "one expert that every token goes through"),
+        "mlp_bias": (False, "experts without biases"),
+    }
+    for key, (neutral, words) in supported.items():
+        fields.ignore(key)
+        if fields.values.get(key) not in (None, neutral):
+            fields.refuse(key, fields.values[key], f"supported are {words}")
+    own: dict[str, Any] = {
+        **{"scores": "sigmoid", "correction": True, "epsilon": 1e-20, "shared_gate": False, "gated": False},
+        "normalized": fields.switch("norm_topk_prob"),
+        "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
+        "shared_size": fields.size("moe_shared_expert_intermediate_size"),
+    }
+    return read_mixture(fields, "moe_intermediate_size", 8, dense_layers=dense, **own)
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    _read_nemotron_h,
+    {
+        **{"num_key_value_heads": None, "intermediate_size": 21504, "layer_norm_epsilon": 1e-5},
+        **{"mamba_head_dim": 64, "mamba_num_heads": 128, "n_groups": 8, "ssm_state_size": 128},
+        **{"conv_kernel": 4, "use_conv_bias": True, "mlp_hidden_act": "relu2", "norm_topk_prob": True},
+        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 7688),
+        "num_experts_per_tok": 2,
+    },
 )
 
 

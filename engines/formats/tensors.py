@@ -71,6 +71,8 @@ _WRAPPINGS = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    *((f"{outer}embeddings.", "model.embed_tokens.") for outer in ("backbone.", "model.")),  # Nemotron-H's
+    ("backbone.", "model."),
     ("model.text_model.", "model."),
 )
 
@@ -78,6 +80,11 @@ _WRAPPINGS = (
 def is_multimodal(config: dict[str, Any]) -> bool:
     """Whether a `config.json` describes a model with an encoder of images or speech."""
     return any(isinstance(config.get(name), dict) for name in ("vision_config", "audio_config"))
+
+
+def is_wrapped(config: dict[str, Any]) -> bool:
+    """Whether the language model's tensors have other names in the files of such a model than by itself."""
+    return is_multimodal(config) or config.get("model_type") == "nemotron_h"
 
 
 def vision_prefix(name: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from edgellm.engines.errors import UnsupportedModelError
+from edgellm.engines.gguf import layer_names
 from edgellm.engines.gguf.encoders import ENCODERS
 from edgellm.engines.gguf.metadata import Metadata
 
@@ -24,8 +25,9 @@ class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
     files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`. With `alternating` rows
-    of gate and up of an expert were published in turn, as one.
+    Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`; `whole`: tensors that are
+    no module's. With `alternating` rows of gate and up of an expert were published in turn, as one; with `joined` those
+    of an MLP one behind the other. `tiled`: value heads stand apart that share a key head, where there are such.
     """
 
     model_type: str
@@ -37,7 +39,10 @@ class Architecture:
     unshifted: tuple[str, ...] = ()
     naming: str = "llama"
     names: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
+    joined: bool = False
+    tiled: bool = True
 
     def config(self, metadata: Metadata, shared: _Config) -> _Config:
         """What `config.json` would say, None where it would say nothing; `shared` is what all architectures have."""
@@ -277,6 +282,53 @@ def _granitemoe(metadata: Metadata, config: _Config) -> _Config:
     return _granite(metadata, config) | _mixture(metadata)
 
 
+def _space_fields(metadata: Metadata, heads: str, size: str, groups: str, state: str, width: str, bias: str) -> Any:
+    """What a `config.json` says of these layers, by a family's names: their heads and the size of these, groups, the
+    size of states, the width of convolutions, and whether these have biases."""
+    count = metadata.count("ssm.time_step_rank")
+    return {
+        **{heads: count, size: metadata.count("ssm.inner_size") // max(1, count)},
+        **{groups: metadata.whole("ssm.group_count"), state: metadata.whole("ssm.state_size")},
+        width: metadata.whole("ssm.conv_kernel"),
+        bias: any(name.endswith(".ssm_conv1d.bias") for name in metadata.tensors),
+    }
+
+
+def _granitehybrid(metadata: Metadata, config: _Config) -> _Config:
+    """Without a rotary embedding, unless the file says that there is one."""
+    experts, shared = metadata.whole("expert_count"), metadata.whole("expert_shared_feed_forward_length")
+    names = (f"mamba_{each}" for each in ("n_heads", "d_head", "n_groups", "d_state", "d_conv", "conv_bias"))
+    return {
+        **(_granite(metadata, config) | (_mixture(metadata) if experts else {})),
+        **{"num_experts": None, "num_local_experts": experts or 0},
+        "shared_intermediate_size": shared or config["intermediate_size"],
+        "layer_types": ["attention" if each else "mamba" for each in metadata.of_layers("attention.head_count_kv")],
+        "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned") else "nope",
+        "mamba_expand": metadata.count("ssm.inner_size") // max(1, metadata.count("embedding_length")),
+        **_space_fields(metadata, *names),
+    }
+
+
+def _nemotron_h(metadata: Metadata, config: _Config) -> _Config:
+    """Layers are told by what they have: heads of keys, rows of an MLP or of experts, or neither; none rotates."""
+    scale, experts = metadata.number("expert_weights_scale") or 1.0, metadata.whole("expert_count")
+    keys, rows = (metadata.of_layers(key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    sizes = list(zip(keys, rows, strict=True))[: config["num_hidden_layers"]]  # behind them stands a draft head
+    block = "moe" if experts else "mlp"
+    names = "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias"
+    return {
+        **(_mixture(metadata, _SIGMOID, scale) if experts else {}),
+        **{"routed_scaling_factor": scale, "norm_topk_prob": metadata.flag("expert_weights_norm")},
+        "moe_shared_expert_intermediate_size": metadata.whole("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.whole("moe_latent_size"),
+        "n_shared_experts": metadata.whole("expert_shared_count"),
+        "layers_block_type": ["attention" if own else block if inner else "mamba" for own, inner in sizes],
+        "layer_norm_epsilon": config["rms_norm_eps"] or metadata.number("attention.layer_norm_epsilon"),
+        "rope_parameters": {"rope_theta": config["rope_parameters"]["rope_theta"]},
+        **_space_fields(metadata, *names),
+    }
+
+
 def _lfm2moe(metadata: Metadata, config: _Config) -> _Config:
     scale, dense = metadata.number("expert_weights_scale") or 1.0, metadata.count("leading_dense_block_count", 0)
     return _lfm2(metadata, config) | {
@@ -300,21 +352,6 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
-_CONVOLUTION = ("conv", "in_proj", "out_proj")
-_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
-_POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
-_GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
-_LFM2: dict[str, Any] = {"naming": "lfm2", "names": {f"shortconv.{name}": f"conv.{name}" for name in _CONVOLUTION}}
-_QWEN35_NAMES = _POST_NORM | {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
-_QWEN35: dict[str, Any] = {"shifted": True, "unshifted": ("ssm_norm",), "names": _QWEN35_NAMES}
 _TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
 _SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -325,28 +362,32 @@ _ARCHITECTURES = {
     "mistral3": Architecture("mistral", _mistral3, biased=False, permuted=True),
     **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", biased=False)),
     **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3")),
-    "qwen35": Architecture("qwen3_5_text", _qwen35, **_QWEN35),
+    "qwen35": Architecture("qwen3_5_text", _qwen35, **layer_names.QWEN35),
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
-    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **_QWEN35),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **layer_names.QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
     "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, naming="granitemoe"),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **_LFM2),
-    "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=_POST_NORM, alternating=True),
+    "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, **layer_names.GRANITE_HYBRID),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"), Architecture("nemotron_h", _nemotron_h, **layer_names.NEMOTRON_H)
+    ),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **layer_names.LFM2),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=layer_names.POST_NORM, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
-    "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
-    "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=_GEMMA3_NORMS),
+    "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
+    "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
     "phi3": Architecture(
         "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),
     "granite": Architecture("granite", _granite, permuted=True),
     "smollm3": Architecture("smollm3", constants={"no_rope_layer_interval": 4}, permuted=True),
-    "olmo2": Architecture("olmo2", _olmo2, names=_POST_NORMS),
-    "exaone4": Architecture("exaone4", _exaone4, False, names=_POST_NORMS),
+    "olmo2": Architecture("olmo2", _olmo2, names=layer_names.POST_NORMS),
+    "exaone4": Architecture("exaone4", _exaone4, False, names=layer_names.POST_NORMS),
     "minicpm": Architecture("minicpm", _minicpm, permuted=True),
     "ernie4_5": Architecture("ernie4_5", _use_bias, False),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", naming="hunyuan"),
-    "lfm2": Architecture("lfm2", _lfm2, False, **_LFM2),
-    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=_POST_NORM),
+    "lfm2": Architecture("lfm2", _lfm2, False, **layer_names.LFM2),
+    "seed_oss": Architecture("seed_oss", _seed_oss, False, names=layer_names.POST_NORM),
     "starcoder2": Architecture("starcoder2", _starcoder2, False, naming="starcoder2"),
 }
 #: Heads that draft for another model, of llama's layers.

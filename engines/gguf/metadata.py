@@ -91,10 +91,11 @@ class Metadata:
         return [self.count(key)] * min(layers, 1)
 
     def same_in_all(self, key: str) -> int | None:
-        """What a key says of all layers alike; None where it is not there."""
+        """What a key says of all layers alike, but for those that have none; None where it is not there."""
         if self.get(key) is None:
             return None
         values: set[int] = set(self.of_layers(key))
+        values -= {0} if len(values) > 1 else set()
         if len(values) != 1:
             raise self.error(key, sorted(values), "the same in every layer")
         return values.pop()

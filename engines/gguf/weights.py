@@ -7,6 +7,7 @@ apart. All of that is undone where a tensor is read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -66,6 +67,8 @@ _MTP_MODULES = {
     "nextn.hnorm": "mtp.pre_fc_norm_hidden",
     "nextn.shared_head_norm": "mtp.norm",
 }
+#: Gates and ups that `Architecture.joined` speaks of.
+_JOINED = ("ffn_gate", "ffn_up", "ffn_gate_shexp", "ffn_up_shexp")
 #: What the configuration says already.
 _UNREAD = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 #: Of a draft's ids to those of its model, as whole ids; published are differences.
@@ -128,6 +131,7 @@ class _Naming:
         published, own = PUBLISHED[self._architecture.naming], self._architecture.names
         self._names = {name: published.get(each, each) for name, each in (_MODULES | _STACKS).items()} | dict(own)
         self._outside = {**_OUTSIDE, **own}
+        self._whole = {**_WHOLE, **self._architecture.whole}
         self._layers = metadata.count("block_count") - metadata.count("nextn_predict_layers", 0)
 
     def named(self, info: TensorInfo) -> Sequence[tuple[str, Change]]:
@@ -142,19 +146,34 @@ class _Naming:
             own = module
         else:
             name, own = self._in_layer(int(match[1]), match[2])
-            if own in _STACKS and match[2] not in _WHOLE:
+            if own in _STACKS and match[2] not in self._whole:
                 return self._of_experts(name, own, kind, info)
         change = self._change(own, kind, info)
         if change.values or len(info.shape) < 2:
             self._check_type(info, ("int64",) if change.values == "offsets" else tuple(STORAGE))
         if own == "attn_qkv" and own not in self._names:
             return self._parts_of_qkv(name, info)
+        if self._architecture.joined and own in _JOINED:
+            return self._joined(name, own, info)
         is_kernel = own in ("ssm_conv1d", "shortconv.conv") and kind == "weight" and len(info.shape) == 2
         # Kernels of convolutions have one input channel; a matrix of one row may have lost that.
         shape: tuple[int, ...] | None = (info.shape[0], 1, info.shape[1]) if is_kernel else None
         if own == "ffn_gate_inp_shexp" and len(info.shape) == 1:
             shape = (1, *info.shape)
+        if own in ("ssm_a", "ssm_d", "ssm_norm"):  # of Mamba-2 in groups, or with a dimension of one
+            shape = (math.prod(info.shape),)
         return ((name, replace(change, shape=shape)),)
+
+    def _joined(self, name: str, own: str, info: TensorInfo) -> Sequence[tuple[str, Change]]:
+        """Gate and up of an MLP that were published as one: they come with the gate."""
+        if "up" in own:
+            return ()
+        up = self._metadata.tensors.get(info.name.replace("gate", "up"))
+        return (
+            ((name, Change((info, up))),)
+            if up is not None and up.shape == info.shape
+            else ((info.name, Change((info,))),)
+        )
 
     @staticmethod
     def _check_type(info: TensorInfo, allowed: tuple[str, ...]) -> None:
@@ -210,8 +229,8 @@ class _Naming:
         if layer >= self._layers and module in _MTP_MODULES:
             return f"{_MTP_MODULES[module]}.{kind}", module
         prefix = f"mtp.layers.{layer - self._layers}" if layer >= self._layers else f"model.layers.{layer}"
-        if inner in _WHOLE:
-            return f"{prefix}.{_WHOLE[inner]}", module or inner
+        if inner in self._whole:
+            return f"{prefix}.{self._whole[inner]}", module or inner
         return f"{prefix}.{self._names.get(module, module)}.{kind}", module
 
     def _parts_of_qkv(self, name: str, info: TensorInfo) -> Sequence[tuple[str, Change]]:
@@ -254,7 +273,7 @@ class _Naming:
 
     @property
     def _has_delta(self) -> bool:
-        return self._metadata.whole("ssm.time_step_rank") is not None
+        return self._architecture.tiled and self._metadata.whole("ssm.time_step_rank") is not None
 
     @property
     def _value_size(self) -> int:
@@ -264,7 +283,7 @@ class _Naming:
         """The order in which value heads of `size` rows (or columns) each, behind the first so many, stand beside those
         that share their key head."""
         heads, keys = self._metadata.count("ssm.time_step_rank"), self._metadata.count("ssm.group_count")
-        if heads == keys:
+        if heads == keys or not self._architecture.tiled:
             return None
         if keys < 1 or heads % keys:
             raise self._metadata.error("ssm.time_step_rank", heads, f"a multiple of 'ssm.group_count', {keys}")

@@ -17,7 +17,7 @@ from edgellm.kernels.arrays import ITEM_SIZES
 #: The input [B, S] that says how much of each of S adapters each of B sequences takes.
 SCALES = "lora_scales"
 
-_PROJECTION = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp|conv|linear_attn)\.\w+_proj)\.weight")
+_PROJECTION = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp|conv|linear_attn|mamba)\.\w+_proj)\.weight")
 
 
 class LowRankUpdate(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 
 if TYPE_CHECKING:
-    from edgellm.kernels.experts.contract import Routing
+    from edgellm.kernels.experts.contract import Activation, Routing
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024
@@ -23,8 +23,8 @@ LARGEST_IMAGE_TOKENS = 1 << 16
 HEADS = ("as-published", "int8", "int4")
 #: What is asked for a draft's linear layers and its own head: "auto" is as the base's layers are.
 DRAFT_WEIGHTS = ("auto", *HEADS)
-#: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
-LAYER_KINDS = ("attention", "window", "convolution", "delta", "mamba")
+#: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it; of the last kind nothing does.
+LAYER_KINDS = ("attention", "window", "convolution", "delta", "mamba", "mlp")
 #: Those of them whose state follows from the whole text before, and cannot be cut.
 RECURRENT_KINDS = ("convolution", "delta", "mamba")
 #: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
@@ -32,14 +32,17 @@ CONV_WIDTHS = (2, 8)
 #: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
-NAMINGS = ("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan")
+NAMINGS = (
+    *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
+    "nemotron_h",
+)
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).
 FAR_SCALING = "llama_4_scaling_beta"
 #: What becomes of the hidden states of a text: logits, or the last token's the text's embedding.
 POOLINGS = ("none", "last")
 #: The activations of an MLP, as `DecoderConfig.hidden_act` has them.
-MLP_ACTIVATIONS = ("silu", "gelu_tanh")
+MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu_squared")
 #: What becomes of what a mixture's router gives, as `Mixture.scores` has it.
 EXPERT_SCORES = ("softmax", "sigmoid")
 
@@ -53,10 +56,11 @@ class Mixture:
     sigmoid of each. With a `correction` a number of each expert is added for the choice alone. What the chosen give is
     added times their scores, which are `normalized` (divided by their sum + `epsilon`; softmax over all so becomes
     softmax over the chosen) and multiplied by `scale`. With a `shared_size` each token goes through a further MLP of so
-    many rows, too, times the sigmoid of a gate of its own.
+    many rows, too, times the sigmoid of a gate of its own, if it has a `shared_gate`.
 
     `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
-    are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate).
+    are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate). Experts that are
+    not `gated`, the one of all tokens among them, give down(relu(up)^2).
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -71,6 +75,8 @@ class Mixture:
     shared_size: int = field(default=0, metadata=ADDED_LATER)
     biases: bool = field(default=False, metadata=ADDED_LATER)
     limit: float = field(default=0.0, metadata=ADDED_LATER)
+    shared_gate: bool = field(default=True, metadata=ADDED_LATER)
+    gated: bool = field(default=True, metadata=ADDED_LATER)
 
     @property
     def routing(self) -> Routing:
@@ -79,6 +85,14 @@ class Mixture:
 
         how = self.scores == "sigmoid", self.normalized, self.epsilon, self.scale
         return Routing(self.experts, self.chosen, *how)
+
+    @property
+    def activation(self) -> Activation:
+        """What an expert makes of its first layer's sums, as kernels take it."""
+        from edgellm.kernels.experts.contract import Activation  # as above
+
+        kind = "alternating" if self.limit else "gated" if self.gated else "squared"
+        return Activation(kind, self.limit)
 
 
 class MediaKind(NamedTuple):
@@ -132,7 +146,8 @@ class DecoderConfig:
     `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
     one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
     head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
-    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With
+    parts of a layer, one of `NAMINGS`. A `mixture` of experts stands for the MLPs. With `lone_parts` a layer is one
+    part behind its one norm: what mixes its tokens or, of the kind "mlp", an MLP or a mixture (Nemotron-H). With
     `attention_sinks` a number of each head takes part in the softmax of its scores as a key without a value.
 
     Layers that attend to all have the `full_heads`, numbers of key-value heads and of elements of a head, where these
@@ -212,6 +227,7 @@ class DecoderConfig:
     layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
     layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
     audio_token_id: int | None = field(default=None, metadata=ADDED_LATER)
+    lone_parts: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
@@ -294,6 +310,11 @@ class DecoderConfig:
     def mixture_of(self, index: int) -> Mixture | None:
         """The mixture of experts of a layer; None where it has an MLP."""
         return None if self.mixture is None or index in self.mixture.dense_layers else self.mixture
+
+    @property
+    def last_mixer(self) -> int:
+        """The last layer that mixes tokens."""
+        return max(index for index in range(self.num_layers) if self.layer_kind(index) != "mlp")
 
     def layer_kind(self, index: int) -> str:
         """What mixes the tokens of a layer, one of `LAYER_KINDS`."""

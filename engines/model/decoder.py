@@ -19,18 +19,19 @@ HEAD_GROUPS = (128, 64, 32)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 #: By `DecoderConfig.naming`, what begins the names of tensors beside the decoder's: of a draft head.
-_UNREAD = {"qwen3_5": ("mtp.",)}
+_UNREAD = dict.fromkeys(("qwen3_5", "nemotron_h"), ("mtp.",))
 
 
 def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     """One step of a decoder.
 
     Its outputs are `logits` [B, selected, V] float32 and, with `feature_layers`, `hidden_states` [B, T, n H]. Behind
-    the last layer's attention only the rows that get logits go on, unless features of all are taken behind it.
+    the last attention, or what else mixes tokens, only the rows that get logits go on, unless features of all are taken
+    behind it.
     """
     hidden, layers, taps = config.hidden_size, config.num_layers, config.feature_layers
-    selects = shape.selected < shape.tokens
-    selects_late = selects and (layers in taps or config.deepstack_layers >= layers or config.layer_embedding_size > 0)
+    selects, last = shape.selected < shape.tokens, config.last_mixer
+    selects_late = selects and (max(*taps, config.deepstack_layers, 0) > last or config.layer_embedding_size > 0)
     inputs = token_inputs(shape, hidden, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
@@ -49,7 +50,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         )
         steps.append(NormLinear(TOKEN_PROJECTION, (Input(value),), projection))
     for index in range(layers):
-        selecting = selects and not selects_late and index == layers - 1
+        selecting = selects and not selects_late and index == last
         keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
         steps += decoder_layer(config, index, value, selecting, keep, windows, ahead)
         value = steps[-1].output
@@ -86,10 +87,12 @@ def decoder_layer(
     windows: bool = False,
     ahead: bool = False,
 ) -> list[Step]:
-    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
-    and `ahead` as in `LayerWeights.attention`."""
+    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects`, or behind a layer with
+    it, to "selected"; `windows` and `ahead` as in `LayerWeights.attention`."""
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = layer.input(value, "input_layernorm")
+    if kind == "mlp":
+        return layer.mlp(index, value, normed, "selected" if value == "selected" else "hidden", keep)
     if kind in RECURRENT_KINDS:
         steps, output = getattr(layer, kind)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output, index)

@@ -145,6 +145,8 @@ class ProgramGraph(Generic[Tensor]):
 
     def _experts(self, step: Experts) -> Tensor:
         operations, weights = self.operations, self.weights
+        if step.keep is not None:
+            self._keep(step.keep, operations.to_compute(self.values[step.residual]))
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]
@@ -153,10 +155,14 @@ class ProgramGraph(Generic[Tensor]):
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
         y = self.to_residual(operations.experts(step, x, scores, correction, gate_up, down))
         if step.shared:
-            first, second, gate = step.shared
-            of_all = self._linear(operations.gated(self._linear(x, first), "silu"), second)
-            share = operations.activation(operations.to_float32(self._linear(x, gate)), "sigmoid")
-            y = operations.add(y, self.to_residual(operations.multiply(operations.to_float32(of_all), share)))
+            first, second, *gates = step.shared
+            sums, is_gated = self._linear(x, first), step.mixture.gated
+            inner = operations.gated(sums, "silu") if is_gated else operations.activation(sums, "relu_squared")
+            of_all = operations.to_float32(self._linear(inner, second))
+            for gate in gates:
+                share = operations.activation(operations.to_float32(self._linear(x, gate)), "sigmoid")
+                of_all = operations.multiply(of_all, share)
+            y = operations.add(y, self.to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         return operations.add(self.to_residual(self.values[step.residual]), y)

@@ -195,11 +195,12 @@ class LayerWeights(NamedWeights):
             steps.append(NormLinear(value, (normed,), linear))
         return steps, places
 
-    def experts(self, mixture: Mixture, normed: Input, residual: str) -> Experts:
-        """The mixture of experts of `normed` rows, added to the `residual`."""
+    def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
+        """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
-        gates = ("gate_up",) if mixture.limit else ("gate", "up")
-        rows = 2 * inner // len(gates)
+        gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
+        rows = inner * mixture.activation.sums // len(gates)
+        first = "gate_up_proj" if mixture.gated else "up_proj"
         gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
         down = {f"{expert}.down_proj": hidden for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
@@ -207,21 +208,22 @@ class LayerWeights(NamedWeights):
         if mixture.shared_size:
             name, size = "mlp.shared_expert", mixture.shared_size
             shared = (
-                self.linear(f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}, hidden, False),
+                self._up(name, size, mixture.gated, False),
                 self.linear(f"{name}.down_proj", hidden, size, False),
-                self.linear(f"{name}_gate", 1, hidden, False),
+                *((self.linear(f"{name}_gate", 1, hidden, False),) if mixture.shared_gate else ()),
             )
         return Experts(
-            residual,
+            result,
             normed,
             residual,
             mixture,
             self.linear("mlp.gate", count, hidden, mixture.biases),
-            self.linear_of_experts("mlp.experts.gate_up_proj", gate_up, hidden, count, mixture.biases),
+            self.linear_of_experts(f"mlp.experts.{first}", gate_up, hidden, count, mixture.biases),
             self.linear_of_experts("mlp.experts.down_proj", down, inner, count, mixture.biases),
             correction,
             self._config.residual_scale,
             shared,
+            keep,
         )
 
     def residual(
@@ -234,46 +236,47 @@ class LayerWeights(NamedWeights):
         index: int = 0,
     ) -> list[Step]:
         """The steps from the value `mixed`, which goes through `output` (both attention's own where None), and the
-        `residual` through the MLP of layer `index`, or its mixture of experts, and the block of its tokens' own
-        embeddings, to "hidden", or with `selects` to "selected"."""
-        config, mixture = self._config, self._config.mixture_of(index)
-        hidden, inner, bias = config.hidden_size, config.inner_size(index), config.mlp_bias
-        first, parts = "mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}
-        if config.fused_projections or first in PUBLISHED[config.naming]:
-            parts = {"gate_up_proj": 2 * inner}
-        if not config.gated_mlp:
-            first, parts = "mlp.up_proj", {"up_proj": inner}
+        `residual` through the MLP of layer `index`, if it has one, to "hidden", or with `selects` to "selected"."""
+        config = self._config
         if output is None or mixed is None:
             width, mixed = config.num_heads * config.kv_heads(index)[1], f"context{self.value_ending(index)}"
-            output = self.linear("self_attn.o_proj", hidden, width, config.attention_output_bias)
-        result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
-        activation += "_wide" if inner != config.intermediate_size else ""
-        before, of_attention, of_mlp = "post_attention_layernorm", None, None
+            output = self.linear("self_attn.o_proj", config.hidden_size, width, config.attention_output_bias)
+        result, before, of_attention = "selected" if selects else "hidden", "post_attention_layernorm", None
         if config.post_norms:
-            of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
-            before = "pre_feedforward_layernorm"
-        normed = self.input(result, before)
+            of_attention, before = self.norm(before), "pre_feedforward_layernorm"
         attended = LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention)
+        if config.lone_parts:
+            return [attended]
+        return [attended, *self.mlp(index, result, self.input(result, before), result)]
+
+    def mlp(self, index: int, residual: str, normed: Input, result: str, keep: Keep | None = None) -> list[Step]:
+        """The MLP of `normed` rows in layer `index`, or its mixture of experts, added to the `residual`, which `keep`
+        gets, and the block of the tokens' own embeddings, as `result`."""
+        config, mixture, inner = self._config, self._config.mixture_of(index), self._config.inner_size(index)
         if mixture is not None:
-            return [attended, self.experts(mixture, normed, result)]
-        up = self.linear(first, parts, hidden, bias)
-        down = self.linear("mlp.down_proj", hidden, inner, bias)
+            return [self.experts(mixture, normed, residual, result, keep)]
+        activation = "selected_activation" if result == "selected" else "activation"
+        activation += "_wide" if inner != config.intermediate_size else ""
+        up = self._up("mlp", inner, config.gated_mlp, config.mlp_bias)
+        down = self.linear("mlp.down_proj", config.hidden_size, inner, config.mlp_bias)
+        norm = self.norm("post_feedforward_layernorm") if config.post_norms else None
         factor = self.weight("layer_scalar", 1, dtype=_SMALL) if config.layer_scalars else None
         of_tokens = self._token_block(index, result, factor) if config.layer_embedding_size else []
+        own, scale = None if of_tokens else factor, config.residual_scale
         return [
-            attended,
             NormLinear(activation, (normed,), up, config.hidden_act, config.gated_mlp),
-            LinearResidual(
-                result,
-                activation,
-                down,
-                result,
-                config.residual_scale,
-                norm=of_mlp,
-                factor=None if of_tokens else factor,
-            ),
+            LinearResidual(result, activation, down, residual, scale, keep, norm=norm, factor=own),
             *of_tokens,
         ]
+
+    def _up(self, name: str, size: int, gated: bool, bias: bool) -> Linear:
+        """The first layer of an MLP of so many rows, with gates before them where it has such."""
+        first, parts = f"{name}.gate_up_proj", {"gate_proj": size, "up_proj": size}
+        if not gated:
+            first, parts = f"{name}.up_proj", {"up_proj": size}
+        elif self._config.fused_projections or first in PUBLISHED[self._config.naming]:
+            parts = {"gate_up_proj": 2 * size}
+        return self.linear(first, parts, self._config.hidden_size, bias)
 
     def _token_block(self, index: int, result: str, factor: WeightSpec | None) -> list[Step]:
         """The steps of a layer's block that its tokens' own embeddings gate, added to the value `result`."""

@@ -9,7 +9,12 @@ from dataclasses import replace
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.steps import Linear
 
-#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's; * stands for an expert's number.
+_GRANITE_EXPERTS = {
+    "mlp.gate": "block_sparse_moe.router.layer",
+    **{f"mlp.experts.*.{each}_proj": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
+}
+#: By `DecoderConfig.naming`, what a checkpoint calls a module, or a tensor without an ending, otherwise than Llama's; *
+#: stands for an expert's number.
 PUBLISHED = {
     "llama": {},
     "lfm2": {
@@ -28,16 +33,27 @@ PUBLISHED = {
         "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
         "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
     },
-    "granitemoe": {
-        "mlp.gate": "block_sparse_moe.router.layer",
-        "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.gate_proj",
-        "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.up_proj",
-        "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.down_proj",
+    "granitemoe": _GRANITE_EXPERTS,
+    "granitemoehybrid": {
+        **_GRANITE_EXPERTS,
+        **{f"{name}.gate_up_proj": "shared_mlp.input_linear" for name in ("mlp", "mlp.shared_expert")},
+        **{f"{name}.down_proj": "shared_mlp.output_linear" for name in ("mlp", "mlp.shared_expert")},
     },
-    "granitemoehybrid": {"mlp.gate_up_proj": "shared_mlp.input_linear", "mlp.down_proj": "shared_mlp.output_linear"},
     "hunyuan": {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"},
     "qwen3_5": {},
     "gpt_oss": {"mlp.gate": "mlp.router"},
+    "nemotron_h": {
+        "norm": "norm_f",
+        "input_layernorm": "norm",
+        **{f"self_attn.{each}_proj": f"mixer.{each}_proj" for each in "qkvo"},
+        **{f"mamba.{each}": f"mixer.{each}" for each in ("A_log", "dt_bias", "D")},
+        **{f"mamba.{each}": f"mixer.{each}" for each in ("in_proj", "conv1d", "norm", "out_proj")},
+        **{f"mlp.{each}_proj": f"mixer.{each}_proj" for each in ("up", "down")},
+        **{f"mlp.shared_expert.{each}_proj": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
+        **{f"mlp.experts.*.{each}_proj": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
+        "mlp.gate": "mixer.gate",
+        "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
+    },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
@@ -53,7 +69,7 @@ class NamedWeights:
     def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
         """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
         module, dot, kind = name.rpartition(".")
-        source = f"{self._source}{self._named(module)}{dot}{kind}"
+        source = f"{self._source}{self._published.get(name, f'{self._named(module)}{dot}{kind}')}"
         return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
 
     def _named(self, module: str) -> str:

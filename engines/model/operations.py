@@ -68,7 +68,7 @@ class Operations(Protocol[Tensor]):
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
         "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
-        "sigmoid"; "tanh"."""
+        "relu_squared" max(x, 0)^2; "sigmoid"; "tanh"."""
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""

@@ -279,11 +279,12 @@ def _delta(config: DecoderConfig, index: int, matrix_kind: type[DeltaMatrix] = D
     return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
 
 
-#: Of each of `RECURRENT_KINDS`, the states of a layer.
-_RECURRENT: dict[str, Callable[[DecoderConfig, int], list[RecurrentState]]] = {
+#: The states of a layer without KV rows, by its kind.
+_OTHERS: dict[str, Callable[[DecoderConfig, int], list[RecurrentState]]] = {
     "convolution": lambda config, index: [ConvColumns(index, config.hidden_size, config.conv_width)],
     "delta": _delta,
     "mamba": partial(_delta, matrix_kind=SpaceMatrix),
+    "mlp": lambda config, index: [],
 }
 
 
@@ -298,8 +299,8 @@ def decoder_states(
 
 def _layer_states(config: DecoderConfig, index: int, kv_cache: str, limits: EngineLimits | None) -> list[LayerState]:
     kind = config.layer_kind(index)
-    if kind in _RECURRENT:
-        return [*_RECURRENT[kind](config, index)]
+    if kind in _OTHERS:
+        return [*_OTHERS[kind](config, index)]
     rows = KVRows(index, *config.kv_heads(index), kv_cache)
     if limits is None or kind != "window" or not limits.window_rows or config.sliding_window is None:
         return [rows]

@@ -269,15 +269,15 @@ class LinearResidual(Step):
         return kept | {self.output: (rows, residual)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Experts(Step):
     """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
 
     The `router` [E, H] scores the `given` rows. The rows of expert e in `gate_up` [E 2 I, H] and `down` [E H, I] begin
-    at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture.limit` says; biases are [E, 2 I] and [E, H].
+    at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture` says; biases are [E, 2 I] and [E, H].
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
-    every token goes through: gate and up, down, and its own gate [1, H].
+    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual.
     """
 
     given: Input = field(metadata=READS)
@@ -289,11 +289,13 @@ class Experts(Step):
     correction: WeightSpec | None = None
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
+    keep: Keep | None = field(default=None, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.residual][0], residual)}
+        rows = kinds[self.residual][0]
+        return _kept(self.keep, rows) | {self.output: (rows, residual)}
 
 
 @dataclass(frozen=True, repr=False)

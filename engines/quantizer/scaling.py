@@ -42,7 +42,7 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     The input of a step behind attention is made by the rows of the value projection, where each query head has a
     key-value head of its own; that of a step behind a gate, and of `down` of an expert, by the second half of the rows.
     What all experts take is not scaled: its norm is the router's, too. Nor is what `down` takes of experts with
-    `Mixture.limit`: limits and the 1 that is added do not scale.
+    `Mixture.limit`, or without gates: limits, the 1 that is added and squares do not scale.
     """
     makers: dict[str, Step] = {}
     found: dict[str, Folding] = {}
@@ -61,8 +61,8 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
                 start = maker.linear.weight.shape[0] // 2
                 found[step.linear.name] = Folding(linear=maker.linear, start=start)
         elif isinstance(step, Experts):
-            scalable = [] if step.mixture.limit else expert_linears(step)
-            for gate_up, down in (*scalable, *([step.shared[:2]] if step.shared else [])):
+            scalable = [] if step.mixture.activation.kind != "gated" else expert_linears(step)
+            for gate_up, down in (*scalable, *([step.shared[:2]] if step.shared and step.mixture.gated else [])):
                 found[down.name] = Folding(linear=gate_up, start=gate_up.weight.shape[0] // 2)
         if not isinstance(step, NormParts):  # behind attention there are the columns that it leaves as they are
             makers[step.output] = step

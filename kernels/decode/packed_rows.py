@@ -18,8 +18,9 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
-_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES = fitted(
-    "packed layers of few rows", "overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes"
+_OVERLAPPING, _ALONE, _BY_TILES, _EIGHT_TILES, _MORE_TILES, _FINE_BYTES, _EXPERTS = fitted(
+    "packed layers of few rows",
+    *("overlapping", "alone", "by_tiles", "eight_tiles", "more_tiles", "fine_bytes", "experts"),
 )
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
@@ -94,27 +95,42 @@ def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str |
     return None
 
 
-def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
-    """How a layer is computed fastest; None where blocks have not the memory, and for too many rows."""
-    ways = packed_rows_ways(batch, layout, gpu, normed)
+def packed_rows(
+    batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
+) -> PackedRows | None:
+    """How a layer is computed fastest; None where blocks have not the memory, and for too many rows. `experts_rows`: of
+    experts that so many rows chose, of which a block multiplies `batch`."""
+    ways = packed_rows_ways(batch, layout, gpu, normed, experts_rows)
     return ways[0] if ways else None
 
 
-def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> list[PackedRows]:
+def packed_rows_ways(
+    batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool, experts_rows: int = 0
+) -> list[PackedRows]:
     """All that have room, the fastest first."""
     if batch > MAX_PACKED_ROWS:
         return []
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    for weight_tiles, depth, blocks, resident, *late in _forms(one, layout, gpu):
-        most = 8 // weight_tiles if one else 2
+    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(one, layout, gpu))
+    for weight_tiles, depth, blocks, resident, *more in forms:
+        late, most = (*more, False, 0)[:2]
+        most = most or (8 // weight_tiles if one else 2)
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
         way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late))
         if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= gpu.shared_limit:
             found.append(way)
     return found
+
+
+def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
+    """What was found fast for experts that `rows` chose: of 4 bits, where a warp's share of K is a block of weights."""
+    share = slice_steps(layout.columns) * STEP * SLICES // sharing
+    if not rows or not gpu.has_clusters or layout.format.bits > 4 or layout.scales > 1 or share != BLOCK_COLUMNS:
+        return ()
+    return tuple(forms[sharing == SLICES] for most, forms in _EXPERTS.items() if rows <= most)[:1]
 
 
 def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:

@@ -29,12 +29,12 @@ MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
 #: Linear layers take rows of a multiple of so many columns.
 WIDTH_STEP = 8
 #: The activations without a gate, and the numbers by which kernels know them; none has a number, too.
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3}
-NO_ACTIVATION = 4
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3, "relu_squared": 4}
+NO_ACTIVATION = 5
 #: What plain_activations.cuh takes.
 ACTIVATION_MACROS = (
     ("HOST_NO_ACTIVATION", NO_ACTIVATION),
-    *((f"HOST_PLAIN_{name.upper()}", ACTIVATIONS[name]) for name in ("gelu", "gelu_tanh", "quick_gelu")),
+    *((f"HOST_PLAIN_{name.upper()}", number) for name, number in ACTIVATIONS.items() if name != "silu"),
 )
 
 Launchable = Callable[[], None]

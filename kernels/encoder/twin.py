@@ -92,6 +92,8 @@ def activated(x: np.ndarray, activation: str) -> np.ndarray:
     if activation == "gelu_tanh":
         inner = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x**3)
         return x * (1 + np.tanh(inner)) * x.dtype.type(0.5)
+    if activation == "relu_squared":
+        return np.square(np.maximum(x, 0))
     slope = x.dtype.type(1.702 if activation == "quick_gelu" else 1)
     with np.errstate(over="ignore"):  # exp of a large number: infinity, and the result is 0
         return x / (1 + np.exp(-slope * x))

@@ -4,7 +4,7 @@
 
 namespace experts {
 
-// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] and its weights [rows] (null: none).
+// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] (null: none) and its weights [rows] (null: 1).
 struct Addition {
     const float *outputs, *weights, *shared, *shared_weights;
     const void* residual;
@@ -28,7 +28,10 @@ template <typename T> __device__ __forceinline__ void add_four(const Addition& g
         const size_t pair = static_cast<size_t>(row) * given.chosen + number;
         add_weighted(total, __ldcg(given.weights + pair), given.outputs + pair * given.width + column);
     }
-    if (given.shared != nullptr) add_weighted(total, __ldcg(given.shared_weights + row), given.shared + place);
+    if (given.shared != nullptr) {
+        const float weight = given.shared_weights == nullptr ? 1.f : __ldcg(given.shared_weights + row);
+        add_weighted(total, weight, given.shared + place);
+    }
     if (given.residual_float) {
         before = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(given.residual) + place));
     } else {

@@ -52,10 +52,24 @@ class Routing:
     scale: float = 1.0
 
 
+class Activation(NamedTuple):
+    """What experts make of the sums of their first layer: "gated" silu(gate) up of gates, then ups; "alternating"
+    (gpt-oss) gates and ups in turn, gates at most the `limit`, ups within it both ways, and (up + 1) gate sigmoid(1.702
+    gate); "squared" (Nemotron 3) relu(up)^2, without gates."""
+
+    kind: str = "gated"
+    limit: float = 0.0
+
+    @property
+    def sums(self) -> int:
+        """How many sums make an element."""
+        return 1 if self.kind == "squared" else 2
+
+
 class Routed(NamedTuple):
     """`expert_ids` int32 [R, k], rising in each row, and `expert_weights` float32 [R, k]. `shared_weights` float32 [R]
-    is the share of the expert that every row goes through, None without one. A row with NaN among its scores has
-    weights of NaN."""
+    is the share of the expert that every row goes through, None where that is 1 or there is no such expert. A row with
+    NaN among its scores has weights of NaN."""
 
     expert_ids: OwnArray
     expert_weights: OwnArray
@@ -74,7 +88,7 @@ class Choice(NamedTuple):
 
 class Addition(NamedTuple):
     """`output` [R, N] float32 = residual [R, N] + scale (sum over k in order of weight times what each of a row's
-    experts gives, then the shared weight times `shared` [R, N] float32)."""
+    experts gives, then the shared weight, if there is one, times `shared` [R, N] float32)."""
 
     routed: Routed
     residual: OwnArray

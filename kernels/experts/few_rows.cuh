@@ -13,7 +13,7 @@ namespace experts {
 
 using decode::Linear;
 
-constexpr int MOST = 8;  // pairs of a group, or fewer: `most`
+constexpr int MOST = 8, READS = 4;  // pairs of a group, or fewer: `most`; ids that a lane reads at once
 
 // `linear` is the first expert's; the next one's weight begins `stride` bytes and its bias `biases` elements further. Pair p
 // of `pairs` is of row p / sharing of the input, and of row p of the output; `limit`: see Clamped. counters [rows, blocks of an
@@ -49,6 +49,8 @@ template <typename T, int KIND> __device__ __forceinline__ auto output_of(const 
     const size_t first = static_cast<size_t>(pair) * given.linear.rows;  // of gates, their ups are not counted
     if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(given.output) + first, HOST_SILU};
     else if constexpr (KIND == ALTERNATING) return Clamped<T>{static_cast<T*>(given.output) + first / 2, given.limit};
+    else if constexpr (KIND == SQUARED)
+        return SquaredOutput<T>{static_cast<T*>(given.output) + first, given.linear.rows};
     else return decode::FloatOutput{static_cast<float*>(given.output) + first, 1.f, given.linear.rows};
 }
 
@@ -84,14 +86,20 @@ __device__ __forceinline__ bool find_group(const Product& given, Group& group) {
     if (lane < 32) {  // one warp looks through all ids
         const int expert = __ldcg(given.expert_ids + own);
         int before = 0, count = 0;
-        for (int first = 0; first < given.pairs && count < given.most; first += 32) {
-            const int pair = first + lane;
-            const bool is_its = pair < given.pairs && __ldcg(given.expert_ids + pair) == expert;
-            before += __popc(__ballot_sync(decode::FULL_WARP, is_its && pair < own));
-            const unsigned others = __ballot_sync(decode::FULL_WARP, is_its && pair >= own);
-            const int place = count + __popc(others & ((1u << lane) - 1));
-            if ((others >> lane & 1) && place < given.most) group.pairs[place] = pair;
-            count += __popc(others);
+        for (int first = lane; first - lane < given.pairs && count < given.most; first += 32 * READS) {
+            int ids[READS];
+#pragma unroll
+            for (int i = 0; i < READS; ++i)
+                ids[i] = first + i * 32 < given.pairs ? __ldcg(given.expert_ids + first + i * 32) : ~expert;
+#pragma unroll
+            for (int i = 0; i < READS; ++i) {
+                const int pair = first + i * 32;
+                before += __popc(__ballot_sync(decode::FULL_WARP, ids[i] == expert && pair < own));
+                const unsigned others = __ballot_sync(decode::FULL_WARP, ids[i] == expert && pair >= own);
+                const int place = count + __popc(others & ((1u << lane) - 1));
+                if ((others >> lane & 1) && place < given.most) group.pairs[place] = pair;
+                count += __popc(others);
+            }
         }
         if (lane == 0) group.count = before % given.most == 0 ? min(count, given.most) : 0;
     }

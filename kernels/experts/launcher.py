@@ -32,6 +32,7 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import (
     MAX_ROUTED_ROWS,
+    Activation,
     Addition,
     Choice,
     ExpertWeights,
@@ -143,16 +144,16 @@ class CudaExperts:
         )
         return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
-    def gate_up(self, x, expert_ids, experts, limit, output):
-        return self._product("alternating" if limit else "gated", x, expert_ids, experts, output, limit=limit)
+    def gate_up(self, x, expert_ids, experts, how, output):
+        return self._product(how.kind, x, expert_ids, experts, output, how)
 
     def down(self, x, expert_ids, experts, output):
-        return self._product("sums", x, expert_ids, experts, output)
+        return self._product("sums", x, expert_ids, experts, output, None)
 
     def down_add(self, x, experts, products, addition, counters):
         argument, rows = self._addition(products, addition)
         check_room("counters", counters, rows, counter_words(argument.width))
-        return self._product("sums", x, addition.routed.expert_ids, experts, products, (argument, counters))
+        return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
 
     def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
@@ -184,13 +185,13 @@ class CudaExperts:
         expert_ids: DeviceArray,
         experts: ExpertWeights,
         output: DeviceArray,
+        how: Activation | None,
         adding: tuple[_Addition, DeviceArray] | None = None,
-        limit: float = 0.0,
     ) -> Launch:
-        """The product of all pairs: of x [R, K], or of each pair's own row where there are `sums`. `adding`: what is
-        added, too, and its counters."""
+        """The product of all pairs: of x [R, K] `how` activated, or without that of each pair's own row. `adding`: what
+        is added, too, and its counters."""
         (rows, columns), layout, gated, chosen = experts.shape, experts.layout, kind == "gated", expert_ids.shape[-1]
-        outputs, sharing = (rows, 1) if kind == "sums" else (rows // 2, chosen)
+        outputs, sharing = (rows, 1) if how is None else (rows // how.sums, chosen)
         pairs = check_pairs(rows_of(expert_ids), chosen)
         reason = matrix_refusal(rows, columns, gated, layout)
         if reason is not None or x.dtype != self.dtype:
@@ -204,7 +205,7 @@ class CudaExperts:
             *(linear, addition),
             *addresses(expert_ids, x, output, counters),
             rows * columns * 2 if layout is None else expert_bytes(layout, experts.experts),
-            *(experts.experts, rows, sharing, pairs, most, limit),
+            *(experts.experts, rows, sharing, pairs, most, 0.0 if how is None else how.limit),
         )
         kernel, blocks, shared_bytes = way
         return Launch(self.module, kernel, (blocks, pairs, 1), THREADS, shared_bytes, (arguments,))
@@ -225,7 +226,7 @@ class CudaExperts:
             at_once = _ROUNDS * geometry.blocks_per_multiprocessor * gpu.multiprocessors
             return most, (kernel, min(-(-height // (8 * tiles)), -(-at_once // active)), needed)
         own, every = replace(layout, rows=height), replace(layout, rows=height * active)
-        way = packed_rows(most, every, gpu, normed=False)
+        way = packed_rows(most, every, gpu, normed=False, experts_rows=rows)
         assert way is not None  # as `pairs_at_once` says
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
@@ -257,7 +258,7 @@ def pairs_at_once(
         if layout is None:
             needed = dense_geometry(pairs, columns, gated, gpu.shared_limit)[2]
         else:
-            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False)
+            way = packed_rows(pairs, replace(layout, rows=height * active), gpu, normed=False, experts_rows=rows)
             if way is None:
                 continue
             needed = way.shared_bytes(layout.block_bytes, columns, pairs, normed=False)

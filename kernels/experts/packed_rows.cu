@@ -34,6 +34,7 @@ template <typename T, typename G, int KIND> __device__ __forceinline__ void mult
 
 ROWS_KERNEL(expert_gated, experts::Product) { multiply<T, ROWS_GEOMETRY(true), experts::GATED>(arguments); }
 ROWS_KERNEL(expert_alternating, experts::Product) { multiply<T, ROWS_GEOMETRY(false), experts::ALTERNATING>(arguments); }
+ROWS_KERNEL(expert_squared, experts::Product) { multiply<T, ROWS_GEOMETRY(false), experts::SQUARED>(arguments); }
 ROWS_KERNEL(expert_sums, experts::Product) { multiply<T, ROWS_GEOMETRY(false), experts::SUMS>(arguments); }
 
 }  // namespace packed

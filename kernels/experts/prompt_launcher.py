@@ -106,7 +106,7 @@ def expert_tiling(
 def product_kernel(
     kind: str, dtype: str, tiling: PromptTiling, stages: int, layout: DeviceLayout | None = None
 ) -> Kernel:
-    """The kernel of prompt_rows.cu that gives `kind`: gated, alternating, or sums; see `Kind` of outputs.cuh."""
+    """The kernel of prompt_rows.cu that gives `kind`: that of an `Activation`, or sums."""
     macros = (
         ("HOST_STAGES", stages),
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
@@ -146,9 +146,9 @@ class CudaSortedExperts(CudaExperts):
         shared = _SORTING_THREADS // 32 * experts * 4
         return Launch(self.module, SORTING, (1, 1, 1), _SORTING_THREADS, shared, (arguments,))
 
-    def sorted_gate_up(self, x, sorted_pairs, experts, limit, output):
-        kind, pairs = "alternating" if limit else "gated", output.size * 2 // experts.shape[0]
-        return self._sorted_product(kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, limit)
+    def sorted_gate_up(self, x, sorted_pairs, experts, how, output):
+        pairs = output.size * how.sums // experts.shape[0]
+        return self._sorted_product(how.kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, how.limit)
 
     def sorted_down(self, x, sorted_pairs, experts, output):
         pairs = output.size // experts.shape[0]

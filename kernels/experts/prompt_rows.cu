@@ -37,6 +37,7 @@ template <typename T, int KIND> __device__ __forceinline__ auto output_of(const 
     void* output = given.tiled.output;
     if constexpr (KIND == GATED) return decode::GatedOutput<T>{static_cast<T*>(output), HOST_SILU};
     else if constexpr (KIND == ALTERNATING) return ClampedOutput<T>{static_cast<T*>(output), given.limit, 0.f};
+    else if constexpr (KIND == SQUARED) return SquaredOutput<T>{static_cast<T*>(output), given.tiled.linear.rows};
     else return decode::float_output(output, given.tiled.linear);
 }
 

@@ -2,6 +2,7 @@
 // sum of what they give.
 #include "decode/linear.cuh"
 #include "experts/addition.cuh"
+#include "shared/ordered_keys.cuh"
 
 namespace experts {
 
@@ -27,7 +28,8 @@ static_assert(sizeof(Choice) == HOST_CHOICE_BYTES, "as the host's structure");
 template <typename T, int EACH> __device__ __forceinline__ void choose_of_row(const Choice& given, int row) {
     const int lane = threadIdx.x % 32;
     const float none = __uint_as_float(0xff800000u);
-    float score[EACH], judged[EACH], largest = none;
+    float score[EACH], largest = none;
+    unsigned judged[EACH];  // keys; 0, which is none, where there is no expert
     bool is_nan = false;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -46,32 +48,23 @@ template <typename T, int EACH> __device__ __forceinline__ void choose_of_row(co
         sum += score[i];
     }
     sum = warp_sum(sum);
-    unsigned waiting = 0;  // a bit for each of the lane's experts that is not chosen yet
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int expert = i * 32 + lane;
         if (!given.sigmoid) score[i] /= sum;
-        if (expert >= given.experts) continue;
-        waiting |= 1u << i;
-        judged[i] = given.correction == nullptr ? score[i] : score[i] + __ldg(given.correction + expert);
-        if (judged[i] != judged[i]) judged[i] = none;
+        const float* correction = given.correction == nullptr || expert >= given.experts ? nullptr : given.correction + expert;
+        judged[i] = expert < given.experts ? ordered_key(correction == nullptr ? score[i] : score[i] + __ldg(correction)) : 0;
     }
-    unsigned chosen = 0;
+    unsigned chosen = 0;  // a bit for each of the lane's experts
 #pragma unroll 1
     for (int number = 0; number < given.chosen; ++number) {
-        float best = none;
-        int own = 32 * EACH;  // behind all: where all that wait are infinitely small, the lowest id is the best still
+        unsigned best = 0;
+        int own = 32 * EACH;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if ((waiting >> i & 1) && (own == 32 * EACH || judged[i] > best)) best = judged[i], own = i * 32 + lane;
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-            const float other = __shfl_xor_sync(FULL_WARP, best, offset);
-            const int theirs = __shfl_xor_sync(FULL_WARP, own, offset);
-            if (theirs < 32 * EACH && (own == 32 * EACH || other > best || (other == best && theirs < own)))
-                best = other, own = theirs;
-        }
-        if (own % 32 == lane) waiting &= ~(1u << own / 32), chosen |= 1u << own / 32;
+            if (!(chosen >> i & 1) && judged[i] > best) best = judged[i], own = i * 32 + lane;
+        own = __reduce_min_sync(FULL_WARP, best == __reduce_max_sync(FULL_WARP, best) ? own : 32 * EACH);
+        if (own % 32 == lane) chosen |= 1u << own / 32;
     }
     float total = 0.f;
 #pragma unroll

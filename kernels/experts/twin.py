@@ -11,6 +11,7 @@ from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyLaunch, gated, launched, product, rows_of, write
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
+    Activation,
     Addition,
     Choice,
     ExpertWeights,
@@ -54,13 +55,11 @@ class NumpyExperts:
 
     @launched
     def gate_up(
-        self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, limit: float, output: np.ndarray
+        self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, how: Activation, output: np.ndarray
     ) -> None:
-        """`output` [R, k I] compute = what each row's experts make of x [R, H]: silu(gate) up of their matrices
-        [2 I, H], gates, then ups. With a `limit` (gpt-oss) gates and ups alternate, gates are at most the limit, ups
-        within it both ways, and it is (up + 1) gate sigmoid(1.702 gate)."""
-        products = _products(rows_of(x)[:, None], expert_ids, experts)
-        inner = clamped(products, limit) if limit else gated(products, "silu")
+        """`output` [R, k I] compute = what each row's experts make of x [R, H] by their matrices [2 I, H], or [I, H]
+        where they have no gates; `how`: of the sums."""
+        inner = activated(_products(rows_of(x)[:, None], expert_ids, experts), how)
         write(output, inner.reshape(len(inner), -1))
 
     @launched
@@ -85,8 +84,9 @@ class NumpyExperts:
         each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(residual).shape, np.float32)
         for place in range(weights.shape[1]):
             total += weights[:, place, None] * each[:, place]
-        if shared is not None and routed.shared_weights is not None:
-            total += routed.shared_weights.reshape(-1, 1) * rows_of(shared)
+        if shared is not None:
+            share = 1 if routed.shared_weights is None else routed.shared_weights.reshape(-1, 1)
+            total += share * rows_of(shared)
         write(output, rows_of(residual) + np.float32(scale) * total)
 
     def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
@@ -108,14 +108,15 @@ class NumpyExperts:
         return NumpyLaunch(compute)
 
     def sorted_gate_up(
-        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, limit: float, output: np.ndarray
+        self, x: np.ndarray, sorted_pairs: SortedPairs, experts: ExpertWeights, how: Activation, output: np.ndarray
     ) -> NumpyLaunch:
         """`gate_up` of the pairs in the tiles: of the rows of x [R, H], to `output` [R, k I]."""
-        check_sorted(sorted_pairs, output.size * 2 // experts.shape[0], experts.experts)
-        results = output.reshape(-1, experts.shape[0] // 2)
+        width = experts.shape[0] // how.sums
+        check_sorted(sorted_pairs, output.size // width, experts.experts)
+        results = output.reshape(-1, width)
 
         def product(place: np.ndarray, ids: np.ndarray, found: np.ndarray) -> NumpyLaunch:
-            return self.gate_up(rows_of(x)[sorted_pairs.rows[place]], ids, experts, limit, found)
+            return self.gate_up(rows_of(x)[sorted_pairs.rows[place]], ids, experts, how, found)
 
         return _of_sorted(sorted_pairs, results, product)
 
@@ -174,9 +175,13 @@ def chosen_experts(
     return ids.astype(np.int32), weights
 
 
-def clamped(gate_up: np.ndarray, limit: float) -> np.ndarray:
-    """gpt-oss's activation of gates and ups [.., 2 I], which alternate: see `NumpyExperts.gate_up`."""
-    gate, up = np.minimum(gate_up[..., ::2], limit), np.clip(gate_up[..., 1::2], -limit, limit)
+def activated(sums: np.ndarray, how: Activation) -> np.ndarray:
+    """[.., I] of sums [.., 2 I], or [.., I] without gates."""
+    if how.kind == "squared":
+        return np.square(np.maximum(sums, 0))
+    if how.kind == "gated":
+        return gated(sums, "silu")
+    gate, up = np.minimum(sums[..., ::2], how.limit), np.clip(sums[..., 1::2], -how.limit, how.limit)
     return (up + 1) * gate * _sigmoid(np.float32(1.702) * gate)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from drafted_conversations import ask_freely
 
 from edgellm.drafting import learner
-from edgellm.drafting.learner import CAPTURED_TREES, MOST_PATIENCE, MOST_ROUNDS, Account, Learner
+from edgellm.drafting.learner import CAPTURED_TREES, MOST_BUDGET, Learner
 from edgellm.drafting.proposals import Said
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
@@ -30,6 +30,13 @@ class Answer:
     said: Said | None = None
     is_over: bool = False
     finished: bool = False
+    drawn: list[int] = field(default_factory=list)
+    known: int = 0
+
+    def say(self, tokens: Sequence[int]) -> None:
+        """Tokens were read."""
+        self.drawn += tokens
+        self.known += len(tokens)
 
 
 class Takes:
@@ -52,6 +59,19 @@ def choice(
     ruled = any(sequence.constraint is not None for sequence in sequences)
     plan, trees = drafts.choose(Takes(most), sequences, room, ruled, True, begun, waited)
     return None if trees is None else (plan, trees)
+
+
+def plain_step(drafts: Learner, sequence: Answer, seconds: float, blocked: float = 0.0, known: bool = False) -> None:
+    """A plain step as the decoding loop takes it, whose tokens are `known` or under way."""
+    if drafts.rest > 0:
+        drafts.rest, drafts.rested_steps = drafts.rest - 1, drafts.rested_steps + 1
+        drafts.rested_seconds += seconds
+        return
+    plan, _ = drafts.choose(Takes(), [sequence], 100, False, known)
+    assert plan is None
+    if not known:
+        drafts.look_up(Takes(), [sequence], 100)
+    drafts.record(None, [1], seconds, blocked=blocked)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,19 +158,6 @@ def test_cold_rounds_are_no_cost() -> None:
     assert choice(drafts, [sequence], 100) is not None
 
 
-def test_a_step_without_is_taken_now_and_then() -> None:
-    drafts = drafting()
-    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-    record(drafts, None, 0.01, 1)
-    rounds = 0
-    while (chosen := choice(drafts, [sequence], 100, most=31)) is not None:
-        record(drafts, chosen[0], 0.01, 1, tokens=10)
-        rounds += 1
-    assert rounds == MOST_ROUNDS
-    record(drafts, None, 0.01, 1)
-    assert choice(drafts, [sequence], 100, most=31) is not None
-
-
 def test_steps_of_a_draft_model_are_what_rounds_compete_with() -> None:
     own = chain(5)
     drafts = Learner(DEEPEST, False, SuffixIndex(), [own], adaptive=False, most_nodes=6)
@@ -181,15 +188,6 @@ def test_batches_and_rules_have_costs_of_their_own() -> None:
     assert set(forced.tokens) == {3} and list(forced.parents) == list(range(-1, len(forced.tokens) - 1))
 
 
-def test_rules_prune_what_was_said() -> None:
-    drafts = drafting(captured=True)
-    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-    sequence.constraint = AllowedTokens([*TEXT[12:15], 40], 50)
-    drafts.record(None, [1], 0.01, True)
-    _, (tree,) = choice(drafts, [sequence], 100, most=31)
-    assert list(tree.tokens) == TEXT[12:15]
-
-
 def test_ended_sequences_get_nothing() -> None:
     drafts = drafting()
     sequence = opened(drafts, [*TEXT, *TEXT[:12]])
@@ -215,12 +213,16 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
 
     at_first = promised()
     for wrong in range(60):
-        drafts.take(asked()[0], [100 + wrong])
+        sequence, _ = asked()
+        sequence.say([100 + wrong])
+        choice(drafts, [sequence], 100)
     distrusted = promised()
     assert distrusted < 0.5 * at_first
     assert not asked()[1]
     for _ in range(60):
-        drafts.take(asked()[0], TEXT[12:18])
+        sequence, _ = asked()
+        sequence.say(TEXT[12:18])
+        choice(drafts, [sequence], 100)
     assert promised() > 2 * distrusted
 
 
@@ -251,20 +253,22 @@ def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(ahead: bool, monk
     drafts.host.index.propose = slow
     sequence = opened(drafts, TEXT)
     record(drafts, None, step, 1)
+    monkeypatch.setattr(learner, "MOST_BUDGET", MOST_BUDGET)
+    drafts._budget = [learner.MOST_BUDGET] * 2
     for token in range(2000):
         began = clock.now
-        drafts.look_up(Takes(), [sequence], 100)
-        drafts.take(sequence, [100 + token])
-        spent = clock.now - began
-        clock.now = max(clock.now, began + step) if ahead else clock.now  # the host waits for the device
-        record(drafts, None, step + (0.0 if ahead else spent), 1)
-    assert len(asked) == 2000 if ahead else len(asked) > 20
-    assert ahead or len(asked) / 5 <= 0.01 * 2000 + Account.MOST_LOST
+        sequence.say([100 + token])
+        spent = step + (0.0 if ahead else step / 5 * (drafts.rest <= 0))
+        plain_step(drafts, sequence, spent, 0.8 * step, not ahead)
+        clock.now = began + spent
+    assert len(asked) > 1900 if ahead else len(asked) > 20
+    assert ahead or len(asked) / 5 <= learner.BUDGET_SHARE * 2000 + MOST_BUDGET
 
 
 def test_rounds_that_lose_are_left_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each of them promises more than it gives."""
-    monkeypatch.setattr(Account, "MOST_LOST", 4.6)
+    monkeypatch.setattr(learner, "FIRST_BUDGET", 4.0)
+    monkeypatch.setattr(learner, "MOST_BUDGET", MOST_BUDGET)
     drafts, taken = drafting(), 0
     record(drafts, None, 0.01, 1)
     for _ in range(400):
@@ -304,7 +308,7 @@ def test_chances_fall_along_a_path_and_children_come_after_their_parents() -> No
 def test_the_index_lives_as_long_as_its_sequences() -> None:
     drafts = drafting(captured=True)
     first = opened(drafts, TEXT[:3])
-    drafts.take(first, TEXT[3:])
+    first.say(TEXT[3:])
     record(drafts, None, 0.01, 1)
     later = opened(drafts, TEXT[:9])
     assert choice(drafts, [later], 100, most=31) is None  # what runs beside is not seen
@@ -329,13 +333,6 @@ def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
     assert choice(drafts, [forced], 100, most=31, begun=True) is None
     assert drafts.expects_round(1, 1.0), "what is forced behind the step that began is given in the next one"
     assert choice(drafts, [forced], 100, most=31) is not None
-    assert drafts.expects_round(1, 0.0001), "nothing is known of what follows rounds"
-    for _ in range(30):
-        assert choice(drafts, [free], 100, most=31) is None
-        choice(drafts, [forced], 100, most=31)
-    assert not drafts.expects_round(1, 0.0001), "behind a round there was always a choice"
-    assert choice(drafts, [free], 100, most=31) is None
-    assert drafts.expects_round(1, 0.0001), "behind a choice there was always a round"
 
 
 def test_rounds_are_weighed_against_what_is_the_alternative() -> None:
@@ -382,9 +379,8 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     drafts.host.index.propose = slow
 
     def say(token: int) -> None:
-        drafts.look_up(Takes(), [sequence], 100)
-        drafts.take(sequence, [token])
-        record(drafts, None, 0.01, 1)
+        sequence.say([token])
+        plain_step(drafts, sequence, 0.01)
         said.append(token)
 
     for token in range(100, 160):
@@ -393,23 +389,21 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     takes = 0.01
     for token in range(160, 1300):
         say(token)
-    assert np.diff(asked)[-3:].tolist() == [MOST_PATIENCE] * 3
+    assert min(np.diff(asked)[-3:]) == 1 / learner.LOOK_SHARE + 1
     takes = 0.0
     sequence = opened(drafts, TEXT)
-    drafts.take(sequence, TEXT[:12])
-    sequence.said.quiet = 0
+    sequence.say(TEXT[:12])
+    drafts._look_at[False] = 0
     count = len(asked)
     drafts.look_up(Takes(), [sequence], 100)
     assert drafts.promises(Takes(), [sequence], 100)
-    drafts.take(sequence, TEXT[12:13])
+    sequence.say(TEXT[12:13])
     assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 1, "what is left was proposed already"
-    drafts.take(sequence, [*TEXT[13:], *TEXT[:1]])
+    sequence.say([*TEXT[13:], *TEXT[:1]])
     drafts.look_up(Takes(), [sequence], 100)
     assert len(asked) == count + 2, "less than half of it is left"
-    drafts.take(sequence, [999])
+    sequence.say([999])
     assert not drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "and nothing now"
-    drafts.look_up(Takes(), [sequence], 100)
-    assert len(asked) == count + 3, "where it pays it is asked each time"
 
 
 def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
@@ -419,14 +413,15 @@ def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
     drafts.host.index.propose = lambda *arguments: (asked.append(1), propose(*arguments))[1]
     assert choice(drafts, [sequence], 100, most=31, waited=True) is None and not asked
     assert not drafts.promises(Takes(), [sequence], 100) and not asked
+    drafts._look_at[False] = 0
     drafts.look_up(Takes(), [sequence], 100)
-    drafts.take(sequence, TEXT[12:13])
+    sequence.say(TEXT[12:13])
     _, (tree,) = choice(drafts, [sequence], 100, most=31, waited=True)
     assert list(tree.tokens[:3]) == TEXT[13:16] and len(asked) == 1
-    drafts.take(sequence, [*TEXT[13:15], 5])
+    sequence.say([*TEXT[13:15], 5])
     choice(drafts, [sequence], 100, most=31, waited=True)
     assert len(asked) == 2
-    drafts.take(sequence, [6])
+    sequence.say([6])
     choice(drafts, [sequence], 100, most=31, waited=True)
     assert len(asked) == 2
 
@@ -436,12 +431,3 @@ def test_a_plain_step_stands_behind_a_round_unless_another_is_likely() -> None:
     record(drafts, None, 0.001, 3)
     assert drafts.goes_on(1, 0.0001)
     assert not drafts.goes_on(1, 0.01) and not drafts.goes_on(2, 0.0001)
-    for _ in range(40):
-        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-        assert choice(drafts, [sequence], 100, most=31) is not None
-        drafts.take(sequence, [*TEXT[12:18], 7])
-        assert choice(drafts, [sequence], 100, most=31) is None
-        record(drafts, drafts.given_plans[0], 0.001, 1, tokens=7)
-        record(drafts, None, 0.001, 1)
-    assert not drafts.goes_on(1, 0.0001), "behind a round there never was one"
-    assert drafts.goes_on(1, 0.000001)

@@ -41,7 +41,7 @@ def test_no_window_is_slower_than_plain_and_what_pays_is_taken(name: str) -> Non
     workload, overall, share = CASES[name]
     found = figures(workload)
     print(workload.name, found)
-    assert found.worst >= 0.98  # texts are the pages of the checkout, which change
+    assert found.worst >= 0.97  # what was earned may be lost: see `Account`. Texts are the checkout's, which change
     assert found.overall >= overall and found.share >= share
 
 

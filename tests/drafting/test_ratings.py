@@ -85,7 +85,7 @@ def test_a_round_costs_more_as_all_steps_do() -> None:
     assert found.plain == pytest.approx(0.002, rel=0.02)
     assert found.of(ROUND) == pytest.approx(0.006, rel=0.2), "what is not seen goes back to the guess"
     found.record(ROUND, 1.0)
-    assert found.of(ROUND) < 0.0085, "an interrupted step says little"
+    assert found.of(ROUND) < 0.009, "an interrupted step says little"
 
 
 def test_a_joint_round_costs_what_the_draft_model_does_and_what_is_beside() -> None:

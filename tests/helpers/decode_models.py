@@ -118,6 +118,17 @@ RECURRENT["state_spaces"] = replace(
     delta_heads=(2, 4, 24, 16),
     nope_layers=(1,),
 )
+#: Layers of one part each, of which the last does not mix tokens; MLPs without gates.
+RECURRENT["lone_parts"] = replace(
+    RECURRENT["state_spaces"],
+    naming="nemotron_h",
+    num_layers=5,
+    layer_kinds=("mamba", "mlp", "attention", "mamba", "mlp"),
+    lone_parts=True,
+    gated_mlp=False,
+    hidden_act="relu_squared",
+    nope_layers=(2,),
+)
 #: As checkpoints are that pack what a delta rule projects, but its gates.
 RECURRENT["delta_nets_of_two_products"] = replace(
     RECURRENT["gated_delta_nets"],
@@ -128,7 +139,7 @@ RECURRENT["delta_nets_of_two_products"] = replace(
 
 
 #: Mixtures of experts: each kind of scores and of shares, layers with an MLP between them, an expert that all rows go
-#: through, and gpt-oss's, with sinks.
+#: through with a gate and without one, experts without gates, and gpt-oss's, with sinks.
 MIXED = {
     "qwen3_moe": replace(FAMILIES["qwen3"], mixture=Mixture(6, 2, 24, dense_layers=(1,))),
     "olmoe": replace(SCALED["granite"], mixture=Mixture(40, 5, 32, normalized=False)),
@@ -141,7 +152,13 @@ MIXED = {
         mixture=Mixture(5, 2, 24, biases=True, limit=0.5),
     ),
     "qwen3_5_moe": replace(RECURRENT["delta_nets_of_two_products"], mixture=Mixture(6, 2, 24, shared_size=40)),
-    "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40)),
+    "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40, shared_gate=False)),
+    "nemotron_h": replace(
+        LLAMA,
+        hidden_act="relu_squared",
+        gated_mlp=False,
+        mixture=Mixture(6, 3, 24, "sigmoid", True, True, 1e-20, 2.5, (0,), 40, shared_gate=False, gated=False),
+    ),
 }
 
 #: parent of each node of a verified tree (None: the root); siblings, a gap between parent and child, depth up to 4

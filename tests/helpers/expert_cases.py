@@ -11,7 +11,7 @@ from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, packed_copy, random_of, random_packed
 
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.experts.contract import ExpertWeights, Routing
+from edgellm.kernels.experts.contract import Activation, ExpertWeights, Routing
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 #: Routers of each kind: of published sizes, of numbers that fill no warp, of one expert of two.
@@ -41,6 +41,10 @@ def random_ids(experts: int, chosen: int, rows: int, seed: int = 0) -> np.ndarra
     ids = np.stack([np.sort(random.permutation(experts)[:chosen]) for _ in range(rows)]).astype(np.int32)
     ids[-1] = ids[max(0, rows - 2)]
     return ids
+
+
+#: What experts make of their first layer's sums.
+ACTIVATIONS = (Activation(), Activation("alternating", 0.5), Activation("squared"))
 
 
 @lru_cache(maxsize=2)

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     **{"ernie4_5": "ernie4_5", "hunyuan_v1_dense": "hunyuan-dense"},
     **{"qwen3_moe": "qwen3moe", "olmoe": "olmoe", "granitemoe": "granitemoe", "lfm2_moe": "lfm2moe"},
     **{"gpt_oss": "gpt-oss", "qwen3_5_moe_text": "qwen35moe"},
+    **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h"},
 }
 #: Golden folders, one of each architecture, of which it is known what llama.cpp's converter writes; its output type.
 CONVERTED = {
@@ -49,7 +50,8 @@ CONVERTED = {
     **dict.fromkeys(("qwen3_moe", "olmoe", "lfm2_moe", "qwen3_5_moe_text"), "f16"),
     **dict.fromkeys(("granitemoe", "gpt_oss"), "bf16"),
 }
-_PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm")
+_MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+_PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm", *_MAMBA)
 _SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 _SPARSE = ("qwen3moe", "lfm2moe", "gpt-oss", "qwen35moe")
 _WITH_POST_NORM = ("gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
@@ -82,6 +84,8 @@ _NAMES = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"mlp.shared_expert.{each}_proj": f"ffn_{each}_shexp" for each in ("gate", "up", "down")},
     **{f"mlp.experts.{each}_proj": f"ffn_{each}_exps" for each in ("gate", "up", "down")},
+    **{f"mamba.{each}": f"ssm_{name}" for each, name in (("in_proj", "in"), ("out_proj", "out"), ("norm", "norm"))},
+    **{"mamba.conv1d": "ssm_conv1d", "mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.dt_bias": "ssm_dt.bias"},
     "self_attn.sinks": "attn_sinks.weight",
     "feed_forward.expert_bias": "exp_probs_b.bias",
 }
@@ -134,6 +138,12 @@ def write_model(
     stored = {name: each for file in checkpoint.glob("model*.safetensors") for name, each in read_tensors(file).items()}
     tensors = {name: _values(*each) for name, each in stored.items()}
     kind = kind or ARCHITECTURES[config["model_type"]]
+    if kind == "nemotron_h":
+        config["num_hidden_layers"] = len(config["layers_block_type"])
+        kind += "_moe" * ("moe" in config["layers_block_type"])
+    if kind in _MAMBA:
+        tensors = _as_llamas(tensors, config)
+        stored = {name: next(iter(stored.values())) for name in tensors}
     metadata = {key: each for key, each in (_metadata(config, kind) | (more or {})).items() if each is not None}
     written: dict[str, Tensor] = {}
     tensors, stored = _with_stacks(tensors, {name: each[0] for name, each in stored.items()}, kind)
@@ -143,7 +153,7 @@ def write_model(
         new = _name(name, kind, config["num_hidden_layers"])
         changed = _changed(name, values, kind, config)
         packed = None if kinds is None else kinds(new, changed)
-        written[new] = packed or _dense(changed, "F32" if "gate_inp" in new else stored[name])
+        written[new] = packed or _dense(changed, "F32" if "gate_inp" in new or "ssm_norm" in new else stored[name])
     factors = rope_factors(config)
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
@@ -152,6 +162,27 @@ def write_model(
         if f"{length}_factor" in scaling and kind in ("phi3", "minicpm"):
             written[f"rope_factors_{length}.weight"] = _dense(np.array(scaling[f"{length}_factor"], np.float32), "F32")
     return write_gguf(target, metadata, written)
+
+
+def _as_llamas(tensors: dict[str, np.ndarray], config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of hybrids by the names of others: parts of a layer by what they are, gates and ups apart."""
+    found = {}
+    for published, values in tensors.items():
+        name = (
+            published.replace("backbone.", "model.").replace(".embeddings.", ".embed_tokens.").replace("norm_f", "norm")
+        )
+        name = re.sub(r"(layers\.\d+\.)norm\.", r"\1input_layernorm.", name)
+        name = name.replace("mixer.gate.e_score_correction_bias", "feed_forward.expert_bias")
+        name = name.replace("mixer.shared_experts.", "mlp.shared_expert.")
+        name = re.sub(r"mixer\.([qkvo]_proj)", r"self_attn.\1", name)
+        name = re.sub(r"mixer\.(up_proj|down_proj|gate\.|experts\.)", r"mlp.\1", name).replace(".mixer.", ".mamba.")
+        mlp = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
+        if "shared_mlp.input_linear" in name:
+            halves = zip(("gate", "up"), np.split(values, 2), strict=True)
+            found |= {name.replace("shared_mlp.input_linear", f"{mlp}.{part}_proj"): own for part, own in halves}
+        else:
+            found[name.replace("shared_mlp.output_linear", f"{mlp}.down_proj")] = values
+    return found
 
 
 def _with_stacks(
@@ -290,6 +321,11 @@ def _changed(name: str, values: np.ndarray, kind: str, config: dict[str, Any]) -
         return values[:, 0]
     if "linear_attn." in name:
         return _delta(name, values, config)
+    if ".mamba." in name:
+        groups = config.get("mamba_n_groups") or config.get("n_groups")
+        own = {"A_log": lambda: -np.exp(values)[:, None], "D": lambda: values[:, None]}
+        own |= {"conv1d.weight": lambda: values[:, 0], "norm.weight": lambda: values.reshape(groups, -1)}
+        return own.get(name.split(".mamba.")[1], lambda: values)()
     return values
 
 
@@ -355,6 +391,39 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
         "leading_dense_block_count": config.get("num_dense_layers"),
         "expert_gating_func": 2 if kind == "lfm2moe" else None,
     }
+    if kind in _MAMBA:
+        kinds = config.get("layer_types") or config["layers_block_type"]
+        heads, size = (
+            (config["mamba_n_heads"], config["mamba_d_head"])
+            if kind == "granitehybrid"
+            else (config["mamba_num_heads"], config["mamba_head_dim"])
+        )
+        found |= {
+            "attention.head_count_kv": [kv_heads * ("attention" in each and "linear" not in each) for each in kinds],
+            "rope.scaling.finetuned": False,
+            "context_length": 1 << 20,
+            "ssm.conv_kernel": config.get("mamba_d_conv") or config.get("conv_kernel"),
+            "ssm.state_size": config.get("mamba_d_state") or config.get("ssm_state_size"),
+            "ssm.group_count": config.get("mamba_n_groups") or config.get("n_groups"),
+            "ssm.inner_size": heads * size,
+            "ssm.time_step_rank": heads,
+            "expert_shared_feed_forward_length": config.get("shared_intermediate_size"),
+        }
+    if kind.startswith("nemotron_h"):
+        rows = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+        found["feed_forward_length"] = [rows.get(each, 0) for each in kinds]
+        del found["expert_used_count"]
+    if kind == "nemotron_h_moe":
+        found |= {
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_group_count": config["n_group"],
+        }
     if kind == "hunyuan-dense":  # the base is stretched already
         size = config["head_dim"]
         found["rope.freq_base"] *= own["alpha"] ** (size / (size - 2))

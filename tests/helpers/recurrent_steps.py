@@ -27,6 +27,12 @@ class RecurrentSteps(Sequences):
         self.lengths = [0] * batch
         self._latest: tuple[Program, dict[str, np.ndarray]] | None = None
 
+    @property
+    def outputs(self) -> dict[str, np.ndarray]:
+        """What the latest step was bound to, by name."""
+        assert self._latest is not None
+        return self._latest[1]
+
     def held(self, slot: int = 0) -> dict[str, np.ndarray]:
         """A copy of what a sequence's states hold: of KV rows those of its tokens."""
         states = {state.names: bool(state.kept(1, 1)) for state in decoder_states(self.config, self.kv_cache)}

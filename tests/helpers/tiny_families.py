@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgellm.runtime import SpecDecodeRuntime
@@ -221,7 +221,7 @@ MIXTURES["qwen3_5_moe"] = {
     "shared_expert_intermediate_size": 64,
 }
 #: Of families with recurrent layers.
-RECURRENT = {
+RECURRENT: dict[str, dict[str, Any]] = {
     "granite4_hybrid": FAMILIES["granite4"]
     | {
         "layer_types": ["mamba", "attention", "mamba"],
@@ -229,6 +229,15 @@ RECURRENT = {
         "mamba_n_heads": 8,
         "mamba_n_groups": 2,
         "mamba_d_state": 16,
+    },
+    "nemotron_h": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-*M-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
     },
     "lfm2": {
         "architectures": ["Lfm2ForCausalLM"],
@@ -266,3 +275,17 @@ def keeping_near(runtime: SpecDecodeRuntime) -> SpecDecodeRuntime:
 #: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
 TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
+MIXTURES["granite4_moe"] = RECURRENT["granite4_hybrid"] | {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 64,
+}
+MIXTURES["nemotron_h_moe"] = RECURRENT["nemotron_h"] | {
+    "hybrid_override_pattern": "ME*E",
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}

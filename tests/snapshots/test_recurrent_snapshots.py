@@ -38,13 +38,17 @@ def directories(
 ) -> dict[str, Path]:
     """Two slots, a draft, context 96; of each family."""
     folder, limits = tmp_path_factory.mktemp("recurrent"), EngineLimits(2, 16, 96, 4, 3, 12)
-    for name in ("lfm2", "qwen3_5", "granite4_hybrid"):
+    for name in ("lfm2", "qwen3_5", "granite4_hybrid", "nemotron_h"):
         checkpoint = make_checkpoint(folder / f"{name} checkpoint", **RECURRENT[name])
         build_engine_directory(checkpoint, folder / name, limits, [], draft=tiny_draft)
-    return {name: folder / name for name in ("lfm2", "qwen3_5", "granite4_hybrid")}
+    return {name: folder / name for name in ("lfm2", "qwen3_5", "granite4_hybrid", "nemotron_h")}
 
 
-@pytest.fixture(scope="module", params=[("lfm2", True), ("qwen3_5", False), ("granite4_hybrid", True)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[("lfm2", True), ("qwen3_5", False), ("granite4_hybrid", True), ("nemotron_h", False)],
+    ids=str,
+)
 def slots(
     request: pytest.FixtureRequest, open_slots: Callable[..., object], directories: dict[str, Path]
 ) -> Iterator[Slots]:

@@ -48,10 +48,10 @@ def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def before(media: PromptMedia, stop: int) -> PromptMedia:
     """What stands before a token, which may be in the middle of a span."""
-    spans = [
-        replace(span, places=span.places[:count], embeddings=replace(span.embeddings, rows=span.embeddings.rows[:count]))
-        for span, _, count in media.within(0, stop)
-    ]
+    spans = []
+    for span, _, count in media.within(0, stop):
+        rows = replace(span.embeddings, rows=span.embeddings.rows[:count])
+        spans.append(replace(span, places=span.places[:count], embeddings=rows))
     return PromptMedia(tuple(spans), None)
 
 

@@ -73,6 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
 OTHERS = (
     *("granite-4.0-350m", "ERNIE-4.5-0.3B", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "granite-4.0-1b", "Phi-4-mini"),
     *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B", "gemma-4-E2B", "gemma-4-E4B"),
+    *("Nemotron-3-Nano-4B", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
 )
 MODELS |= {name: PUBLISHED_CONFIGS[name][0] for name in OTHERS}
 

@@ -36,6 +36,7 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.experts.contract import (
     MAX_ROUTED_ROWS,
     TILES,
+    Activation,
     Addition,
     Choice,
     ExpertWeights,
@@ -186,12 +187,12 @@ class Step:
             found = {"router": linears.linear(self.x, router, self.scores)}
             found["choose"] = kernels.choose(self.scores, choice)
         if self.sorted is None:
-            found["gate_up"] = kernels.gate_up(self.x, ids, layer.gate_up, 0.0, self.inner)
+            found["gate_up"] = kernels.gate_up(self.x, ids, layer.gate_up, Activation(), self.inner)
             own = addition._replace(routed=self.routed._replace(expert_ids=ids))
             found["down and add"] = kernels.down_add(self.inner, layer.down, self.products, own, self.counters)
         else:
             found["sort"] = kernels.sort(ids, bench.experts, self.sorted)
-            found["gate_up"] = kernels.sorted_gate_up(self.x, self.sorted, layer.gate_up, 0.0, self.inner)
+            found["gate_up"] = kernels.sorted_gate_up(self.x, self.sorted, layer.gate_up, Activation(), self.inner)
             found["down"] = kernels.sorted_down(self.inner, self.sorted, layer.down, self.products)
             found["add"] = kernels.add(self.products, addition)
         return found
@@ -211,7 +212,7 @@ class Step:
             kernels.sort(self.ids[0], self.bench.experts, own)()
             for tiling in expert_tilings(tile, kernels.gpu, every[0].gate_up.layout):
                 kernels.tiling, name = tiling, f"{tiling.rows} x {tiling.weight_rows}, {tiling.threads} threads"
-                ups = [kernels.sorted_gate_up(self.x, own, each.gate_up, 0.0, self.inner) for each in every]
+                ups = [kernels.sorted_gate_up(self.x, own, each.gate_up, Activation(), self.inner) for each in every]
                 downs = [kernels.sorted_down(self.inner, own, each.down, self.products) for each in every]
                 found[f"{name}: gate_up"], found[f"{name}: down"] = map(self.bench.milliseconds, (ups, downs))
         kernels.tiling = None

@@ -39,6 +39,10 @@ def microseconds(runner: DecodingRunner, chances: tuple[float, ...], steps: int,
     spent = [0.0, 0.0]
     for number in range(steps):
         chance = chances[number // 300 % len(chances)]
+        if learner.rest > 0:  # the loop takes these steps without it
+            learner.rest, learner.rested_steps = learner.rest - 1, learner.rested_steps + 1
+            learner.rested_seconds += plain * rng.uniform(0.98, 1.02)
+            continue
         began = time.thread_time()
         plan, _ = learner.choose(runner, [FREE], 500, False)  # type: ignore[list-item]
         chosen = time.thread_time()

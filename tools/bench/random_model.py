@@ -272,6 +272,7 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
     plain = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
+    plain |= {"lone_parts": False, "mixture": None, "gated_mlp": True, "hidden_act": "silu"}
     whole = {
         "sliding_window": None,
         "local_rope_theta": None,

@@ -173,7 +173,7 @@ def _draft(base: DecoderConfig) -> DraftConfig:
     """An EAGLE-3 head whose layer has the base's shapes, with a head of its own and the base's embedding."""
     layers = base.num_layers
     plain = {
-        "layer_kinds": (),
+        **{"layer_kinds": (), "lone_parts": False, "mixture": None, "gated_mlp": True, "hidden_act": "silu"},
         "local_rope_theta": None,
         "naming": "llama",
         "rope_scaling": None,

@@ -178,6 +178,10 @@ VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
         {"r": 2, "lora_alpha": 6, "target_modules": ["k_proj", "input_linear", "output_linear"]},
         "float16",
     ),
+    "nemotron_h.mixers": (  # PEFT leaves out what a layer of Mamba-2 puts out
+        {"r": 2, "lora_alpha": 5, "target_modules": ["in_proj", "q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]},
+        "float16",
+    ),
 }
 
 

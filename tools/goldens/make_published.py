@@ -37,6 +37,7 @@ _FAMILIES = (
     ),
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
+    "nemotron_h",
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5", "paligemma"),
     *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
 )
@@ -67,9 +68,10 @@ def parameters_of(config: transformers.PretrainedConfig) -> int:
     kind = next((each for each in kinds if type(config) in each._model_mapping), transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         model = kind.from_config(config)
+    corrections = (each for each in model.named_buffers() if each[0].endswith("correction_bias"))  # of choices: weights
     return sum(
         tensor.numel()
-        for name, tensor in model.named_parameters()
+        for name, tensor in (*model.named_parameters(), *corrections)
         if not any(part in _OF_ENCODERS for part in name.split("."))
     )
 

@@ -170,6 +170,19 @@ _GRANITE4 = {
     "layer_types": ["full_attention"] * 2,
     "mamba_n_heads": 6,
 }
+#: The class takes the smallest step size for a limit, of whole prompts alone; published limits are none.
+_NEMOTRON = {
+    **_SMALL,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    "num_attention_heads": 3,
+    "head_dim": 8,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
+    "time_step_min": 1e-30,
+}
 _GEMMA4 = {
     **_SMALL,
     **{"num_attention_heads": 2, "head_dim": 8, "global_head_dim": 16, "sliding_window": 5},
@@ -584,6 +597,42 @@ VARIATIONS = {
         dtype="bfloat16",
         seed=1951,
         **_LONG,
+    ),
+    "granite4_moe": Variation(
+        "granitemoehybrid",
+        {
+            **_SMALL,
+            **_GRANITE4,
+            "intermediate_size": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 4,
+            "tie_word_embeddings": True,
+        },
+        dtype="bfloat16",
+        seed=3740,
+        generated=64,
+        length=19,
+    ),
+    "nemotron_h": Variation("nemotron_h", _NEMOTRON, dtype="bfloat16", seed=3750, generated=64, length=19),
+    "nemotron_h_moe": Variation(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 40,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        dtype="bfloat16",
+        seed=3760,
+        generated=64,
+        length=19,
     ),
     # Two layers with rows of their own for each kind but the last, whose rows the last three share.
     "gemma4": Variation(

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
-from edgellm.engines.backends.steps.launching import Launching
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
 from edgellm.engines.backends.steps.linear import FewRows
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
@@ -132,13 +132,14 @@ class GateUpExperts(_OfExperts):
 @dataclass(frozen=True)
 class DownExperts(_OfExperts):
     """output = residual + scale * (the products of each of a row's experts and its own part of the `value`, times the
-    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`)."""
+    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`, if it has a gate)."""
 
     shares: str = field(metadata=READS)
     residual: str = field(metadata=READS)
     shared: str | None = field(default=None, metadata=READS)
     shared_shares: str | None = field(default=None, metadata=READS)
     scale: float = 1.0
+    keep: Keep | None = None
 
     @property
     def products(self) -> str:
@@ -146,7 +147,9 @@ class DownExperts(_OfExperts):
         return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: (kinds[self.residual][0], residual)}
+        rows = kinds[self.residual][0]
+        kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
+        return kept | {self.output: (rows, residual)}
 
 
 def for_kernels(program: Program) -> Program:
@@ -162,7 +165,7 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     names = "scores", "input", "ids", "shares", "inner", "shared_inner", "shared", "shared_shares"
     scores, given, ids, shares, inner, *shared = (f"{step.output}_{name}" for name in names)
     mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
-    gate = step.shared[2] if step.shared else None
+    gate = step.shared[2] if len(step.shared) == 3 else None
     scored = NormLinear(scores, (step.given,), step.router, keep=Keep(given))
     choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
     is_dense = step.router.weight.name not in program.packed and step.router.name not in program.adapted
@@ -172,11 +175,12 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     else:
         yield from (scored, choice)
     if step.shared:
-        yield NormLinear(shared_inner, (Input(given),), step.shared[0], "silu", gated=True)
+        activation = "silu" if mixture.gated else "relu_squared"
+        yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
-    beside = {"shared": shared_output, "shared_shares": shared_shares} if step.shared else {}
-    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, scale=step.scale, **beside)
+    beside = shared_output if step.shared else None, None if gate is None else shared_shares, step.scale, step.keep
+    yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):
@@ -224,7 +228,7 @@ class _Pairs(Implementation[Any]):
 
     def refusal(self, step: GateUpExperts | DownExperts, program: Program, limit: int) -> str | None:
         layout, rows = program.packed.get(step.linear.weight.name), step_rows(step, program)
-        gated = isinstance(step, GateUpExperts) and not step.mixture.limit
+        gated = isinstance(step, GateUpExperts) and step.mixture.activation.kind == "gated"
         refused = _layout_refusal(layout) or matrix_refusal(*step.matrix, gated, _one(layout))
         if refused is None and rows * step.mixture.chosen > MAX_PAIRS:
             refused = f"pairs of rows and experts are up to {MAX_PAIRS}, not {rows * step.mixture.chosen}"
@@ -242,7 +246,7 @@ class GateUpPairs(_Pairs):
 
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
-        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.limit, output)]
+        return [run.kernels.experts.gate_up(given, ids, weights_of(step, run), step.mixture.activation, output)]
 
 
 class DownPairs(_Pairs):
@@ -255,9 +259,17 @@ class DownPairs(_Pairs):
     def scratch(self, step: DownExperts, program: Program) -> Edge:
         rows, width = self._rows_of(step, program)
         products = (rows, step.mixture.chosen * step.matrix[0]), "float32"
-        return {step.output: ((rows, width), "float32"), step.products: products}
+        found: Edge = {step.output: ((rows, width), "float32"), step.products: products}
+        if step.keep is not None:
+            found |= {step.keep.target: ((rows, width), "compute"), JOINED_INPUTS: ((rows * width,), "compute")}
+        return found
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+        kept = [] if step.keep is None else [run.copy_kept(step.keep, run.array(step.residual))]
+        return [*kept, *self._added(step, run)]
+
+    def _added(self, step: DownExperts, run: Launching) -> list[Any]:
+        """The launches but for what is kept."""
         given, products = run.array(step.value), run.array(step.products)
         kernels, weights, addition = run.kernels.experts, weights_of(step, run), addition_of(step, run)
         if step_rows(step, run.program) <= MAX_TILED_ROWS:

@@ -35,7 +35,7 @@ class _Sorted(Implementation[Any]):
 
     def loads(self, step: _OfExperts, program: Program) -> tuple[Any, ...]:
         layout, mixture, is_first = packed_layout(step, program), step.mixture, isinstance(step, GateUpExperts)
-        kind = "sums" if not is_first else "alternating" if mixture.limit else "gated"
+        kind = mixture.activation.kind if is_first else "sums"
         own = replace(layout, rows=step.matrix[0]) if isinstance(layout, DeviceLayout) else None
         return kind, mixture.experts, mixture.chosen, step.matrix, own
 
@@ -65,14 +65,14 @@ class GateUpSorted(_Sorted, GateUpPairs):
     def launches(self, step: GateUpExperts, run: Launching, next_early: bool) -> list[Any]:
         given, ids, output = map(run.array, (step.value, step.ids, step.output))
         kernels, pairs = run.kernels.experts, self._pairs(step, run)
-        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.limit, output)
+        product = kernels.sorted_gate_up(given, pairs, weights_of(step, run), step.mixture.activation, output)
         return [kernels.sort(ids, step.mixture.experts, pairs), product]
 
 
 class DownSorted(_Sorted, DownPairs):
     """The products of the pairs as they were sorted, and their sums in the order of the experts' ids."""
 
-    def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
+    def _added(self, step: DownExperts, run: Launching) -> list[Any]:
         given, products, kernels = run.array(step.value), run.array(step.products), run.kernels.experts
         product = kernels.sorted_down(given, self._pairs(step, run), weights_of(step, run), products)
         return [product, kernels.add(products, addition_of(step, run))]

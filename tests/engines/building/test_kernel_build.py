@@ -355,7 +355,7 @@ def test_recurrent_models_bring_what_commits_their_states(
     names = every_engine_is_prepared(tmp_path / "engines")
     assert names <= {name for name, _ in compiled}
     assert any("commit_columns" in name for name in names)
-    assert any("commit_matrices" in name for name in names) == (family in ("qwen3_5", "granite4_hybrid"))
+    assert any("commit_matrices" in name for name in names) == (family in ("qwen3_5", "granite4_hybrid", "nemotron_h"))
 
 
 def test_layer_norms_and_activations_come_along(

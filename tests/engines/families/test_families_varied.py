@@ -26,6 +26,7 @@ from published_families import (
     MINISTRAL3_ROTARY,
     MINISTRAL_3_8B,
     MISTRAL_7B,
+    NEMOTRON_3_4B,
     OLMO_2_1B,
     OLMO_2_7B,
     OLMO_3_7B,
@@ -40,6 +41,7 @@ from published_families import (
 from edgellm.engines.building.checks import check_limits, choose_limits
 from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_weights, token_table, unread_tensors
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.rotary import rotary_table
@@ -187,17 +189,53 @@ def test_granite_4() -> None:
     assert names[-2:] == [f"model.layers.0.shared_mlp.{each}_linear.weight" for each in ("input", "output")]
     for other in (None, "nope"):
         assert decoder_config(GRANITE_4_1B | {"position_embedding_type": other}).nope_layers == tuple(range(40))
+    with_experts = decoder_config(GRANITE_4_1B | {"num_local_experts": None, "num_experts_per_tok": None})
+    assert with_experts.mixture == Mixture(8, 2, 4096, shared_size=4096, shared_gate=False)
     renamed = GRANITE_4_1B | {"layer_types": ["full_attention"] * 40}
     assert decoder_config(renamed) == config
     for change, message in (
         ({"layer_types": ["attention"] * 39 + ["lstm"]}, "layer_types has lstm, supported are attention and"),
         ({**_MAMBA, "mamba_proj_bias": True}, "mamba_proj_bias is true, supported are proj"),
         ({**_MAMBA, "time_step_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without"),
-        ({"num_local_experts": 62}, "num_local_experts is 62 .mixture of experts., which is not supported"),
-        ({"num_local_experts": None}, "num_local_experts is 8 .mixture of experts., which is not supported"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             decoder_config(GRANITE_4_1B | change)
+
+
+def test_nemotron_h() -> None:
+    config = decoder_config(NEMOTRON_3_4B)
+    assert (config.delta_heads, config.delta_channels, config.hidden_act) == ((8, 96, 128, 80), 9728, "relu_squared")
+    assert [config.layer_kinds.count(kind) for kind in ("mamba", "attention", "mlp")] == [21, 4, 17]
+    assert config.last_mixer == 40 and config.nope_layers == tuple(range(42))
+    listed = without(NEMOTRON_3_4B, "hybrid_override_pattern")
+    words = {"mamba": "linear_attention", "attention": "full_attention", "mlp": "mlp"}
+    assert decoder_config(listed | {"layers_block_type": [words[kind] for kind in config.layer_kinds]}) == config
+    assert decoder_config(NEMOTRON_3_4B | {"time_step_limit": [0.0, 1e308]}) == config
+    older = without(NEMOTRON_3_4B, "n_groups", "conv_kernel") | {"mamba_n_groups": 8, "mamba_d_conv": 4}
+    assert decoder_config(older) == config
+    mixture = decoder_config(NEMOTRON_3_4B | {"hybrid_override_pattern": "ME*-", "n_routed_experts": 16}).mixture
+    assert mixture is not None and (mixture.dense_layers, mixture.experts, mixture.gated) == ((0, 2, 3), 16, False)
+    mixed = {"hybrid_override_pattern": "ME*E"}
+    for change, message in (
+        ({"hybrid_override_pattern": "-"}, "supported are models with layers that mix tokens"),
+        ({"mlp_hidden_act": "silu"}, "hidden_act is .silu., supported is relu2"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act is .gelu., supported is silu"),
+        ({"mamba_dt_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without limits"),
+        ({"use_bias": True}, "use_bias is true, supported are projections without biases"),
+        ({"time_step_limit": [0.001, 1e308]}, "time_step_limit is .*, supported are step sizes without limits"),
+        ({**mixed, "moe_latent_size": 1024}, "moe_latent_size is 1024, supported are experts of the hidden size"),
+        ({**mixed, "n_group": 8}, "n_group is 8, which is not supported"),
+        ({**mixed, "n_shared_experts": 2}, "n_shared_experts is 2, supported are one expert"),
+        ({**mixed, "mlp_bias": True}, "mlp_bias is true, supported are experts without biases"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
+            decoder_config(NEMOTRON_3_4B | change)
+    for change, message in (
+        ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is .MX., expected a text of M . - E, or"),
+        ({"n_groups": 7}, "mamba_num_heads 96 is no multiple of n_groups 7"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            decoder_config(NEMOTRON_3_4B | change)
 
 
 def test_ernie() -> None:

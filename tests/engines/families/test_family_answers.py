@@ -43,6 +43,8 @@ WINDOWS = (
     "qwen2_window_7",
 )
 EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text")
+#: Hybrids with mixtures.
+MIXED = ("granite4_moe", "nemotron_h_moe")
 #: The first with KV rows of both kinds.
 ROWS = pytest.mark.parametrize(
     ("family", "kv_cache"), [*product(FIRST, ("compute", "int8")), *product((*OTHERS, "gemma4"), ("int8",))]
@@ -58,7 +60,7 @@ def test_factors_follow_the_context_that_is_built_for(name: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("family", [*FIRST, *OTHERS, *WINDOWS, *EXPERTS])
+@pytest.mark.parametrize("family", [*FIRST, *OTHERS, *WINDOWS, *EXPERTS, *MIXED])
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     prompt, tokens = expected(family)
     assert len(tokens) == ANSWER
@@ -69,7 +71,11 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kv_cache"),
-    [*product(("olmo2", "gemma3", "gemma4"), ("compute", "int8")), *product(EXPERTS[-3:], ("compute",))]
+    [
+        *product(("olmo2", "gemma3", "gemma4"), ("compute", "int8")),
+        *product(EXPERTS[-3:], ("compute",)),
+        *product(MIXED, ("int8",)),
+    ]
     + [*product(("starcoder2", "olmo3", "granite4", "hunyuan", "mistral_window_5", "phi3_window_7"), ("int8",))],
 )
 def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> None:
@@ -87,6 +93,7 @@ def test_trees_give_the_tokens_of_plain_decoding(family: str, kv_cache: str) -> 
         ("gemma3", "compute"),
         ("gemma4", "int8"),
         *product(EXPERTS[-3:], ("int8",)),
+        *product(MIXED, ("int8",)),
     ],
 )
 def test_sequences_of_different_lengths_in_one_batch(family: str, kv_cache: str) -> None:

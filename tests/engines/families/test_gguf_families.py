@@ -33,12 +33,15 @@ LOST = {
     "gemma3": "a scale of attention of its own",
     "smollm3_interval": "which layers have no rotary embedding",
     "lfm2_biases_wide": "biases of convolutions",
+    "granite4": "its name: without layers of Mamba-2 it is granite's",
 }
 #: What the converter does not write, and is read where it is there.
 MORE = {
     "gemma3_old_layout": {"gemma3.attention.sliding_window_pattern": 2},
     "starcoder2": {"starcoder2.attention.sliding_window": 5},
     "lfm2_moe": {"lfm2moe.expert_weights_scale": 1.5},
+    **{name: {"granitehybrid.context_length": 128} for name in ("granite4_hybrid", "granite4_moe")},
+    **{name: {f"{name}.context_length": 128} for name in ("nemotron_h", "nemotron_h_moe")},
 }
 #: What files have no place for, and published models have all alike.
 OWN = {"gpt_oss": {"swiglu_limit": 1.5}}

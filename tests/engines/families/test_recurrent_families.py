@@ -14,7 +14,15 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import decoder_states, kept_edge, state_edge
 
 GOLDENS = golden_folder("decoder")
-NAMES = ("lfm2", "lfm2_biases_wide", "granite4_hybrid", "qwen3_5_text", "qwen3_5_text_narrow", "qwen3_5_tied")
+NAMES = (
+    "lfm2",
+    "lfm2_biases_wide",
+    "granite4_hybrid",
+    "nemotron_h",
+    "qwen3_5_text",
+    "qwen3_5_text_narrow",
+    "qwen3_5_tied",
+)
 PROMPT = 9
 TOLERANCE = 1e-4
 

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import kernel_choice
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
@@ -25,7 +26,8 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = golden_folder("decoder")
 #: Those whose heads have sizes that the kernels take.
-NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied", "granite4_hybrid")
+NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied", "granite4_hybrid", "nemotron_h")
+MIXED = ("granite4_moe", "nemotron_h_moe")
 
 
 class KernelSteps(RecurrentSteps):
@@ -34,6 +36,10 @@ class KernelSteps(RecurrentSteps):
     def __init__(self, name: str, way: type | None = None, batch: int = 1, goldens: Path = GOLDENS) -> None:
         super().__init__(goldens / name, batch)
         self._way = way
+        for spec in decoder_weights(self.config):
+            if spec.experts:
+                matrices = self.weights[spec.name]
+                self.weights[spec.name] = np.concatenate([matrices.of(expert) for expert in range(spec.experts)])
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
         engine = numpy_kernel_engine(self.config, program.shape, self._way)
@@ -47,7 +53,7 @@ class KernelSteps(RecurrentSteps):
 
 
 @pytest.mark.parametrize("way", [FewRows, ManyRows])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *MIXED])
 def test_prompts_and_steps_have_the_logits_of_transformers(name: str, way: type) -> None:
     steps = KernelSteps(name, way)
     ids, expected = steps.token_ids[0].tolist(), steps.expected[0]
@@ -89,6 +95,21 @@ def test_trees_are_what_steps_along_their_paths_are(name: str, batch: int) -> No
         assert np.abs(plain - logits[slot, path[-1]]).max() <= 1e-4  # products of matrices round otherwise
         for state, held in steps.held().items():
             np.testing.assert_allclose(trees.held(slot)[state], held, rtol=1e-4, atol=1e-4, err_msg=state)
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (1, 4), (2,)])
+def test_what_enters_a_layer_of_one_part_is_kept_for_drafts(layers: tuple[int, ...]) -> None:
+    """A mixture's rows, too: the first and the last layer are mixtures by themselves."""
+    found = []
+    for steps in (RecurrentSteps(GOLDENS / "nemotron_h_moe"), KernelSteps("nemotron_h_moe")):
+        steps.prefill([3, 14, 15])
+        steps.config = replace(steps.config, feature_layers=layers)
+        steps.decode([9])
+        found.append(steps.outputs["hidden_states"])
+    assert found[0].shape == (1, 1, 24 * len(layers)) and np.abs(found[0]).max() > 0.1
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+    if layers[0] == 0:
+        np.testing.assert_array_equal(found[0][0, 0, :24], steps.weights[EMBEDDING][9])
 
 
 def behind_images(place: Path, way: type) -> tuple[KernelSteps, GoldenModel]:

@@ -43,6 +43,8 @@ def choose_the_first(source: Path) -> None:
         ("qwen3_5_moe", QuantizationOptions(8, None, True, "awq"), 0.1),
         pytest.param("lfm2_moe", QuantizationOptions(8, None, True, "gptq"), 0.1, marks=pytest.mark.slow),
         ("granitemoe", QuantizationOptions(8, None, True, "rtn"), 0.6),
+        pytest.param("granite4_moe", QuantizationOptions(4, 32, False, "gptq"), 0.6, marks=pytest.mark.slow),
+        ("nemotron_h_moe", QuantizationOptions(8, None, True, "awq"), 0.1),
     ],
 )
 def test_each_expert_is_packed_by_itself(

@@ -37,7 +37,8 @@ def test_answers_are_those_of_plain_decoding(
     monkeypatch.setattr(learner, "GAIN", 0.0)
     monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
-    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
+    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
+    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
     plain, drafted = llms
     ids = [plain.tokenizer.encode_chat([{"role": "user", "content": sentence}]) for sentence in SENTENCES]
     rounds = steps = 0
@@ -57,7 +58,8 @@ def test_an_answer_cancelled_with_a_step_behind_a_round(llms: tuple[LLM, LLM], m
     monkeypatch.setattr(learner, "GAIN", 0.0)
     monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: False)
-    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
+    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
+    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
     plain, drafted = llms
     prompt = plain.tokenizer.encode_chat([{"role": "user", "content": SENTENCES[3]}])
     whole = plain.generate(prompt, GREEDY).token_ids

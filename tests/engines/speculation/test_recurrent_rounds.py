@@ -32,7 +32,7 @@ PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 40
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "mtp", "granite4_hybrid"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "mtp", "granite4_hybrid", "nemotron_h"])
 def directory(
     request: pytest.FixtureRequest,
     make_tiny_pair: Callable[..., tuple],

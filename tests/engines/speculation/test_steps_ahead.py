@@ -92,7 +92,9 @@ def directory(make_engines: Callable[..., EngineDirectory]) -> EngineDirectory:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are read one later, and what is asked for and taken does not depend on this machine's speed."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
-    monkeypatch.setattr(learner.Account, "MOST_LOST", 1e6)
+    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
+    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
+    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def test_activations(kind: str) -> None:
         "gelu": lambda z: z / 2 * (1 + math.erf(z / math.sqrt(2))),
         "gelu_tanh": lambda z: z / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
         "quick_gelu": lambda z: z / (1 + math.exp(-1.702 * z)),
+        "relu_squared": lambda z: max(z, 0.0) ** 2,
     }[kind]
     np.testing.assert_allclose(activated(x, kind), [expected(z) for z in x.tolist()], atol=1e-12)
     narrow = x.astype(np.float32)
@@ -107,7 +108,7 @@ def test_rows() -> None:
     [
         (norm(2, 40, 32, True), "norm: output has 32 columns; expected at least 40"),
         (norm(1, 12_008, 12_008, True), "norm: rows of 12008 columns; expected up to 12000"),
-        (Case("activate", (values(2, 8), 4, nothing(2, 8))), "activation is 4; expected 0 to 3"),
+        (Case("activate", (values(2, 8), 5, nothing(2, 8))), "activation is 5; expected 0 to 4"),
         (Case("copy_rows", (values(2, 8), None, nothing(3, 8), 0)), "3 rows of values of 2, without rows to choose"),
         (Case("copy_rows", (values(2, 8), None, nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
         (Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))), "squares of 3 x 3 of 6 x 6 rows, values of 35"),

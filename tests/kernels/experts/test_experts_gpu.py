@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
-from expert_cases import ROUTINGS, dense_values, on_gpu, random_ids, random_layer, random_scores
+from expert_cases import ACTIVATIONS, ROUTINGS, dense_values, on_gpu, random_ids, random_layer, random_scores
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS
 
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.experts.contract import Addition, Choice, ExpertWeights, Routed, Routing
+from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
-from edgellm.kernels.experts.twin import NumpyExperts, clamped
+from edgellm.kernels.experts.twin import NumpyExperts, activated
 
 pytestmark = pytest.mark.gpu
 
@@ -149,25 +149,27 @@ def layers_of(gpu: Any, kind: str, rows: int, columns: int, dtype: str) -> tuple
     return on_gpu(gpu, weight, bias, EXPERTS, dtype), dense_values(weight, dtype), bias
 
 
-@pytest.mark.parametrize("rows", [1, 20, 65])
+@pytest.mark.parametrize("rows", [1, 5, 20, 65])
 @pytest.mark.parametrize(("kind", "hidden", "size", "dtype"), CASES)
 def test_products_have_the_bits_of_dense_layers(gpu, kind: str, hidden: int, size: int, dtype: str, rows: int) -> None:
-    """Of one row, of rows of which more chose an expert than one block multiplies, and of more rows, each by itself."""
+    """Of one row, of few, of rows of which more chose an expert than one block multiplies, of more, each by itself."""
     kernels = CudaExperts(gpu.kernel_module, dtype)
     ids = random_ids(EXPERTS, CHOSEN, rows)
     x = np.random.default_rng(4).standard_normal((rows, hidden), np.float32)
     on_device, given = device_copy(gpu, to_bits(x, dtype)), device_copy(gpu, ids)
     layer, values, bias = layers_of(gpu, kind, 2 * size, hidden, dtype)
     inner = gpu.empty((rows, CHOSEN * size), dtype)
-    kernels.gate_up(on_device, given, layer, 0.0, inner)()
+    kernels.gate_up(on_device, given, layer, Activation(), inner)()
     pairs = np.repeat(x[:, None], CHOSEN, axis=1)
     expected = of_dense_layers(gpu, dtype, "gated", values, bias, pairs, ids)
     np.testing.assert_array_equal(gpu.download(inner).reshape(expected.shape), expected)
 
-    kernels.gate_up(on_device, given, layer, 0.5, inner)()  # gates and ups that alternate, within a limit
     sums = of_dense_layers(gpu, dtype, "sums", values, bias, pairs, ids)
-    found = from_bits(gpu.download(inner), dtype).reshape(rows, CHOSEN, size)
-    assert relative(found, clamped(sums, 0.5)) < (5e-4 if dtype == "float16" else 4e-3)
+    for how in ACTIVATIONS[1:]:
+        inner = gpu.empty((rows, CHOSEN * 2 * size // how.sums), dtype)
+        kernels.gate_up(on_device, given, layer, how, inner)()
+        found = from_bits(gpu.download(inner), dtype).reshape(rows, CHOSEN, -1)
+        assert relative(found, activated(sums, how)) < (5e-4 if dtype == "float16" else 4e-3)
 
     layer, values, bias = layers_of(gpu, kind, hidden, size, dtype)
     outputs = gpu.empty((rows, CHOSEN * hidden), "float32")
@@ -194,7 +196,7 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
         own = Routed(*(device_copy(gpu, each[rows].copy()) for each in (ids, weights, shares)))
         inner, outputs = gpu.empty((count, CHOSEN * size), "float16"), gpu.empty((count, CHOSEN * hidden), "float32")
         given = device_copy(gpu, to_bits(x[rows], "float16"))
-        kernels.gate_up(given, own.expert_ids, layers[0], 0.0, inner)()
+        kernels.gate_up(given, own.expert_ids, layers[0], Activation(), inner)()
         kernels.down(inner, own.expert_ids, layers[1], outputs)()
         total, before = gpu.empty((count, hidden), "float32"), device_copy(gpu, residual[rows].copy())
         ends = 0.25, device_copy(gpu, shared[rows].copy())
@@ -222,7 +224,7 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
     layer = layers_of(gpu, "int4", 2 * size, hidden, "float16")[0]
     x = device_copy(gpu, to_bits(np.random.default_rng(7).standard_normal((rows, hidden), np.float32), "float16"))
     given, captured = device_copy(gpu, random_ids(EXPERTS, CHOSEN, rows)), gpu.empty((rows, CHOSEN * size), "float16")
-    launch = kernels.gate_up(x, given, layer, 0.0, captured)
+    launch = kernels.gate_up(x, given, layer, Activation(), captured)
     launch()
     graph = gpu.capture(launch, "experts")
     assert graph is not launch, "the step was not captured"
@@ -233,6 +235,6 @@ def test_a_captured_step_serves_any_choice(gpu) -> None:
         graph()
         found.append(gpu.download(captured))
         again, there = gpu.empty((rows, CHOSEN * size), "float16"), device_copy(gpu, ids)
-        kernels.gate_up(x, there, layer, 0.0, again)()
+        kernels.gate_up(x, there, layer, Activation(), again)()
         np.testing.assert_array_equal(found[-1], gpu.download(again))
     assert (found[0] != found[1]).any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from expert_cases import random_ids, random_layer
+from expert_cases import ACTIVATIONS, random_ids, random_layer
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -17,6 +17,7 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.experts.contract import (
     TILES,
+    Activation,
     ExpertWeights,
     SortedPairs,
     most_tiles,
@@ -85,22 +86,22 @@ def test_ids_that_no_expert_has_are_in_no_tile() -> None:
     assert (found.pairs[:32] >= 0).sum() == 2
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.4])
+@pytest.mark.parametrize("how", ACTIVATIONS)
 @pytest.mark.parametrize("kind", ["dense", "int4 with zeros"])
-def test_products_are_those_of_each_pair(kind: str, limit: float) -> None:
+def test_products_are_those_of_each_pair(kind: str, how: Activation) -> None:
     experts, count, rows, hidden, size = 6, 3, 50, 32, 16
     random, ids = np.random.default_rng(1), random_ids(experts, count, rows)
     layers = []
-    for out, inside in ((2 * size, hidden), (hidden, size)):
+    for out, inside in ((how.sums * size, hidden), (hidden, size)):
         weight = random_layer(experts, out, inside, "float16", kind, out)
         layers.append(ExpertWeights(LinearWeights(weight, random.standard_normal((experts, out), np.float32)), experts))
     x, few, many = random.standard_normal((rows, hidden), np.float32), NumpyExperts(), NumpyExperts()
     inner, outputs = np.zeros((2, rows, count * size), np.float32), np.zeros((2, rows, count * hidden), np.float32)
-    few.gate_up(x, ids, layers[0], limit, inner[0])()
+    few.gate_up(x, ids, layers[0], how, inner[0])()
     few.down(inner[0], ids, layers[1], outputs[0])()
     own = room(ids.size, experts, 16)
     many.sort(ids, experts, own)()
-    many.sorted_gate_up(x, own, layers[0], limit, inner[1])()
+    many.sorted_gate_up(x, own, layers[0], how, inner[1])()
     many.sorted_down(inner[0], own, layers[1], outputs[1])()
     np.testing.assert_allclose(inner[1], inner[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
@@ -159,8 +160,8 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
             layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
             packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
             both = [ExpertWeights(LinearWeights(each), 128) for each in packed]
-        for limit in (0.0, 7.0):
-            kernels.sorted_gate_up(array(rows, 2048), own, both[0], limit, array(rows, 8 * 768))
+        for how in ACTIVATIONS:
+            kernels.sorted_gate_up(array(rows, 2048), own, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.sorted_down(array(rows, 8 * 768), own, both[1], array(rows, 8 * 2048, kind="float32"))
     return module
 
@@ -185,6 +186,6 @@ def test_modules_compile_within_the_shared_memory_of_each_device(
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
     sources = asked(architecture, dtype, kinds, rows).sources
-    assert len(sources) == 1 + 3 * len(kinds)
+    assert len(sources) == 1 + 4 * len(kinds)
     for source in sources:
         assert compile_module(source, architecture).code.startswith(b"\x7fELF")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_bits import to_bits
-from expert_cases import dense_values, on_gpu, random_ids, random_layer
+from expert_cases import ACTIVATIONS, dense_values, on_gpu, random_ids, random_layer
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS
 
@@ -16,6 +16,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.experts.contract import (
     TILES,
+    Activation,
     ExpertWeights,
     SortedPairs,
     rows_of_tiles,
@@ -139,25 +140,25 @@ def test_pairs_have_the_bits_of_few_rows_and_of_dense_prompts(
     x_there, y_there = (device_copy(gpu, to_bits(each, dtype)) for each in (x, y))
     first, second = (layers_of(gpu, kind, experts, *each, dtype) for each in ((2 * size, hidden), (hidden, size)))
     expected = {}
-    for limit in (0.0, 0.5):
-        inner = unwritten(gpu, rows, chosen * size, dtype)
-        few.gate_up(x_there, given, first[0], limit, inner)()
-        expected[limit] = gpu.download(inner)
+    for how in ACTIVATIONS:
+        inner = unwritten(gpu, rows, chosen * 2 * size // how.sums, dtype)
+        few.gate_up(x_there, given, first[0], how, inner)()
+        expected[how] = gpu.download(inner)
     outputs = unwritten(gpu, rows, chosen * hidden, "float32")
     few.down(y_there, given, second[0], outputs)()
     downs = gpu.download(outputs)
     if not skewed:
         dense = by_dense_prompts(gpu, dtype, first[1], first[2], x, ids, gated=True)
-        np.testing.assert_array_equal(dense.reshape(rows, -1), expected[0.0])
+        np.testing.assert_array_equal(dense.reshape(rows, -1), expected[Activation()])
     tilings = [own for tile in TILES for own in expert_tilings(tile, many.gpu, first[0].layout)]
     if case >= EVERY_TILING:
         tilings = [tilings[case % len(tilings)]]
     for own in tilings:
         many.tiling, pairs = own, sorted_on(gpu, many, ids, experts, own.rows)
-        for limit, wanted in expected.items():
-            inner = unwritten(gpu, rows, chosen * size, dtype)
-            many.sorted_gate_up(x_there, pairs, first[0], limit, inner)()
-            np.testing.assert_array_equal(gpu.download(inner), wanted, err_msg=f"{own} {limit}")
+        for how, wanted in expected.items():
+            inner = unwritten(gpu, *wanted.shape, dtype)
+            many.sorted_gate_up(x_there, pairs, first[0], how, inner)()
+            np.testing.assert_array_equal(gpu.download(inner), wanted, err_msg=f"{own} {how}")
         outputs = unwritten(gpu, rows, chosen * hidden, "float32")
         many.sorted_down(y_there, pairs, second[0], outputs)()
         np.testing.assert_array_equal(gpu.download(outputs), downs, err_msg=str(own))
@@ -177,7 +178,7 @@ def test_a_prompt_has_the_bits_of_its_parts(gpu, kind: str) -> None:
         count = len(ids[own])
         pairs = sorted_on(gpu, many, ids[own].copy(), experts, rows_of_tiles(count * chosen, experts))
         inner = unwritten(gpu, count, chosen * size, "float16")
-        many.sorted_gate_up(x_there[own], pairs, layer, 0.0, inner)()
+        many.sorted_gate_up(x_there[own], pairs, layer, Activation(), inner)()
         return gpu.download(inner)
 
     whole = computed(slice(0, rows))
@@ -196,7 +197,7 @@ def test_a_captured_prompt_serves_any_choice(gpu) -> None:
     x = device_copy(gpu, np.random.default_rng(7).standard_normal((rows, hidden)).astype(np.float16))
     given, inner = device_copy(gpu, random_ids(experts, chosen, rows)), unwritten(gpu, rows, chosen * size, "float16")
     pairs = room(gpu, rows * chosen, experts, tile)
-    launches = many.sort(given, experts, pairs), many.sorted_gate_up(x, pairs, layer, 0.0, inner)
+    launches = many.sort(given, experts, pairs), many.sorted_gate_up(x, pairs, layer, Activation(), inner)
     for launch in launches:
         launch.overlap_previous()
 
@@ -210,5 +211,5 @@ def test_a_captured_prompt_serves_any_choice(gpu) -> None:
         gpu.upload(given, ids)
         graph()
         found, again = gpu.download(inner), unwritten(gpu, rows, chosen * size, "float16")
-        CudaExperts(gpu.kernel_module, "float16").gate_up(x, given, layer, 0.0, again)()
+        CudaExperts(gpu.kernel_module, "float16").gate_up(x, given, layer, Activation(), again)()
         np.testing.assert_array_equal(found, gpu.download(again))

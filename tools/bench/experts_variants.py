@@ -1,0 +1,217 @@
+"""Tries of the decode kernels of a mixture's layer: each with its bits and times, beside what ships.
+
+    python tools/bench/experts_variants.py [--rows 1 4 16] [--seconds 45]
+
+Shapes and weights are those of `experts_speed.py` in int4. Of each number of rows microseconds of a layer (CUDA graphs
+of all layers), and of its kernels. Nothing of what is tried is in the kernels that ship: their sources are edited here.
+
+- ahead: gates and ups let the next kernel start when the router has ended, and not before, so that downs know their
+  experts and begin to read before they wait for gates and ups. With other forms of `PackedRows` these find room, too.
+- row adds: of one row, a block of downs has its columns of all experts and adds them, without a word to other blocks.
+- asks: gates and ups ask the second-level cache for the same experts' downs, 1 when their own weights are under way, 2
+  when they have been multiplied.
+- releases: who comes last is found by one instruction in place of two fences and an atomic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+from as_device import parse
+from experts_speed import LAYERS, Bench, Step
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.kernels import compiler
+from edgellm.kernels.decode.packed_rows import PackedRows, packed_rows
+from edgellm.kernels.experts import launcher
+from edgellm.kernels.experts.launcher import expert_bytes
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+
+#: Edits of experts/addition.cuh and of experts/packed_rows.cu: what stands there, what stands in its place.
+_RELEASES = {
+    """        __threadfence();
+        is_last = atomicInc(counter, count - 1) == count - 1;
+        __threadfence();
+""": """        unsigned before;
+        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                     : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+        is_last = before == count - 1;
+"""
+}
+_BEGIN = "template <typename T, typename G, int KIND, typename Pairs>\n"
+_MULTIPLIES = {
+    _BEGIN: Path(__file__).with_suffix(".cuh").read_text("utf-8") + "\n" + _BEGIN,
+    "    stream.start();\n": """    stream.start();
+    if (HOST_AHEAD && KIND == experts::SUMS) wait_for_previous_kernel();
+    if (HOST_ASKS == 1 && KIND == experts::GATED) ask_for_downs(given);
+""",
+    "    if constexpr (KIND == experts::SUMS) experts::add": """
+    if (HOST_ASKS == 2 && KIND == experts::GATED) ask_for_downs(given);
+    if constexpr (KIND == experts::SUMS) experts::add""",
+    "    if (!G::LATE) launch_next_kernel();\n    wait_for_previous_kernel();\n": """
+    constexpr bool IS_SUMS = KIND == experts::SUMS;
+    if (!HOST_AHEAD || IS_SUMS) launch_next_kernel();
+    if (!HOST_AHEAD || !IS_SUMS) wait_for_previous_kernel();
+    if (HOST_AHEAD && !IS_SUMS) launch_next_kernel();
+    if constexpr (HOST_ROW_ADDS && G::ONE && IS_SUMS) return multiply_row<T, G>(given, shared);
+    else
+""",
+    "(given, group, shared);\n": """(given, group, shared);
+        else if (HOST_AHEAD && IS_SUMS) wait_for_previous_kernel();
+""",
+}
+#: A row's downs in a block: eight warps share K of each of its tiles. Bytes of shared memory that it asks for.
+_ROW, _ROW_BYTES = PackedRows(True, 8, 1, 4, 8, 1, 2), 112 << 10
+
+
+class Variant(NamedTuple):
+    """What is tried, and forms by columns of the matrix: weight tiles, depth, blocks, how many have registers."""
+
+    ahead: int = 0
+    row_adds: int = 0
+    asks: int = 0
+    releases: int = 0
+    forms: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def __str__(self) -> str:
+        said = [f"{name}={value}" for name, value in zip(self._fields[:4], self[:4], strict=True) if value]
+        return ", ".join(said + [f"K={columns} {form}" for columns, form in self.forms]) or "as it ships"
+
+
+def variants(rows: int, hidden: int, size: int) -> list[Variant]:
+    """All, by themselves and together."""
+    few, ring, downs = (hidden, (1, 0, 1, 2)), (hidden, (2, 3, 1, 2)), (size, (1, 2, 2, 2))
+    found = [Variant(), Variant(releases=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
+    if rows > 1:
+        found += [Variant(asks=1), Variant(asks=2), Variant(1, releases=1), Variant(1, 0, 2, 1)]
+        forms = (1, 0, 2, 2), (2, 1, 2, 2), (2, 2, 1, 1)
+        return found + [Variant(1, releases=1, forms=((size, form),)) for form in forms]
+    found += [Variant(ahead=1, forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
+    found += [Variant(row_adds=1), Variant(1, 1), Variant(1, 1, releases=1)]
+    return found + [Variant(1, adds, 0, 1, (form,)) for adds in (0, 1) for form in (few, ring)]
+
+
+def patched(kernel: Kernel, variant: Variant) -> Kernel:
+    """The same of edited sources."""
+    headers, own = {}, (variant.ahead, variant.row_adds, variant.asks)
+    for file, edits, is_needed in (
+        ("experts/addition.cuh", _RELEASES, variant.releases),
+        ("experts/packed_rows.cu", _MULTIPLIES, any(own) and "expert_" in kernel.expression),
+    ):
+        if not is_needed:
+            continue
+        text = (Path(compiler.__file__).parent / file).read_text("utf-8")
+        for before, after in edits.items():
+            assert text.count(before) == 1, before
+            text = text.replace(before, after)
+        headers[file] = text
+    macros = *kernel.source.macros, *zip(("HOST_AHEAD", "HOST_ROW_ADDS", "HOST_ASKS"), own, strict=True)
+    source = replace(kernel.source, headers=tuple(headers.items()))
+    return kernel._replace(source=replace(source, macros=macros) if any(own) else source)
+
+
+@contextmanager
+def kernels_of(variant: Variant, bench: Bench, rows: int) -> Iterator[None]:
+    """Meanwhile launches are made as a variant says."""
+    forms, in_row = dict(variant.forms), variant.row_adds and rows == 1
+
+    def chosen(batch: int, layout: Any, gpu: Any, normed: bool, experts_rows: int = 0) -> PackedRows | None:
+        usual, form = packed_rows(batch, layout, gpu, normed, experts_rows), forms.get(layout.columns)
+        if in_row and layout.columns == bench.size:
+            return _ROW
+        if usual is None or form is None:
+            return usual
+        weight_tiles, depth, blocks, resident = form
+        at_once = max(16 // usual.sharing, (8 if batch == 1 else 2) // weight_tiles)
+        return PackedRows(batch == 1, usual.sharing, weight_tiles, depth, at_once, blocks, resident)
+
+    def launch(module: Any, kernel: Kernel, grid: Any, threads: int, shared_bytes: int, given: Any) -> Launch:
+        if in_row and "expert_sums" in kernel.expression:
+            grid, shared_bytes = (bench.hidden // 16, 1, 1), _ROW_BYTES
+        return Launch(module, patched(kernel, variant), grid, threads, shared_bytes, given)
+
+    patches = patch.object(launcher, "packed_rows", chosen), patch.object(launcher, "Launch", launch)
+    with patches[0], patches[1], bench.kernels.module.side_by_side():
+        yield
+
+
+class Tried:
+    """A step of so many rows, and what its variants gave."""
+
+    def __init__(self, bench: Bench, rows: int) -> None:
+        self.bench, self.expected = bench, b""
+        self.step, self.routed = (Step(bench, bench.choices(rows, False)) for _ in range(2))
+        self.routed.ids = [self.routed.routed.expert_ids] * LAYERS  # what its router chooses
+
+    def launches(self, variant: Variant) -> list[dict[str, Launch]]:
+        """Those of a layer whose router chooses, and of all layers."""
+        bench = self.bench
+        with kernels_of(variant, bench, self.step.rows):
+            every = [self.routed.launches(0), *(self.step.launches(number) for number in range(LAYERS))]
+        for own, layer in zip(every, (bench.layers[0], *bench.layers), strict=True):
+            addition, layout = own["gate_up"]._arguments[0].addition, layer.down.layout
+            assert layout is not None
+            addition.outputs = layer.down.linear.weight.pointer  # which gates and ups have no use for but to ask
+            addition.width = expert_bytes(layout, layer.down.experts)
+        return every
+
+    def bits(self, own: dict[str, Launch]) -> bytes:
+        """What a router and its experts give in a graph whose launches overlap, behind other choices and sums."""
+        routed, device = self.routed, self.bench.device
+        arrays = routed.routed.expert_ids, routed.routed.expert_weights, routed.inner, routed.output, routed.counters
+        for launch in own.values():
+            launch.overlap_previous()
+            launch()
+        graph = device.capture(lambda: [launch() for launch in own.values()], "experts")
+        for array in arrays:
+            device.upload(array, np.zeros(array.shape, array.dtype))
+        graph()
+        return b"".join(device.download(each).tobytes() for each in arrays)
+
+    def take(self, variant: Variant) -> None:
+        """Its bits and microseconds, printed."""
+        name = f"{self.step.rows:2d} rows, {variant}"
+        try:
+            chosen, *every = self.launches(variant)
+            found = self.bits(chosen)
+            self.expected = self.expected or found
+            spans = {"layer": self.bench.milliseconds([launch for own in every for launch in own.values()])}
+            spans |= {kernel: self.bench.milliseconds([own[kernel] for own in every]) for kernel in every[0]}
+            spans = {key: round(1000 * span, 2) for key, span in spans.items()}
+            said = "same bits" if found == self.expected == self.bits(chosen) else "OTHER BITS"
+        except Exception as error:
+            spans, said = {}, f"FAILED {type(error).__name__}: {str(error)[:200]}"
+        print(f"{name:64s} {said} {json.dumps(spans)}", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, usual in (("experts", 128), ("chosen", 8), ("hidden", 2048), ("size", 768)):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--seconds", type=float, default=45.0, help="behind which nothing new is begun")
+    options = parse(parser)
+    options.sort_from, begun = math.inf, time.monotonic()
+    device = CudaDevice()
+    bench = Bench(device, KernelModule(device.gpu, device.stream), options, "int4")
+    for rows in options.rows:
+        tried = Tried(bench, rows)
+        for variant in (*variants(rows, bench.hidden, bench.size), Variant()):
+            if time.monotonic() - begun < options.seconds:
+                tried.take(variant)
+        print(f"{rows} rows done behind {time.monotonic() - begun:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
