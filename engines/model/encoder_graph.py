@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from edgellm.engines.model.encoder_steps import (
     AveragePool,
@@ -17,17 +17,27 @@ from edgellm.engines.model.encoder_steps import (
     ScaledResidual,
     Unfold,
 )
-from edgellm.engines.model.operations import Scoring, Tensor
-
-if TYPE_CHECKING:
-    from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.operations import Operations, Scoring, Tensor
+from edgellm.engines.model.steps import Norm
 
 #: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
 #: 16 heads all of them would be a gigabyte.
 _MOST_SCORES = 1 << 26
 
 
-def _attention(graph: ProgramGraph[Tensor], step: EncoderAttention) -> Tensor:
+class Running(Protocol[Tensor]):
+    """What of a `ProgramGraph` computes steps."""
+
+    operations: Operations[Tensor]
+    values: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    to_residual: Callable[[Tensor], Tensor]
+
+    def normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+        """See `ProgramGraph.normed_parts`."""
+
+
+def _attention(graph: Running[Tensor], step: EncoderAttention) -> Tensor:
     operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
     value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
@@ -54,7 +64,7 @@ def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
     return tuple(min(size, rows - start) for start in range(0, rows, size))
 
 
-def _average_pool(graph: ProgramGraph[Tensor], step: AveragePool) -> Tensor:
+def _average_pool(graph: Running[Tensor], step: AveragePool) -> Tensor:
     operations, size, width = graph.operations, step.size, step.width
     squares = step.side // size
 
@@ -68,12 +78,12 @@ def _average_pool(graph: ProgramGraph[Tensor], step: AveragePool) -> Tensor:
     return operations.to_compute(mean)
 
 
-def _prepend(graph: ProgramGraph[Tensor], step: Prepend) -> Tensor:
+def _prepend(graph: Running[Tensor], step: Prepend) -> Tensor:
     row = graph.operations.reshape(graph.weights[step.row.name], (1, 1, *step.row.shape))
     return graph.operations.concatenate((row, graph.values[step.value]), axis=1)
 
 
-def _scaled_residual(graph: ProgramGraph[Tensor], step: ScaledResidual) -> Tensor:
+def _scaled_residual(graph: Running[Tensor], step: ScaledResidual) -> Tensor:
     operations, (width,) = graph.operations, step.weight.shape
     weight = operations.reshape(operations.to_float32(graph.weights[step.weight.name]), (1, 1, width))
     added = operations.multiply(operations.to_float32(graph.values[step.value]), weight)
@@ -81,14 +91,14 @@ def _scaled_residual(graph: ProgramGraph[Tensor], step: ScaledResidual) -> Tenso
     return operations.add(residual, graph.to_residual(added))
 
 
-def _product(graph: ProgramGraph[Tensor], step: Product) -> Tensor:
+def _product(graph: Running[Tensor], step: Product) -> Tensor:
     operations = graph.operations
     product = operations.product(graph.values[step.value], graph.weights[step.weight.name])
     return operations.to_compute(operations.scale(product, step.scale))
 
 
 #: What gives the output of each kind of step.
-ENCODER_STEPS: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
+ENCODER_STEPS: dict[type, Callable[[Running[Any], Any], Any]] = {
     EncoderAttention: _attention,
     AveragePool: _average_pool,
     Prepend: _prepend,
