@@ -98,7 +98,7 @@ def _product(graph: Running[Tensor], step: Product) -> Tensor:
 
 
 #: What gives the output of each kind of step.
-ENCODER_STEPS: dict[type, Callable[[Running[Any], Any], Any]] = {
+ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     EncoderAttention: _attention,
     AveragePool: _average_pool,
     Prepend: _prepend,
