@@ -216,6 +216,9 @@ def read_inputs(
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check([*decoder_weights(config), *token_table(config)], unread_tensors(config))
+        for spec in token_table(config):
+            if (read_packed := checkpoint.reader(spec.name, spec.shape)) is not None:
+                read_packed(np.zeros(1, np.int32))  # which finds rows that are packed together
         config = with_delta_products(config, checkpoint)
         weights = _weight_files(checkpoint, "", published)
         if not (source / "tokenizer.json").exists():

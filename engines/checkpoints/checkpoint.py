@@ -55,7 +55,9 @@ _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 #: Weights of two dimensions that are no linear layer's.
-_TABLES = ("embed_tokens.weight", "embed_tokens_per_layer.weight", "pos_embed.weight", "position_embedding.weight")
+_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
+#: A table that is packed where its tensors say so: what packs all linear layers leaves it alone.
+_TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
 _WEIGHT = ".weight"
 #: What chooses experts.
 _ROUTERS = (
@@ -224,6 +226,8 @@ class Checkpoint:
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
+        if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
+            return None
         alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
         return self.quantization.layout(published_names(module) if self._is_wrapped else alone)
 
@@ -252,8 +256,9 @@ class Checkpoint:
         read = self.reader(name, shape)
         return None if read is None else read()
 
-    def reader(self, name: str, shape: Sequence[int]) -> Callable[[], StoredWeight] | None:
-        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files."""
+    def reader(self, name: str, shape: Sequence[int]) -> Callable[..., StoredWeight] | None:
+        """What gives `stored` whenever it is called, also once the checkpoint is closed: it has views of the files. Of
+        `rows`, int [n], it gives these alone, and reads no others of a mapped file (`LinearTensors.of_rows`)."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
@@ -261,14 +266,14 @@ class Checkpoint:
         found = self._misfit(name, shape) or self._differences(wanted)
         if found:
             raise CheckpointError(f"{self.path}: {'; '.join(found)}. Take config.json and weights of one model")
-        # Those of GGUF files may be copies: they are read whenever `read` is called.
-        views = {} if name in self._layouts else {each: self._typed(each) for each in wanted}
-        lookup = self._typed if name in self._layouts else views.get
+        # Those of GGUF files may be copies: they are read whenever `read` is called, but for one that is mapped.
+        copies = name in self._layouts and name != _TOKEN_ROWS
+        lookup = self._typed if copies else {each: self._typed(each) for each in wanted}.get
         tensors = LinearTensors(name.removesuffix(_WEIGHT), (rows, columns), lookup)
 
-        def read() -> StoredWeight:
+        def read(rows: np.ndarray | None = None) -> StoredWeight:
             try:
-                return layout.read(tensors)
+                return layout.read(tensors if rows is None else tensors.of_rows(rows))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {error}") from None
 

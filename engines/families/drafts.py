@@ -4,7 +4,7 @@ that looks like them and is refused by name.
 z-lab's DFlash gave the layout, SpecForge and vLLM's speculators write it for DSpark and Domino, too: several layers of
 Qwen3, one `hidden_norm` for all of them, and `dflash_config`, where `projector_type` names what was added. P-EAGLE has
 EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not there yet; EAGLE-4 has a second head, of low
-rank.
+rank. Gemma 4's assistants stand beside it as models of their own, which project the base's embedding and last state.
 """
 
 from __future__ import annotations
@@ -99,6 +99,13 @@ _OTHER_DRAFTS = (
         "peagle",
         keys=("ptd_token_id",),
         tensors=("mask_hidden",),
+    ),
+    DraftKind(
+        "Gemma 4 assistant",
+        "has no keys and values of its own: it attends to those of its base, for which drafts have no place here",
+        "assistantforcausallm",
+        keys=("backbone_hidden_size",),
+        tensors=("pre_projection.", "masked_embedding."),
     ),
 )
 #: What is read by `BlockDraftReader`.

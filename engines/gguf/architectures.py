@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.gguf import layer_names
 from edgellm.engines.gguf.encoders import ENCODERS
-from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.gemma import gemma2_config, gemma3_config, gemma4_config
+from edgellm.engines.gguf.metadata import Metadata, attends
 
 _Config = dict[str, Any]
 _QUERY_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
@@ -27,7 +28,8 @@ class Architecture:
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
     Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`; `whole`: tensors that are
     no module's. With `alternating` rows of gate and up of an expert were published in turn, as one; with `joined` those
-    of an MLP one behind the other. `tiled`: value heads stand apart that share a key head, where there are such.
+    of an MLP one behind the other. `tiled`: value heads stand apart that share a key head, where there are such. MLPs
+    of layers are of one size, unless they are `uneven`, which `own` looks at.
     """
 
     model_type: str
@@ -43,6 +45,7 @@ class Architecture:
     alternating: bool = False
     joined: bool = False
     tiled: bool = True
+    uneven: bool = False
 
     def config(self, metadata: Metadata, shared: _Config) -> _Config:
         """What `config.json` would say, None where it would say nothing; `shared` is what all architectures have."""
@@ -70,6 +73,8 @@ def _known(metadata: Metadata, known: Mapping[str, Architecture]) -> NoReturn:
     name = metadata.architecture
     options = {**dict.fromkeys(_DRAFTS, "--draft"), ENCODERS: "--mmproj"}
     advice = f". Such a file goes with a model: name it with {options[name]}" if name in options else ""
+    if name == "gemma4-assistant":
+        advice = ". An assistant drafts from keys and values of its model, which is not done: build without a draft"
     raise UnsupportedModelError(
         f"{metadata.path}: 'general.architecture' is {name!r:.80}; supported are {', '.join(known)}{advice}"
     )
@@ -97,7 +102,7 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     layers, recurrent = config["num_hidden_layers"], metadata.get("attention.recurrent_layers")
     return {
         "full_attention_interval": interval,
-        "layer_types": [_attends(not each, "linear") for each in recurrent[:layers]]
+        "layer_types": [attends(not each, "linear") for each in recurrent[:layers]]
         if isinstance(recurrent, list)
         else None,
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
@@ -108,45 +113,6 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
         "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"] | metadata.sections(),
     }
-
-
-def _gemma(config: _Config, most_layers: int) -> _Config:
-    """The largest model, of so many layers, scales attention by hidden size and heads, the others by the size of a
-    head. Values go beyond float16."""
-    layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    return {
-        "query_pre_attn_scalar": hidden / heads if layers == most_layers and heads and hidden else config["head_dim"],
-        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
-    }
-
-
-def _gemma2(metadata: Metadata, config: _Config) -> _Config:
-    return _gemma(config, 46) | {
-        "sliding_window": metadata.whole("attention.sliding_window") or None,
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping"),
-    }
-
-
-def _gemma3(metadata: Metadata, config: _Config) -> _Config:
-    layers = config["num_hidden_layers"]
-    window, pattern = metadata.whole("attention.sliding_window"), metadata.get("attention.sliding_window_pattern")
-    if not window:
-        window, pattern = None, [False] * layers
-    rope = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
-    return _gemma(config, 62) | {
-        "sliding_window": window,
-        "layer_types": [_attends(not each, "sliding") for each in pattern] if isinstance(pattern, list) else None,
-        "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
-        "rope_parameters": {
-            "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
-            "sliding_attention": local,
-        },
-    }
-
-
-def _attends(to_all: bool, otherwise: str) -> str:
-    return f"{'full' if to_all else otherwise}_attention"
 
 
 def _window(metadata: Metadata, config: _Config) -> _Config:
@@ -173,19 +139,13 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
     if not window:
         return found
     kinds = {"full_attention": rope, "sliding_attention": {"rope_theta": rope["rope_theta"]}}
-    windowed = {"sliding_window": window, "layer_types": _windowed(metadata), "rope_parameters": kinds}
+    windowed = {"sliding_window": window, "layer_types": metadata.layer_types(), "rope_parameters": kinds}
     return found | {"model_type": "olmo3"} | windowed
-
-
-def _windowed(metadata: Metadata) -> list[str] | None:
-    """Which layers look back on a window; None where the file does not say."""
-    pattern = metadata.flags("attention.sliding_window_pattern")
-    return [_attends(not each, "sliding") for each in pattern] or None
 
 
 def _exaone4(metadata: Metadata, config: _Config) -> _Config:
     """Without a window all layers attend to all."""
-    return _window(metadata, config) | {"layer_types": _windowed(metadata)}
+    return _window(metadata, config) | {"layer_types": metadata.layer_types()}
 
 
 def _minicpm(metadata: Metadata, config: _Config) -> _Config:
@@ -374,8 +334,11 @@ _ARCHITECTURES = {
     "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **layer_names.LFM2),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=layer_names.POST_NORM, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
-    "gemma2": Architecture("gemma2", _gemma2, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
-    "gemma3": Architecture("gemma3_text", _gemma3, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
+    "gemma2": Architecture("gemma2", gemma2_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
+    "gemma3": Architecture(
+        "gemma3_text", gemma3_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS
+    ),
+    "gemma4": Architecture("gemma4_text", gemma4_config, False, _GEMMA3, names=layer_names.GEMMA4_NAMES, uneven=True),
     "phi3": Architecture(
         "phi3", _window, False, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
     ),

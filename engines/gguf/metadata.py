@@ -75,6 +75,11 @@ class Metadata:
         """A list of true or false; empty where there is none."""
         return self.entries(key, bool, "true or false")
 
+    def layer_types(self) -> list[str] | None:
+        """Which layers look back on a window, by their published names; None where the file does not say."""
+        pattern = self.flags("attention.sliding_window_pattern")
+        return [attends(not each, "sliding") for each in pattern] or None
+
     def sections(self) -> dict[str, list[int]]:
         """Of an embedding at positions in time, height and width how many frequencies follow each, by its published
         name; nothing of others."""
@@ -144,6 +149,11 @@ class Metadata:
         if value is not None and not is_valid(value):
             raise self.error(key, value, words)
         return value
+
+
+def attends(to_all: bool, otherwise: str) -> str:
+    """The published name of a layer that attends to all tokens, or `otherwise`."""
+    return f"{'full' if to_all else otherwise}_attention"
 
 
 def _is_whole(value: Any) -> bool:

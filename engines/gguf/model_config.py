@@ -27,7 +27,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
         "hidden_size": metadata.whole("embedding_length"),
-        "intermediate_size": metadata.same_in_all("feed_forward_length"),
+        "intermediate_size": None if own.uneven else metadata.same_in_all("feed_forward_length"),
         "num_hidden_layers": metadata.count("block_count") - metadata.count("nextn_predict_layers", 0),
         "num_attention_heads": metadata.same_in_all("attention.head_count"),
         "num_key_value_heads": metadata.key_value_heads(),
@@ -53,19 +53,23 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
 
 
 #: What ends a turn or a text, where files name but one of several such tokens.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
-_CONTROL = 3
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<|tool_response>"),
+)
+#: Kinds of tokens; Gemma 4's calls of tools end with one that is shown.
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def end_tokens(metadata: Metadata) -> list[int]:
-    """The tokens that end an answer: those that the file names, first, and control tokens that always do."""
+    """The tokens that end an answer: those that the file names, first, and tokens that always do."""
     named = (metadata.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     tokens = metadata.entries("tokenizer.ggml.tokens", str, "texts")
     kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers")
     usual = (
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == _CONTROL and token in _ENDS
+        if token in _ENDS and (kind == _CONTROL or (kind, token) == (_USER_DEFINED, "<|tool_response>"))
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 
@@ -104,13 +108,18 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
     return base | {key: value for key, value in scaling.items() if value is not None}
 
 
+#: From here on a factor is written down for a pair that is not rotated.
+_STILL = 1e20
 #: Where the blend ends in all of Llama's, in rotations within the 8,192 tokens that llama.cpp takes for trained.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _by_factors(metadata: Metadata, factors: np.ndarray, theta: float) -> _Config:
-    """The scaling whose frequencies are divided by `factors` [rotary_dim / 2]: Llama 3's, where it is that."""
-    factor, trained = float(factors.max(initial=1)), 8192
+    """The scaling whose frequencies are divided by `factors` [rotary_dim / 2]: Llama 3's, where it is that, or that of
+    Gemma 4, whose last pairs stand still."""
+    rotated, factor, trained = int((factors == 1).sum()), float(factors.max(initial=1)), 8192
+    if 0 < rotated < len(factors) and (factors[:rotated] == 1).all() and (factors[rotated:] >= _STILL).all():
+        return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
     with np.errstate(all="ignore"):  # what is wrong with them is found where they are used
         turns = trained * np.float64(theta) ** -(np.arange(len(factors)) / max(1, len(factors))) / (2 * np.pi)
         kept = np.clip((turns - 1.0) / 3.0, 0, 1)

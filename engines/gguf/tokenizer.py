@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as the tokenizers library has it, and what `tokenizer_config.json` would say of it.
 
-Two kinds are known: "gpt2", byte pairs with merges, whose `pre` names how texts are split into words before; and
-"llama", SentencePiece's byte pairs, whose merges follow from the scores of what they give.
+Three kinds are known: "gpt2", byte pairs with merges, whose `pre` names how texts are split into words before; "llama",
+SentencePiece's byte pairs, whose merges follow from the scores of what they give; and "gemma4", the same with merges.
 """
 
 from __future__ import annotations
@@ -90,9 +90,12 @@ def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
     if kind == "gpt2":
         tokenizer, begins = _byte_level(metadata, vocabulary)
     elif kind == "llama":
-        tokenizer, begins = _sentence_pieces(metadata, vocabulary), True
+        prefixed = metadata.flag("tokenizer.ggml.add_space_prefix") is not False
+        tokenizer, begins = _sentence_pieces(metadata, vocabulary, _merges(metadata, vocabulary), prefixed), True
+    elif kind == "gemma4":
+        tokenizer, begins = _sentence_pieces(metadata, vocabulary, _listed_merges(metadata, vocabulary), False), True
     else:
-        raise metadata.error("tokenizer.ggml.model", kind, "gpt2 or llama")
+        raise metadata.error("tokenizer.ggml.model", kind, "gpt2, llama or gemma4")
     # Spaces and line ends behind Phi-3's own tokens belong to them.
     strips = metadata.architecture == "phi3" and kind == "llama"
     added = []
@@ -151,12 +154,7 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre is None:
         words = f"one of {', '.join(_PRES)}, or the model's published tokenizer (edgellm build --tokenizer DIR)"
         raise metadata.error("tokenizer.ggml.pre", name, words)
-    merges, ids = [], vocabulary.ids
-    for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
-        first, space, second = merge.partition(" ")
-        if not (space and first in ids and second in ids and first + second in ids):
-            raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
-        merges.append((first, second))
+    merges = _listed_merges(metadata, vocabulary)
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=pre.whole))
     if pre.composes:
         tokenizer.normalizer = normalizers.NFC()
@@ -168,23 +166,28 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     return tokenizer, pre.begins
 
 
-def _sentence_pieces(metadata: Metadata, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Pieces with a mark for each space, and one before a text unless the file says otherwise; bytes stand for what is
-    in no piece."""
+def _listed_merges(metadata: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges that a file has."""
+    merges, ids = [], vocabulary.ids
+    for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
+        first, space, second = merge.partition(" ")
+        if not (space and first in ids and second in ids and first + second in ids):
+            raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
+        merges.append((first, second))
+    return merges
+
+
+def _sentence_pieces(
+    metadata: Metadata, vocabulary: _Vocabulary, merges: list[tuple[str, str]], prefixed: bool
+) -> tokenizers.Tokenizer:
+    """Pieces with a mark for each space, and one before a text if it is `prefixed`; bytes stand for what is in no
+    piece."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = metadata.entries("tokenizer.ggml.scores", float, "numbers")
-    if len(scores) != len(vocabulary.texts):
-        expected = f"as many as tokens, {len(vocabulary.texts)}"
-        raise metadata.error("tokenizer.ggml.scores", f"of {len(scores)} tokens", expected)
     unknown = _named(metadata, vocabulary, "unknown")
-    model = models.BPE(
-        vocabulary.ids, _merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
-    tokenizer = Tokenizer(model)
-    prefixed = metadata.flag("tokenizer.ggml.add_space_prefix")
-    before = [] if prefixed is False else [normalizers.Prepend(_SPACE)]
-    after = [] if prefixed is False else [decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    before = [normalizers.Prepend(_SPACE)] if prefixed else []
+    after = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
@@ -192,9 +195,13 @@ def _sentence_pieces(metadata: Metadata, vocabulary: _Vocabulary) -> tokenizers.
     return tokenizer
 
 
-def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(metadata: Metadata, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every pair of pieces that gives one of up to `_LONGEST_PIECE` characters, those with the highest scores first, of
     equal ones the first pieces."""
+    scores = metadata.entries("tokenizer.ggml.scores", float, "numbers")
+    if len(scores) != len(vocabulary.texts):
+        expected = f"as many as tokens, {len(vocabulary.texts)}"
+        raise metadata.error("tokenizer.ggml.scores", f"of {len(scores)} tokens", expected)
     ids = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[text] in (_NORMAL, _USER_DEFINED)}
     found = []
     for text, index in ids.items():

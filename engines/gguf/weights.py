@@ -59,6 +59,7 @@ _WHOLE = {
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "feed_forward.expert_bias",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+    "layer_output_scale.weight": "layer_scalar",
 }
 #: Of a head for multi-token prediction, which stands behind the last layer.
 _MTP_MODULES = {
@@ -254,6 +255,8 @@ class _Naming:
             key = "attention.head_count" if own == "attn_q" else "attention.head_count_kv"
             heads = self._metadata.same_in_all(key) or self._metadata.same_in_all("attention.head_count") or 1
             return Change((info,), rows=_pairs_apart(self._size(info, rows, 2 * heads), heads))
+        if own == "per_layer_token_embd":
+            return Change((info,), mapped=True)
         if info.name == _MAPPING:
             return Change((info,), values="offsets")
         if own == "ssm_a":

@@ -81,8 +81,8 @@ class PackQuantized(Layout):
     def read(self, tensors: LinearTensors) -> StoredWeight:
         rows, columns = tensors.shape
         shape = tensors.integers("weight_shape").tolist()
-        if shape != [rows, columns]:
-            raise tensors.error("weight_shape", str(shape), f"[{rows}, {columns}]")
+        if shape != [*tensors.published]:
+            raise tensors.error("weight_shape", str(shape), str([*tensors.published]))
         codes = StoredCodes(tensors.integers("weight_packed"), "rows", self.bits, (rows, columns))
         scales = tensors.scales("weight_scale").reshape(-1, 1 if self.group is None else columns // self.group)
         zeros = self._zeros(tensors, len(scales), scales.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -29,6 +30,8 @@ UNUSED_ENDINGS = (
 #: The tensor of a linear layer whose name alone says that it is packed.
 PACKED_ENDINGS = ("weight_packed", "qweight")
 _LONGEST_PATTERN = 1000
+#: Numbers of a packed table that may stand for all of its rows: its shape, or a scale.
+_FEW = 2
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,7 @@ class Stored:
 class LinearTensors:
     """The tensors of one linear layer [N, K] in a checkpoint, by the endings of their names; what is read is checked.
 
-    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none; `place` is
-    the file that errors begin with.
+    `tensor` gives dtype, shape and bytes of a tensor [nbytes] by its full name, None where there is none.
     """
 
     def __init__(
@@ -69,8 +71,27 @@ class LinearTensors:
         shape: tuple[int, int],
         tensor: Callable[[str], tuple[str, tuple[int, ...], np.ndarray] | None],
     ) -> None:
-        self.module, self.shape = module, shape
+        self.module, self.shape, self.published = module, shape, shape
         self._tensor = tensor
+
+    def of_rows(self, rows: np.ndarray) -> LinearTensors:
+        """Copies of `rows` alone, int [n], in this order; `published` stays the shape of the whole. Raises
+        CheckpointError where a tensor holds neither a row for each of the weight's nor one or two numbers for all."""
+
+        def tensor(name: str) -> tuple[str, tuple[int, ...], np.ndarray] | None:
+            found = self._tensor(name)
+            if found is None or math.prod(found[1]) <= _FEW:
+                return found
+            dtype, (count, *rest), data = found
+            if count != self.shape[0]:
+                raise self.error(
+                    name.rpartition(".")[2], f"the shape {[count, *rest]}", f"{self.shape[0]} rows, as the table has"
+                )
+            return dtype, (len(rows), *rest), data.reshape(count, -1)[rows].reshape(-1)
+
+        part = LinearTensors(self.module, (len(rows), self.shape[1]), tensor)
+        part.published = self.published
+        return part
 
     def has(self, ending: str) -> bool:
         """Whether there is such a tensor."""

@@ -8,12 +8,16 @@ import numpy as np
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import token_table
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.runners.captured_steps import HostStage, Stages
 from edgellm.kernels.arrays import Array, leading
+
+#: Packed rows that are dequantized at a time: what a processor's cache has room for.
+_TOGETHER = 16
 
 
 class TokenRows:
@@ -22,25 +26,36 @@ class TokenRows:
 
     def __init__(self, backend: Backend, config: DecoderConfig, checkpoint: Checkpoint, tokens: int) -> None:
         """Steps have up to so many `tokens`, of all sequences together. Raises CheckpointError where the table is
-        missing, packed, or of another shape."""
-        self._backend, self._size, self._table = backend, config.token_row_size, np.empty((0, 0), np.float32)
+        missing or of another shape."""
+        self._backend, self._size, self._count = backend, config.token_row_size, config.vocab_size
         self._rows = backend.zeros((tokens * self._size,), "compute")
         for spec in token_table(config):
-            self._info = checkpoint.info(spec.name)
-            if checkpoint.layout(spec.name, spec.shape) is not None or self._info.shape != spec.shape:
+            self._info, self._packed = checkpoint.part_infos(*spec.parts[0])[0], checkpoint.reader(*spec.parts[0])
+            if self._packed is None and self._info.shape != spec.shape:
                 raise CheckpointError(
                     f"{self._info.file}: tensor {spec.name!r} is {self._info.dtype} {list(self._info.shape)}, expected "
-                    f"{list(spec.shape)}, not packed. Take config.json and weights of one and the same model"
+                    f"{list(spec.shape)}. Take config.json and weights of one and the same model"
                 )
-            self._table = checkpoint.raw(spec.name)
+            self._table = checkpoint.raw(spec.name) if self._packed is None else np.empty((0, 0), np.float32)
 
     def of(self, token_ids: np.ndarray) -> np.ndarray:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
         none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
-        is_token = (token_ids >= 0) & (token_ids < len(self._table))
-        rows = self._table[np.where(is_token, token_ids, 0)]
+        is_token = ((token_ids >= 0) & (token_ids < self._count)).reshape(-1)
+        rows = self._values(np.where(is_token, token_ids.reshape(-1), 0))
         rows[~is_token] = 0
-        return converted(self._info, rows, self._backend.compute_dtype)
+        return rows.reshape(*token_ids.shape, self._size)
+
+    def _values(self, ids: np.ndarray) -> np.ndarray:
+        """A copy of the rows [n, size] of ids [n]."""
+        dtype, packed = self._backend.compute_dtype, self._packed
+        if packed is None:
+            return converted(self._info, self._table[ids], dtype)
+        rows = np.empty((len(ids), self._size), STORAGE[dtype])
+        for first in range(0, len(ids), _TOGETHER):
+            part = packed(ids[first : first + _TOGETHER]).unpacked()
+            rows[first : first + _TOGETHER] = converted(self._info, part.values(), dtype, "float32")
+        return rows
 
     def bring(self, token_ids: np.ndarray) -> None:
         """Bring the rows of the next step's tokens [B, T], in order with the other work."""

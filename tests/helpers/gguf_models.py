@@ -31,6 +31,7 @@ ARCHITECTURES = {
         "gemma": "gemma",
         "gemma2": "gemma2",
         "gemma3_text": "gemma3",
+        "gemma4_text": "gemma4",
         "phi3": "phi3",
         "granite": "granite",
     },
@@ -45,8 +46,8 @@ ARCHITECTURES = {
 CONVERTED = {
     **dict.fromkeys(("llama_llama3", "llama_biases_head_dim_10", "ministral3", "qwen2_yarn", "qwen3"), "f16"),
     **dict.fromkeys(("qwen3_5_text", "gemma", "phi3_partial_tied", "granite_biases", "smollm3_list_tied"), "f16"),
-    **dict.fromkeys(("lfm2", "seed_oss"), "f16"),
-    **dict.fromkeys(("gemma3", "olmo2", "starcoder2"), "bf16"),
+    **dict.fromkeys(("lfm2", "seed_oss", "gemma4"), "f16"),
+    **dict.fromkeys(("gemma3", "gemma4_plain", "olmo2", "starcoder2"), "bf16"),
     **dict.fromkeys(("qwen3_moe", "olmoe", "lfm2_moe", "qwen3_5_moe_text"), "f16"),
     **dict.fromkeys(("granitemoe", "gpt_oss"), "bf16"),
 }
@@ -54,7 +55,7 @@ _MAMBA = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
 _PAIRED = ("llama", "mistral3", "granite", "smollm3", "granitemoe", "minicpm", *_MAMBA)
 _SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe")
 _SPARSE = ("qwen3moe", "lfm2moe", "gpt-oss", "qwen35moe")
-_WITH_POST_NORM = ("gemma2", "gemma3", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
+_WITH_POST_NORM = ("gemma2", "gemma3", "gemma4", "olmo2", "exaone4", "seed_oss", "qwen35", "qwen35moe", "gpt-oss")
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -71,6 +72,11 @@ _NAMES = {
     **{f"conv.{each}": f"shortconv.{each}" for each in ("conv", "in_proj", "out_proj")},
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    **{"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"},
+    "layer_scalar": "layer_output_scale.weight",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -453,6 +459,8 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     if kind == "gemma3":
         local = rope.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
         found |= {"rope.freq_base_swa": local, "attention.sliding_window": config["sliding_window"]}
+    if kind == "gemma4":
+        found |= _gemma4(config)
     if kind == "phi3":
         size = config["hidden_size"] // heads
         found["rope.dimension_count"] = int(
@@ -479,9 +487,38 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
 
+def _gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """Sizes of layers that attend to all, and of those with a window."""
+    windowed, layers = [each == "sliding_attention" for each in config["layer_types"]], config["num_hidden_layers"]
+    own, shared = next(iter(config["per_layer_config"].values())), config["num_kv_shared_layers"]
+    found = {
+        **{f"attention.{each}_length": own["head_dim"] for each in ("key", "value")},
+        **{f"attention.{each}_length_swa": config["head_dim"] for each in ("key", "value")},
+        "rope.dimension_count": own["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+    if "num_key_value_heads" in own:
+        counts = (config["num_key_value_heads"] if each else own["num_key_value_heads"] for each in windowed)
+        found["attention.head_count_kv"] = list(counts)
+    if config["use_double_wide_mlp"]:
+        size = config["intermediate_size"]
+        found["feed_forward_length"] = [size] * (layers - shared) + [2 * size] * shared
+    return found
+
+
 def rope_factors(config: dict[str, Any]) -> np.ndarray | None:
-    """By which the frequencies of Llama 3 are divided."""
+    """By which the frequencies of Llama 3 are divided, or those of Gemma 4."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("full_attention", {}).get("rope_type") == "proportional":
+        pairs = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        rotated = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        return np.array([1.0] * rotated + [1e30] * (pairs - rotated), np.float32)
     if rope.get("rope_type") != "llama3":
         return None
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 MODEL = "model.safetensors"
 _IGNORED = ["re:.*lm_head", "re:.*(visual|vision_tower|multi_modal_projector).*"]
-#: Attention by 8 bits a row, symmetric; the rest by 4 bits in groups of 32 with zero points.
+_TABLE = "embed_tokens_per_layer"
+#: Attention and tokens' own embeddings by 8 bits a row, symmetric; the rest by 4 bits in groups of 32 with zero points.
 QUANTIZATION: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -20,7 +21,7 @@ QUANTIZATION: dict[str, Any] = {
     "ignore": _IGNORED,
     "config_groups": {
         "rows": {
-            "targets": ["re:.*self_attn.*"],
+            "targets": [f"re:.*{_TABLE}", "re:.*self_attn.*"],
             "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
         },
         "groups": {
@@ -29,7 +30,7 @@ QUANTIZATION: dict[str, Any] = {
         },
     },
 }
-_DENSE = ("embed_tokens", "lm_head", "visual.", "vision_tower.", "multi_modal_projector.")
+_DENSE = ("embed_tokens.", "lm_head", "visual.", "vision_tower.", "multi_modal_projector.")
 
 
 def write_packed(
@@ -46,12 +47,15 @@ def write_packed(
         if not is_linear:
             stored[name] = dense[name] = values
             continue
-        made, dense[name] = _packed(values.astype(np.float32), by_rows is not None and by_rows in name)
+        is_by_rows = _TABLE in name or (by_rows is not None and by_rows in name)
+        made, dense[name] = _packed(values.astype(np.float32), is_by_rows)
         stored |= {f"{name}_{ending}": tensor for ending, tensor in made.items()}
     save_file(stored, packed / MODEL)
     save_file(dense, twin / MODEL)
     config = json.loads((source / "config.json").read_text())
-    groups = {name: group for name, group in QUANTIZATION["config_groups"].items() if by_rows or name == "groups"}
+    groups = QUANTIZATION["config_groups"]
+    if not by_rows:
+        groups = groups | {"rows": groups["rows"] | {"targets": [f"re:.*{_TABLE}"]}}
     ignored = _IGNORED + [f"re:.*{part}" for part in dense_too]
     said = QUANTIZATION | {"config_groups": groups, "ignore": ignored}
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": said}))

@@ -193,7 +193,7 @@ def test_named_tokens_templates_and_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"model": "bert"}, r"'tokenizer\.ggml\.model' is 'bert', expected gpt2 or llama"),
+        ({"model": "bert"}, r"'tokenizer\.ggml\.model' is 'bert', expected gpt2, llama or gemma4"),
         ({"pre": "default"}, r"'tokenizer\.ggml\.pre' is 'default', expected one of llama-bpe, "),
         ({"pre": None}, r"'tokenizer\.ggml\.pre' is None"),
         ({"tokens": None}, "expected the tokens of the model"),
@@ -226,6 +226,49 @@ def test_phi_3_has_what_is_behind_its_tokens(tmp_path: Path) -> None:
     assert plain.ids[0] == last and plain.tokens[1] != "\u2581the"
 
 
+def _of_pieces_with_merges() -> tokenizers.Tokenizer:
+    """A small tokenizer as Gemma 4's is published: SentencePiece's, whose merges do not follow from scores."""
+    space, marks = "\u2581", ["<pad>", "<eos>", "<bos>", "<unk>"]
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = tokenizers.normalizers.Replace(" ", space)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "merged_with_previous")
+    steps = (tokenizers.decoders.Replace(space, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse())
+    made.decoder = tokenizers.decoders.Sequence(list(steps))
+    own = [*marks, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(
+        TEXTS[:6] * 5, trainers.BpeTrainer(vocab_size=700, special_tokens=own, show_progress=False)
+    )
+    described = json.loads(made.to_str())
+    described["added_tokens"] = [each for each in described["added_tokens"] if each["content"] in marks]
+    made = tokenizers.Tokenizer.from_str(json.dumps(described))
+    made.add_special_tokens([AddedToken("<|turn>", normalized=False), AddedToken("<turn|>", normalized=False)])
+    made.add_tokens([AddedToken(each, normalized=False) for each in ("<|channel>", "<|tool_response>", "<|im_end|>")])
+    return made
+
+
+def test_pieces_with_merges_of_their_own(tmp_path: Path) -> None:
+    published = _of_pieces_with_merges()
+    values = byte_pairs(published, "") | {"model": "gemma4", "add_space_prefix": False, "add_bos_token": True}
+    for name in ("bos", "eos", "unk"):
+        values[f"{'unknown' if name == 'unk' else name}_token_id"] = published.token_to_id(f"<{name}>")
+    values["scores"] = [0.0] * len(values["tokens"])
+    metadata = _metadata(tmp_path, "gemma4", **values)
+    found, first = _read(metadata), values["bos_token_id"]
+    bytes_taken = 0
+    for text in [*TEXTS, " two  spaces\n\n\nlines\t<|turn>user\n<|channel>x<turn|>\n"]:
+        expected = published.encode(text).ids
+        assert found.encode(text).ids == [first, *expected]
+        assert found.decode(expected, skip_special_tokens=False) == published.decode(
+            expected, skip_special_tokens=False
+        )
+        bytes_taken += sum(4 <= each < 260 for each in expected)
+    assert bytes_taken > 10
+    ends = [published.token_to_id(text) for text in ("<eos>", "<turn|>", "<|tool_response>")]
+    assert end_tokens(metadata) == ends  # not that which is shown of another family
+    with pytest.raises(CheckpointError, match="expected two tokens with a space between"):
+        _read(_metadata(tmp_path, "gemma4", **(values | {"merges": ["ab"]})))
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 def test_no_value_does_more_than_an_error(tmp_path: Path, model: str) -> None:
     if model == "gpt2":
@@ -254,7 +297,7 @@ def test_no_value_does_more_than_an_error(tmp_path: Path, model: str) -> None:
 
 
 #: Vocabularies of published models that llama.cpp's source has, with texts and their ids; of known kinds.
-VOCABULARIES = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
+VOCABULARIES = ("gemma-4", "gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2", "qwen35", "refact", "starcoder")
 
 
 @pytest.mark.slow

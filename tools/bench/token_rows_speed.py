@@ -1,11 +1,12 @@
 """Times what a step of Gemma 4 waits for on the host, and the step itself with E2B's shapes and weights of 4 bits.
 
-    python tools/bench/token_rows_speed.py [--host] [--elements 8960] [--repeats 200]
+    python tools/bench/token_rows_speed.py [--host] [--packed q6_k] [--elements 8960] [--repeats 200]
 
 The first table: tokens read, their embeddings of all layers gathered in a mapped file, and brought to the GPU
 (`TokenRows`), for steps of one and of four sequences, trees of 60 nodes and chunks. By itself rows are E2B's, 35 layers
 of 256 elements of 16 bits; E4B has 42 x 256 = 10752. The file is 0.6 GB or more below the temporary folder, and is
 removed. Tokens are drawn anew each time; "again" are the same tokens. `--host`: the gathering alone, without a GPU.
+`--packed`: rows in blocks of a type of GGUF files, which are dequantized to bfloat16 as they are gathered.
 Behind it the decode loop behind 128 tokens, which waits for its rows in each step, beside the time of a step's bytes
 (see `gpu_speed.py loops`, which takes `--shapes gemma4-e2b`, too).
 """
@@ -26,7 +27,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "helpers")]
+from gguf_writing import random_blocks, write_gguf
+
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES
 from edgellm.engines.runners.token_rows import TokenRows
 
 VOCABULARY, NAME = 1 << 15, "model.embed_tokens_per_layer.weight"
@@ -79,6 +83,7 @@ def main() -> None:
     """Write the table, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", action="store_true")
+    parser.add_argument("--packed", choices=PACKED_TYPES)
     parser.add_argument("--elements", type=int, default=35 * 256)
     parser.add_argument("--repeats", type=int, default=200)
     options = parser.parse_args()
@@ -87,11 +92,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, nullcontext() if options.host else cuda_device() as gpu:
         path = Path(folder)
         (path / "config.json").write_text("{}")
-        table = np.random.default_rng(0).integers(0, 1 << 14, (VOCABULARY, options.elements), np.uint16)
-        save_file({NAME: table.view(np.float16)}, path / "model.safetensors")
+        random, shape = np.random.default_rng(0), (VOCABULARY, options.elements)
+        if options.packed:
+            table, metadata = random_blocks(options.packed, shape, random), {"general.architecture": "gemma4"}
+            write_gguf(
+                path / "model.gguf", metadata | {"gemma4.block_count": 35}, {"per_layer_token_embd.weight": table}
+            )
+        else:
+            values = random.integers(0, 1 << 14, shape, np.uint16).view(np.float16)
+            save_file({NAME: values}, path / "model.safetensors")
         config: Any = SimpleNamespace(token_row_size=options.elements, vocab_size=VOCABULARY)
-        zeros = np.zeros if gpu is None else gpu.zeros
-        backend: Any = SimpleNamespace(compute_dtype="float16", zeros=lambda shape, dtype: zeros(shape, "float16"))
+        zeros, dtype = np.zeros if gpu is None else gpu.zeros, "bfloat16" if options.packed else "float16"
+        place = "float16" if gpu is None else dtype
+        backend: Any = SimpleNamespace(compute_dtype=dtype, zeros=lambda shape, _: zeros(shape, place))
         if gpu is not None:
             backend.upload, backend.read = gpu.upload, gpu.read
         with Checkpoint.open(path) as checkpoint:

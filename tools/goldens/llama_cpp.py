@@ -23,7 +23,7 @@ import torch
 from conversion.base import TextModel
 from golden_folders import VERSIONS
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from gguf_writing import dense, write_gguf
@@ -69,12 +69,20 @@ def write_tokenizer(folder: Path) -> None:
         own: dict[str, Any] = {"model_type": "bpe", "vocab_size": 64, "add_dummy_prefix": prefixed, "minloglevel": 2}
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([_TEXT] * 20), model_writer=model, **own)
         (folder / "tokenizer.model").write_bytes(model.getvalue())
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    size = min(76, config.get("text_config", config)["vocab_size"] - 4)
-    special = ["<unk>", "<s>", "</s>"]
+    special, vocabulary = ["<unk>", "<s>", "</s>"], config.get("text_config", config)["vocab_size"]
+    if config["model_type"] == "gemma4_text":  # pieces with merges, as many as rows: the converter cuts others off
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
+        size = vocabulary
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        size = min(76, vocabulary - 4)
     tokenizer.train_from_iterator([_TEXT] * 10, trainers.BpeTrainer(vocab_size=size, special_tokens=special))
+    if size == vocabulary:
+        tokenizer.add_tokens([f"[{index}]" for index in range(tokenizer.get_vocab_size(), size)])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))

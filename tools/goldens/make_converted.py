@@ -75,6 +75,23 @@ _GEMMA3 = _GEMMA | {
     },
 }
 _NO_WINDOWS = {"num_hidden_layers": 2, "sliding_window_pattern": 1, "layer_types": ["full_attention"] * 2}
+_GEMMA4 = _GEMMA | {
+    **{"num_hidden_layers": 6, "sliding_window": 5, "final_logit_softcapping": 30.0},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": _ROPE,
+    },
+    "global_head_dim": 64,
+}
+_OF_EACH_LAYER = {
+    **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 3},
+    "use_double_wide_mlp": True,
+}
+_KEYS_AS_VALUES = {
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    "num_kv_shared_layers": 0,
+}
 _PHI4_ROPE = _ROPE | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64}
 _GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5}
 _LFM2 = {"norm_eps": 1e-5, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -104,6 +121,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", _GEMMA),
     "Gemma 3": ("gemma3_text", _GEMMA3),
     "Gemma 3, no windows": ("gemma3_text", _GEMMA3 | _NO_WINDOWS),
+    "Gemma 4 E2B and E4B": ("gemma4_text", _GEMMA4 | _OF_EACH_LAYER),
+    "Gemma 4 31B": ("gemma4_text", _GEMMA4 | _KEYS_AS_VALUES),
     "Phi-3": ("phi3", {"sliding_window": None}),
     "Phi-4-mini": ("phi3", {"tie_word_embeddings": True, "rope_parameters": _PHI4_ROPE, "sliding_window": 64}),
     "Granite": ("granite", _GRANITE),

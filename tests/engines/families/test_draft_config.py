@@ -274,6 +274,10 @@ OTHER_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
         'a P-EAGLE draft (speculators_model_type is "peagle")',
     ),
     "vLLM's P-EAGLE": ({"ptd_token_id": 319}, "a P-EAGLE draft (config.json has ptd_token_id)"),
+    "Gemma 4's assistant": (
+        {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+        'a Gemma 4 assistant draft (architectures has "Gemma4AssistantForCausalLM")',
+    ),
     "an algorithm of speculators": (
         {"architectures": None, "speculators_config": {"algorithm": "peagle"}},
         'a P-EAGLE draft (speculators_config.algorithm is "peagle")',
@@ -307,6 +311,7 @@ def test_other_drafts_are_refused_as_what_they_are(kind: str, draft: Path, tiny_
         ("logit_head.prefix_gru.weight_ih_l0", "a Domino draft (the weights have logit_head.prefix_gru.weight_ih_l0)"),
         ("markov_head.markov_w1.weight", "a DSpark draft (the weights have markov_head.markov_w1.weight)"),
         ("mask_hidden", "a P-EAGLE draft (the weights have mask_hidden)"),
+        ("pre_projection.weight", "a Gemma 4 assistant draft (the weights have pre_projection.weight)"),
     ],
 )
 def test_other_drafts_show_in_their_tensors(tensor: str, words: str, draft: Path, tiny_checkpoint: Path) -> None:

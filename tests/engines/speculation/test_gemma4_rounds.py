@@ -3,12 +3,14 @@ steps are captured: the rows of a step are there before it runs, whoever chose i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from packed_checkpoints import write_packed
 from runner_steps import take_step
 from safetensors.numpy import load_file, save_file
 from tiny_families import WINDOWED
@@ -19,7 +21,9 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.runners.captured_steps import HostStage
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.runners.token_rows import TokenRows
@@ -28,6 +32,7 @@ from edgellm.engines.speculation.round import RoundKey
 from edgellm.engines.speculation.runner import DecodingRunner
 
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
+PLAIN = EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=96)
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
 GREEDY, DRAWN = SamplingValues(), SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)
 
@@ -123,6 +128,43 @@ def test_rows_are_those_of_the_file(directory: EngineDirectory) -> None:
     np.testing.assert_allclose(halves.view(np.float32)[0], table[7], rtol=2**-8)
 
 
+def test_rows_of_a_packed_table_are_read_alone(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compressed-tensors packs it; values are those of the dense twin."""
+    source = make_checkpoint(tmp_path / "model", 4, **WINDOWED["gemma4"])
+    packed, twin = write_packed(source, tmp_path / "packed", tmp_path / "twin", None)
+    shapes, read = [], PackQuantized.read
+    monkeypatch.setattr(PackQuantized, "read", lambda layout, part: shapes.append(part.shape) or read(layout, part))
+    ids = np.array([[3, -1, 319], [3, 77, 320]], np.int32)
+    found = []
+    for folder in (packed, twin):
+        with Checkpoint.open(folder) as checkpoint:
+            config = decoder_config(checkpoint.config)
+            rows = TokenRows(NumpyBackend(config), config, checkpoint, 1)
+        found.append(rows.of(ids))  # once it is closed
+    np.testing.assert_array_equal(*found)
+    assert found[0][0, 0].any() and shapes == [(6, 128)]
+
+
+def test_a_table_whose_rows_are_packed_together_is_refused(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Zero points of eight rows in a word."""
+    source = make_checkpoint(tmp_path / "model", 4, **WINDOWED["gemma4"])
+    packed, _ = write_packed(source, tmp_path / "packed", tmp_path / "twin", None)
+    tensors, name = load_file(packed / "model.safetensors"), "model.embed_tokens_per_layer.weight"
+    zeros = np.zeros((80, 1), np.int32)
+    save_file(tensors | {f"{name}_zero_point": zeros}, packed / "model.safetensors")
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["rows"]["weights"]["symmetric"] = False
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"'.*per_layer.weight_zero_point' holds the shape \[80, 1\], expected 320"
+    ):
+        build_engine_directory(packed, tmp_path / "engines", PLAIN, [], "bfloat16")
+
+
 def test_a_table_that_does_not_fit_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", 4, **WINDOWED["gemma4"])
     tensors = load_file(path / "model.safetensors")
@@ -134,7 +176,5 @@ def test_a_table_that_does_not_fit_is_refused(make_checkpoint: Callable[..., Pat
     with pytest.raises(CheckpointError, match=rf"missing: {name}"):
         build_engine_directory(path, tmp_path / "engines", LIMITS, [], "bfloat16")
     with Checkpoint.open(path) as checkpoint, pytest.raises(CheckpointError, match="has no tensor"):
-        from edgellm.engines.families import decoder_config
-
         config = decoder_config(checkpoint.config)
         TokenRows(NumpyBackend(config), config, checkpoint, 1)

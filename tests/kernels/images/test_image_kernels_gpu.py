@@ -13,7 +13,7 @@ from synthetic_images import synthetic_image
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
 from edgellm.kernels.images.twin import NumpyImages
 from edgellm.multimodal.image_layout import ImageLayout, Normalization, resampling_weights
-from edgellm.multimodal.image_processor import image_digest
+from edgellm.multimodal.prepared_image import image_digest
 
 pytestmark = pytest.mark.gpu
 
