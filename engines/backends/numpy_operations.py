@@ -14,9 +14,14 @@ from functools import cache
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_activations import ACTIVATIONS
-from edgellm.engines.backends.numpy_attention import VisibleKeys, attention, attention_ahead, window_attention
 from edgellm.engines.backends.numpy_experts import mixed
+from edgellm.engines.backends.numpy_nonlinear import (
+    ACTIVATIONS,
+    VisibleKeys,
+    attention,
+    attention_ahead,
+    window_attention,
+)
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.operations import Operations
