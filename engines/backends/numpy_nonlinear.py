@@ -1,4 +1,4 @@
-"""What of layers is not linear, in NumPy, in the dtype that it is given: activations, and attention under a mask, within
+"""What of layers is not linear, in NumPy, in the dtype that it is given: activations; attention under a mask, within
 windows whose rows are a ring, and to tokens that come later.
 
 Of many tokens attention computes one head at a time: its scores stay in the processor's cache.
