@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from edgellm.asynchronous import AsyncGeneration as AsyncGeneration
     from edgellm.asynchronous import AsyncLLM as AsyncLLM
     from edgellm.asynchronous import AsyncSession as AsyncSession
+    from edgellm.asynchronous import AsyncWatch as AsyncWatch
     from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
     from edgellm.drafting.ratings import DraftingReport as DraftingReport
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from edgellm.errors import EngineDirectoryError as EngineDirectoryError
     from edgellm.errors import EngineError as EngineError
     from edgellm.errors import ImageError as ImageError
+    from edgellm.errors import MediaError as MediaError
     from edgellm.errors import QueueFullError as QueueFullError
     from edgellm.errors import RequestError as RequestError
     from edgellm.errors import SnapshotError as SnapshotError
@@ -89,13 +91,14 @@ if not Path(__file__).with_name("engines").is_dir():
     sys.meta_path.insert(0, _CheckoutFolders)
 
 _ERRORS = (
-    "AdapterError AudioError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+    "AdapterError AudioError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError "
+    "MediaError"
 )
 _REQUESTS = (
     "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
 )
 _NAMES = {
-    "asynchronous": "AsyncGeneration AsyncLLM AsyncSession",
+    "asynchronous": "AsyncGeneration AsyncLLM AsyncSession AsyncWatch",
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
     "drafting.ratings": "DraftingReport",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.model.limits import MOST_GPUS
 from edgellm.errors import RequestError, is_whole, require, require_kind, shown
 from edgellm.metrics import Metrics
 from edgellm.requests import is_list
@@ -24,6 +25,10 @@ def check_options(given: Mapping[str, Any]) -> None:
     adapters, drafting, snapshots = given["adapters"], given["drafting"], given["snapshots"]
     require(isinstance(given["backend"], str), "backend", given["backend"], "one of auto, numpy, tensorrt")
     require(isinstance(given["executor"], str), "executor", given["executor"], "auto or tensorrt")
+    index = given["gpu"]
+    require(index is None or is_whole(index, 0), "gpu", index, "the index of a GPU, from 0 on, or None")
+    expected = f"how many GPUs share the model, from 1 to {MOST_GPUS}"
+    require(is_whole(given["gpus"], 1, MOST_GPUS), "gpus", given["gpus"], expected)
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():

@@ -19,13 +19,17 @@ from edgellm.llm import LLM, ServedModel
 from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Chunk, Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
+from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import failure_of, with_others
 from edgellm.serving.thread import EngineThread
 from edgellm.sessions import Conversation
 from edgellm.snapshots.system_prompt import CachedPrompt
+from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from edgellm.watching import Watch, WatchedAnswer, WatchOptions
 
 Found = TypeVar("Found")
 #: What gives such a thing when it is awaited.
@@ -156,6 +160,36 @@ class AsyncSession(Conversation[AsyncGeneration, Awaited[Response]]):
             raise
 
 
+class AsyncWatch:
+    """A `Watch` for asyncio: `async for answer in llm.watch(camera, question)`; `watch` is the watch itself, whose
+    `question` may be set.
+
+    A thread waits for its frames. A task that is cancelled while it waits, and leaving an `async with` block, close it.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def __aiter__(self) -> AsyncIterator[WatchedAnswer]:
+        return self
+
+    async def __anext__(self) -> WatchedAnswer:
+        try:
+            answer = await asyncio.to_thread(next, self.watch, None)
+        except asyncio.CancelledError:
+            self.watch.close()
+            raise
+        if answer is None:
+            raise StopAsyncIteration
+        return answer
+
+    async def __aenter__(self) -> AsyncWatch:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.to_thread(self.watch.close)
+
+
 class AsyncLLM(
     ServedModel[
         AsyncGeneration,
@@ -211,6 +245,30 @@ class AsyncLLM(
         """See `LLM.count_tokens`."""
         await self.open()
         return await asyncio.to_thread(self.served.count_tokens, prompt, **options)
+
+    async def transcribe(
+        self,
+        source: Any,
+        language: str | None = None,
+        prompt: str | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Transcription:
+        """See `LLM.transcribe`."""
+        request = transcription_request(source, language, prompt, adapter=adapter, **options)
+        return transcription_of(await self._answered(request, 1), language)
+
+    def watch(
+        self,
+        stream: Any,
+        question: str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[WatchOptions],
+    ) -> AsyncWatch:
+        """See `LLM.watch`; the model must be open."""
+        _ = self._runtime  # raises where it is not
+        return AsyncWatch(self.served.watch(stream, question, params, adapter, **options))
 
     async def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
         """See `LLM.call`; gives what the function returns."""

@@ -16,6 +16,7 @@ from edgellm.engines.errors import EngineDirectoryError as EngineDirectoryError
 from edgellm.engines.errors import EngineError as EngineError
 from edgellm.engines.errors import ImageError as ImageError
 from edgellm.engines.errors import KernelError as KernelError
+from edgellm.engines.errors import MediaError as MediaError
 from edgellm.engines.errors import MissingDependencyError as MissingDependencyError
 from edgellm.engines.errors import PlanError as PlanError
 from edgellm.engines.errors import UnsupportedModelError as UnsupportedModelError

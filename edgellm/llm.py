@@ -68,6 +68,8 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         multimodal_engine_directory: str | Path | None = None,
         backend: str = "auto",
         executor: str = "auto",
+        gpu: int | None = None,
+        gpus: int = 1,
         kv_cache: str | None = None,
         revision: str | None = None,
         update: bool = False,
@@ -99,6 +101,8 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
     """The engine directory."""
     backend_name: str = _of_runtime("backend_name")
     """"tensorrt" or "numpy"."""
+    gpu: int | None = _of_runtime("gpu")
+    """See `SpecDecodeRuntime.gpu`."""
     tokenizer: Tokenizer = _of_runtime("tokenizer")
     """The model's tokenizer."""
     adapters: tuple[str, ...] = _of_runtime("adapters")
@@ -260,7 +264,8 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
             return f"<{name} (not opened: {type(failure).__name__})>"
         runtime = thread.opened.result()
         try:
-            state = f"on {runtime.backend_name} ({thread.running} running, {thread.waiting} waiting)"
+            place = runtime.backend_name if runtime.gpu is None else f"{runtime.backend_name}, GPU {runtime.gpu}"
+            state = f"on {place} ({thread.running} running, {thread.waiting} waiting)"
         except EdgeLLMError:
             state = "(closed)"
         return f"<{name} {runtime.directory.path} {state}>"

@@ -67,6 +67,8 @@ class OpenedModel:
         *,
         backend: str = "auto",
         executor: str = "auto",
+        gpu: int | None = None,
+        gpus: int = 1,
         kv_cache: str | None = None,
         revision: str | None = None,
         update: bool = False,
@@ -116,9 +118,10 @@ class OpenedModel:
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
-        opened = open_backend(backend, self.directory, executor)
+        opened = open_backend(backend, self.directory, executor, gpu, gpus)
         try:
-            chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
+            limits, index = self.directory.limits, opened.gpu_index
+            chosen = default_drafting(limits, opened.name, index) if drafting == "auto" else drafting
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )
@@ -145,6 +148,11 @@ class OpenedModel:
     def backend_name(self) -> str:
         """ "tensorrt" or "numpy"."""
         return self._open_runner().backend.name
+
+    @property
+    def gpu(self) -> int | None:
+        """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
+        return self._open_runner().backend.gpu_index
 
     @property
     def has_draft_model(self) -> bool:

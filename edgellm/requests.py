@@ -78,6 +78,7 @@ class RequestOptions(TurnOptions, total=False):
     deadline: float | None
     images: Sequence[Any]
     audio: Sequence[Any]
+    video: Sequence[Any]
     continue_final_message: bool
 
 
@@ -91,7 +92,8 @@ class Request:
     answer; what is wrong with the request is an error all the same, and so is a full queue.
 
     `images` are those that a prompt shows, in the order of their places in it, `audio` what it lets hear (paths, bytes,
-    or samples with their rate); a conversation has both in its messages.
+    or samples with their rate), `video` its videos: each a file, by path or bytes, or a list of frames with their
+    times, pairs (seconds, image). A conversation has all of these in its messages.
 
     A conversation without a system message begins with the model's default system prompt
     (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
@@ -135,6 +137,7 @@ class Request:
     parallel_tool_calls: bool | None = None
     priority: int = 0
     audio: Sequence[Any] = ()
+    video: Sequence[Any] = ()
     structure: InitVar[Any] = None
     response_format: InitVar[Any] = None
 
@@ -144,8 +147,8 @@ class Request:
         _check_prompt(self.prompt)
         check_choices(self.params, self.adapter)
         object.__setattr__(self, "params", with_structure(self.params, structure, response_format))
-        for name in ("images", "audio"):
-            require_kind(isinstance(getattr(self, name), (list, tuple)), name, getattr(self, name), f"a list of {name}")
+        for name, given in self.prompt_media.items():
+            require_kind(isinstance(given, (list, tuple)), name, given, f"a list of {name}")
         object.__setattr__(self, "tools", checked_tools(described_tools(self.tools)))
         object.__setattr__(self, "template_variables", checked_variables(self.template_variables))
         if self.messages is None and (self.tools or self.template_variables):
@@ -205,10 +208,15 @@ class Request:
         return checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
+    def prompt_media(self) -> dict[str, Sequence[Any]]:
+        """What a prompt shows beside its text, by the names of these fields."""
+        return {"images": self.images, "audio": self.audio, "video": self.video}
+
+    @property
     def shows_media(self) -> bool:
         """Whether there are media to be read, which takes milliseconds; messages need not be well-formed."""
         messages = self.messages if isinstance(self.messages, (list, tuple)) else ()
-        return bool(self.images or self.audio) or show_media(messages)
+        return any(self.prompt_media.values()) or show_media(messages)
 
 
 #: What `Request.of` takes for the fields of `SamplingParams`.

@@ -106,7 +106,7 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         for name, limit in (("deadline", self._deadline), ("latency_budget_ms", self._budget)):
             require(limit is None or 0 < as_float(limit) < math.inf, name, limit, "more than 0, or None")
         self.question, self._llm, self._params, self._adapter = question, llm, params, adapter
-        self._options: dict[str, Any] = {**options, **({} if choice is None else _choosing(llm, choice))}
+        self._options: dict[str, Any] = {**options, **({} if choice is None else choosing(llm, choice))}
         Request.of(None, question, params, adapter, **self._options)  # refuses what is wrong now
         self.notes: list[str] = []
         self.cancelled = 0
@@ -115,11 +115,14 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         #: Which part of a frame's pixels an image has (None: not decided yet); what the model saw last.
         self._share: float | None = None
         self._shown = -1, np.empty(0, np.uint8)
-        self._owns = not isinstance(stream, Camera)
+        self._closed, self._owns = False, not isinstance(stream, Camera)
         self.camera = Camera(stream) if self._owns else stream
 
     def close(self) -> None:
-        """Close the stream, unless it was a `Camera`: closing that one ends this, too, and an answer under way."""
+        """End this, and an answer under way; close the stream, unless it was a `Camera`, whose closing ends this, too.
+        Any thread may call it."""
+        self._closed = True
+        self.camera.wake()
         if self._owns:
             self.camera.close()
 
@@ -130,16 +133,19 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         """The answer about the next frame; raises what the stream or a request does."""
         camera = self.camera
         while True:
-            camera.wait(lambda: camera.closed, max(0.0, self._asked_at + self._every - time.perf_counter()))
-            camera.wait(lambda: camera.ended or self._is_due())
+            camera.wait(self._is_over, max(0.0, self._asked_at + self._every - time.perf_counter()))
+            camera.wait(lambda: camera.ended or self._is_over() or self._is_due())
             frame = camera.frame
-            if frame is None or camera.closed or not self._is_due():
+            if frame is None or self._is_over() or not self._is_due():
                 camera.raise_failure()
                 raise StopIteration
             if self._share is None:
                 self._prepare(frame, self.question)  # takes a while: the newest is another then
             elif (answer := self._answer(frame, self.question)) is not None:
                 return answer
+
+    def _is_over(self) -> bool:
+        return self._closed or self.camera.closed
 
     def _is_due(self) -> bool:
         """Whether the newest frame, or the question, is another than what was asked last."""
@@ -157,8 +163,8 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         messages = self._messages(image, frame, question)
         with self._llm.stream_chat(messages, self._params, self._adapter, **options) as generation:
             generation.on_change(camera.wake)
-            camera.wait(lambda: generation.finished or camera.closed, self._every if self._cancels else None)
-            camera.wait(lambda: generation.finished or camera.closed or self._is_due())
+            camera.wait(lambda: generation.finished or self._is_over(), self._every if self._cancels else None)
+            camera.wait(lambda: generation.finished or self._is_over() or self._is_due())
             if not generation.finished:
                 self.cancelled += 1
                 return None  # which ends it
@@ -247,7 +253,7 @@ def _scaled(pixels: np.ndarray, share: float) -> np.ndarray:
     return np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def _choosing(llm: Any, choice: Sequence[str]) -> dict[str, Any]:
+def choosing(llm: Any, choice: Sequence[str]) -> dict[str, Any]:
     """The keywords under which an answer is one of these texts: its only token where each is one, else a structure."""
     require_kind(isinstance(choice, (list, tuple)), "choice", choice, "a list of texts")
     ids = [token for text in choice for token in llm.tokenizer.encode(text, add_special_tokens=False)]

@@ -20,6 +20,7 @@ __all__ = [
     "EngineError",
     "ImageError",
     "KernelError",
+    "MediaError",
     "MissingDependencyError",
     "PlanError",
     "UnsupportedModelError",
@@ -62,12 +63,16 @@ class DeviceMemoryError(EdgeLLMError):
     """The memory plan does not fit into what is free."""
 
 
-class AudioError(EdgeLLMError):
+class MediaError(EdgeLLMError):
+    """Media of a request do not match its prompt's markers; of those of one kind also `AudioError` and `ImageError`."""
+
+
+class AudioError(MediaError):
     """A sound cannot be read, exceeds a limit, or its model does not take it."""
 
 
-class ImageError(EdgeLLMError):
-    """An image cannot be read, exceeds a limit, does not suit the model, or does not match the prompt's markers."""
+class ImageError(MediaError):
+    """An image cannot be read, exceeds a limit, or does not suit the model."""
 
 
 @contextmanager

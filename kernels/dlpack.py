@@ -64,20 +64,20 @@ for _function in (_delete, _drop):  # readers may call them while Python is bein
 
 class SharedArray:
     """A view of an `array`, NumPy's or a GPU's, of the first `shape` of its elements along each axis, that
-    `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written.
+    `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written. `gpu` is
+    the index of the GPU that it is on, None: the host.
 
     `strides` are in elements, `dtype` a key of `ITEM_SIZES`. It, and everything that was made of it, keep `owner`.
     """
 
-    def __init__(self, array: Array, shape: tuple[int, ...], owner: object) -> None:
-        is_device = isinstance(array, DeviceArray)
+    def __init__(self, array: Array, shape: tuple[int, ...], owner: object, gpu: int | None) -> None:
         self.pointer = array.pointer if isinstance(array, DeviceArray) else array.ctypes.data
         self.shape, self.dtype = shape, str(array.dtype)
         self.strides = tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
-        self._device, self._kept = (CUDA if is_device else CPU, 0), (array, owner)
+        self._device, self._kept = (CPU, 0) if gpu is None else (CUDA, gpu), (array, owner)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """The kind of memory and the device's number, as DLPack counts: (1, 0) the host, (2, 0) the GPU."""
+        """The kind of memory and the device's number, as DLPack counts: (1, 0) the host, (2, 0) the first GPU."""
         return self._device
 
     def __dlpack__(

@@ -33,7 +33,8 @@ class EdgeLLMError(Exception):
 
 
 class KernelError(EdgeLLMError):
-    """A kernel was called with arguments outside its contract, or could not be compiled or launched."""
+    """A kernel was called with arguments outside its contract, or could not be compiled or launched; or a GPU was asked
+    for that is not there."""
 
 
 #: Errors of CUDA after which a process can compute nothing more on the GPU, by their codes (`CUresult`): every later

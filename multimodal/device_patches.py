@@ -74,12 +74,13 @@ class DevicePatches:
             return
         kernels, layout = self._backend.image_kernels, image.layout
         assert image.pixels is not None  # which images of this size keep
-        pixels = self._room("pixels", image.pixels.shape)
+        pixels = self._room("pixels", (*image.size, 3))
         between = self._room("between", (*tables.between, 3))
-        self._backend.upload(pixels, image.pixels)
-        kernels.resample(pixels, tables.first, between)
-        grid = PatchGrid(layout.patch_size, layout.merge_size)
-        kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
+        for place, frame in enumerate(image.pixels.reshape(-1, *pixels.shape)):
+            self._backend.upload(pixels, frame)
+            kernels.resample(pixels, tables.first, between)
+            grid = PatchGrid(layout.patch_size, layout.merge_size, place)
+            kernels.resample_to_patches(between, tables.second, tables.values, grid, target)
 
     def close(self) -> None:
         """Let go of all memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -52,8 +52,8 @@ class ImageLayout:
     In this order: padded to a square with `square_colour` around it (None: not), resized to `resized` with Pillow's
     filter `resample`, the middle of `crop` taken (None: all; black where that is larger), normalized, and cut into
     `patch_size` x `patch_size` patches, whose remainder on the right and below is left out. `merge_size` x `merge_size`
-    neighbours stand one behind the other; every patch holds its channels, of these `temporal_patch_size` equal frames,
-    of these rows and columns.
+    neighbours stand one behind the other; every patch holds its channels, of these `temporal_patch_size` frames (an
+    image's are equal), of these rows and columns.
     """
 
     resized: Size
@@ -95,7 +95,12 @@ class ImageLayout:
         return parts[0], parts[1]
 
     def apply(self, pixels: np.ndarray) -> np.ndarray:
-        """The rows [N, E] float32 of an image [H, W, 3] uint8, by Pillow and NumPy."""
+        """The rows [N, E] float32 of an image [H, W, 3] uint8, or of a video's frames [F, H, W, 3], by Pillow and
+        NumPy."""
+        if pixels.ndim == 4:
+            alone = replace(self, temporal_patch_size=1)
+            frames = [alone.apply(frame).reshape(self.patches, 3, -1) for frame in pixels]
+            return np.stack(frames, axis=2).reshape(self.patches, -1)
         image = Image.fromarray(pixels)
         if self.square_colour is not None:
             image = _padded_to_square(image, self.square_colour)

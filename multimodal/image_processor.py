@@ -97,7 +97,7 @@ class SmartResizeProcessor:
         The rule of `smart_resize` in the published processor, except that growth stops at `max_pixels`. Raises
         ImageError.
         """
-        _check_aspect_ratio(height, width)
+        check_aspect_ratio(height, width)
         side = self.patch_size * self.merge_size
         if self.longest_edge is not None:
             return self._resized_within(min(self.longest_edge, max(height, width)), side, height, width)
@@ -187,11 +187,11 @@ class FixedSizeProcessor:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
         height, width = pixels.shape[:2]
         if self.square_colour is not None:
-            _check_aspect_ratio(height, width)
+            check_aspect_ratio(height, width)
             height = width = max(height, width)
         resized = self.resized
         if isinstance(resized, int):
-            _check_aspect_ratio(height, width)
+            check_aspect_ratio(height, width)
             shorter = min(height, width)
             resized = int(resized * height / shorter), int(resized * width / shorter)
         layout = ImageLayout(resized, self.resample, self.normalization, self.patch_size)
@@ -218,7 +218,8 @@ def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int
     return FixedSizeProcessor.open(config, vision)
 
 
-def _check_aspect_ratio(height: int, width: int) -> None:
+def check_aspect_ratio(height: int, width: int) -> None:
+    """Raise ImageError for an image that is too long for its width."""
     longer, shorter = max(height, width), min(height, width)
     if longer > MAXIMUM_ASPECT_RATIO * shorter:
         raise ImageError(

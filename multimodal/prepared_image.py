@@ -17,10 +17,10 @@ from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Size
 class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
-    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
-    `layout` says how they become rows. The image stands for `tokens` tokens of the language model, of which so
-    many follow each other as `runs` says, where the prompt has others behind each row; none: all do. `digest` is the
-    SHA-256 of the pixels and the layout: equal digests mean equal rows.
+    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width), or the frames [F, H, W, 3] of a part
+    of a video; None where its rows were made at once. `layout` says how they become rows. The image stands for `tokens`
+    tokens of the language model, of which so many follow each other as `runs` says, where the prompt has others behind
+    each row; none: all do. `digest` is the SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
     pixels: np.ndarray | None
@@ -50,7 +50,7 @@ class PreparedImage:
     @property
     def held_pixels(self) -> int:
         """How many pixels it was decoded to."""
-        return math.prod(self.size)
+        return math.prod(self.size) if self.pixels is None else self.pixels.size // 3
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -66,7 +66,7 @@ class PreparedImage:
 
 
 def image_digest(pixels: np.ndarray, layout: ImageLayout) -> str:
-    """SHA-256 of the pixels [H, W, 3] uint8, their size, and how they become rows."""
+    """SHA-256 of the pixels [H, W, 3] or [F, H, W, 3] uint8, their size, and how they become rows."""
     digest = hashlib.sha256(f"{pixels.shape} {layout!r}\n".encode())
     digest.update(np.ascontiguousarray(pixels))
     return digest.hexdigest()

@@ -14,6 +14,8 @@ from edgellm.multimodal.image_layout import Normalization
 PREPROCESSOR_FILE = "preprocessor_config.json"
 #: Where newer releases of transformers write the same fields, under the key "image_processor".
 PROCESSOR_FILE = "processor_config.json"
+#: The same of videos; where it is missing, what the file of images says counts.
+VIDEO_FILE = "video_preprocessor_config.json"
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -48,6 +50,16 @@ _QWEN2_VL = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
+_QWEN2_VL_VIDEO = {
+    **_QWEN2_VL,
+    "size": {"shortest_edge": 28 * 28 * 128, "longest_edge": 28 * 28 * 768},
+    **{"fps": 2, "min_frames": 4, "max_frames": 768},
+}
+_QWEN3_VL_VIDEO = {
+    **_QWEN2_VL_VIDEO,
+    "size": {"shortest_edge": 32 * 32 * 128, "longest_edge": 32 * 32 * 768},
+    **{"patch_size": 16, "image_mean": _HALF, "image_std": _HALF},
+}
 _PIXTRAL = {**_SIGLIP, "size": {"longest_edge": 1024}, "image_mean": _CLIP_MEAN, "image_std": _CLIP_STD}
 _IDEFICS3 = {
     **_SIGLIP,
@@ -70,7 +82,7 @@ class ProcessorKind(NamedTuple):
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
     With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
     `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
-    by side.
+    by side. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
@@ -80,6 +92,7 @@ class ProcessorKind(NamedTuple):
     longest_edge: bool = False
     cut: str = ""
     channels_last: bool = False
+    bounds_all: bool = False
 
 
 #: By their name without a suffix.
@@ -100,6 +113,10 @@ _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
     "CLIPFeatureExtractor": "CLIPImageProcessor",
     "SmolVLMImageProcessor": "Idefics3ImageProcessor",
+}
+VIDEO_KINDS = {
+    "Qwen2VLVideoProcessor": ProcessorKind(_QWEN2_VL_VIDEO),
+    "Qwen3VLVideoProcessor": ProcessorKind(_QWEN3_VL_VIDEO, bounds_all=True),
 }
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers
 
@@ -212,6 +229,30 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
         raise UnsupportedModelError(
             f"{path}: image_processor_type is {as_json(named)}, supported are {', '.join(PROCESSOR_KINDS)}"
         )
+    return _completed(path, kind, values)
+
+
+def read_video_config(directory: Path, default: str) -> ProcessorConfig:
+    """What the model in `directory` says of its videos, where it does not say it, of its images; of the kind `default`
+    where neither names one. Raises as `read_processor_config` does."""
+    path = directory / PROCESSOR_FILE
+    values = _read_object(path).get("video_processor") if path.exists() else None
+    if not isinstance(values, dict):
+        path = directory / VIDEO_FILE
+        path, values = (path, _read_object(path)) if path.exists() else _read(directory)
+    name = values.get("video_processor_type") or default
+    kind = VIDEO_KINDS.get(str(name))
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{path}: video_processor_type is {as_json(name)}, supported are {', '.join(VIDEO_KINDS)}"
+        )
+    config = _completed(path, kind, values)
+    if config.values.get("cap_pixels_per_frame"):
+        config.unsupported("cap_pixels_per_frame", "false")
+    return config
+
+
+def _completed(path: Path, kind: ProcessorKind, values: Mapping[str, Any]) -> ProcessorConfig:
     given = {key: value for key, value in values.items() if value is not None}
     config = ProcessorConfig(path, kind, {**kind.defaults, **given})
     if not config.switch("do_resize"):

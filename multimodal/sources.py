@@ -1,4 +1,4 @@
-"""Where media come from, images and sound: files, and URLs that hold their bytes or name a file."""
+"""Where media come from, images, sound and videos: files, and URLs that hold their bytes or name a file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from edgellm.engines.errors import AudioError, ImageError
 #: What a file may have before anything of it is decoded.
 SOURCE_BYTES = 64 * 2**20
 #: By kind of media, what is raised, and what errors call a piece of it.
-_FAILURES = {"image": ImageError, "audio": AudioError}
-_NOUNS = {"image": "image", "audio": "sound"}
+_FAILURES = {"image": ImageError, "audio": AudioError, "video": ImageError}
+_NOUNS = {"image": "image", "audio": "sound", "video": "video"}
 
 
 def file_bytes(path: Path, kind: str) -> bytes:

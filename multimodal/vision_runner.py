@@ -31,8 +31,9 @@ from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
 
-#: Embeddings are kept of so many of the largest images, in so many bytes at most.
-_KEPT_IMAGES, _MOST_CACHE_BYTES = 64, 64 << 20
+#: Embeddings are kept of so many of the largest images, in so many bytes at most; of a video as long as the context in
+#: so many, for each question about one that has grown asks for all of its rows.
+_KEPT_IMAGES, _MOST_CACHE_BYTES, _MOST_VIDEO_BYTES = 64, 64 << 20, 256 << 20
 #: How many grids' inputs are kept on the device: a camera has one.
 _KEPT_GRIDS = 4
 
@@ -59,11 +60,17 @@ class VisionEngineRunner:
     """
 
     def __init__(
-        self, backend: Backend, vision: EngineVision, image_rows: tuple[int, ...], cache_bytes: int | None = None
+        self,
+        backend: Backend,
+        vision: EngineVision,
+        image_rows: tuple[int, ...],
+        cache_bytes: int | None = None,
+        video_tokens: int = 0,
     ) -> None:
         """Loads the engines for images of up to the largest of `image_rows`; no weights yet.
 
-        Embeddings are kept in up to `cache_bytes`, by default those of 64 of the largest images, at most 64 MiB.
+        Embeddings are kept in up to `cache_bytes`, by default those of 64 of the largest images, at most 64 MiB, or of
+        a video of so many tokens, at most 256 MiB.
         """
         self.backend, self.config = backend, vision.config
         self.metrics = VisionMetrics()
@@ -75,7 +82,7 @@ class VisionEngineRunner:
         self._grids: OrderedDict[Grid, tuple[VisionLayout, EngineShape, dict[str, Array]]] = OrderedDict()
         self._device_patches = DevicePatches(backend)
         self._position_table: np.ndarray | None = None
-        self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes)
+        self.memory = vision_memory(vision.config, image_rows, backend.compute_dtype, cache_bytes, video_tokens)
         self.cache = EmbeddingCache(self.memory["image embeddings"])
 
     @classmethod
@@ -86,7 +93,7 @@ class VisionEngineRunner:
                 f"{directory.path} has no vision encoder, so it takes no images: build it from a multimodal "
                 "checkpoint, or with edgellm build CHECKPOINT ENGINE_DIR --vision VISION_DIR"
             )
-        return cls(backend, directory.vision, directory.limits.image_rows, cache_bytes)
+        return cls(backend, directory.vision, directory.limits.image_rows, cache_bytes, directory.video_tokens)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights and allocate buffers, once memory was checked. `progress` gets bytes done and in all."""
@@ -108,16 +115,17 @@ class VisionEngineRunner:
         """
         if not self._weights:
             raise EngineError("the vision encoder has no weights: call load() first")
-        known: dict[str, MediaEmbeddings] = {}
+        embeddings: list[MediaEmbeddings] = []
+        known = {image.digest: self.cache.get(image.digest) for image in images}  # before others push them out
         for image in images:
-            found = known.get(image.digest) or self.cache.get(image.digest)
             self.metrics.images += 1
+            found = known[image.digest]
             self.metrics.cache_hits += found is not None
             if found is None:
-                found = self._encode(image)
+                found = known[image.digest] = self._encode(image)
                 self.cache.put(found)
-            known[image.digest] = found
-        return [known[image.digest] for image in images]
+            embeddings.append(found)
+        return embeddings
 
     def close(self) -> None:
         """Let go of engines, weights, buffers and embeddings."""
@@ -193,7 +201,7 @@ class VisionEngineRunner:
 
 
 def vision_memory(
-    config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int | None = None
+    config: VisionConfig, image_rows: tuple[int, ...], dtype: str, cache_bytes: int | None = None, video_tokens: int = 0
 ) -> dict[str, int]:
     """Memory in bytes, by name: weights, buffers for the largest image, inputs of the grids kept, embeddings kept."""
     item, shape = ITEM_SIZES[dtype], vision_shape(image_rows[-1])
@@ -203,5 +211,7 @@ def vision_memory(
     for name, (dimensions, kind) in vision_inputs(config, shape).items():
         copies = 1 if name == "patches" else _KEPT_GRIDS
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
-    kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
-    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}
+    if cache_bytes is None:
+        video = video_tokens * config.out_hidden_size * len(vision_outputs(config)) * item
+        cache_bytes = max(min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES), min(video, _MOST_VIDEO_BYTES))
+    return {"vision weights": weights, "vision buffers": buffers, "image embeddings": cache_bytes}

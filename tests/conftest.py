@@ -22,7 +22,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.formats.tensors import vision_prefix
+from edgellm.engines.formats.tensors import encoder_prefix
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, token_table
@@ -39,6 +39,7 @@ pytest_plugins = (
     "hostile_runs",
     "multimodal_engines",
     "speech_models",
+    "video_models",
 )
 
 # Asserts are rewritten and modules compiled once, not in every worker and every process that a test starts, also where
@@ -142,7 +143,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     for spec in specs:
         for name, shape in spec.parts:
             values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1)
-            is_tower = vision_prefix(name) is not None and not name.endswith("mm_soft_emb_norm.weight")
+            is_tower = encoder_prefix(name) is not None and not name.endswith("mm_soft_emb_norm.weight")
             values += (1 - (0 if is_tower else decoder.norm_offset)) * (len(shape) == 1)  # norms are by about 1
             tensors[name] = values.astype(np.float16)
     save_file(tensors, directory / "model.safetensors")

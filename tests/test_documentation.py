@@ -100,11 +100,13 @@ def workplace(
     monkeypatch: pytest.MonkeyPatch,
     embedding_model: Callable[[str], EmbeddingModel],
     speech_engines: Path,
+    video_engines: Callable[[str], Path],
 ) -> Path:
     """A folder with the files that the examples name, where they run."""
     (tmp_path / "my-engine-directory").symlink_to(edgellm_shipped())
     (tmp_path / "qwen3-embedding").symlink_to(embedding_model("published").engines)
     (tmp_path / "qwen3-asr").symlink_to(speech_engines)
+    (tmp_path / "qwen3-vl").symlink_to(video_engines("qwen3_vl"))
     (tmp_path / "said.wav").write_bytes(wav(sound(2.0)))
     (tmp_path / "system_prompt.txt").write_text("You are Pip, a small tabletop robot.\n", encoding="utf-8")
     (tmp_path / "toys.png").symlink_to(edgellm_shipped() / "scenes" / "toys.png")

@@ -47,6 +47,7 @@ LIMITS = {
     "speech": 8_000,
     "tiled": 17_000,
     "torch_files": 8_000,
+    "video": 13_000,
     "vision": 41_000,
 }
 #: The most bytes that all tracked files may have.

@@ -15,7 +15,7 @@ from edgellm.built import TRIAL_TEXT, read_built
 from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
-from edgellm.commands.options import ModelOption, RevisionOptions
+from edgellm.commands.options import GPUOption, ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import BuildSettings, build_engine_directory
 from edgellm.engines.building.checks import EMBEDDINGS, AskedLimits, planned_targets
@@ -31,7 +31,7 @@ from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
-from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.gpu import choose_gpu, find_gpu
 from edgellm.tool_calls.formats import FORMATS, HARMONY, checkpoint_format
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
@@ -53,7 +53,7 @@ def _read_release(name: str, value: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class BuildOptions(ModelOption, RevisionOptions):
+class BuildOptions(ModelOption, RevisionOptions, GPUOption):
     checkpoint: Path | None = argument(
         "Hugging Face directory with config.json, tokenizer.json and safetensors, a GGUF file, or a name on the hub: "
         "ORG/NAME or ORG/NAME:FILE.gguf."
@@ -167,6 +167,7 @@ def build(given: BuildOptions) -> None:
 
     Example: edgellm build Qwen3-0.6B robot --target sm_87
     """
+    choose_gpu(given.gpu)
     checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
     targets = read_targets(given.target or [])
     cuda = None if given.cuda is None else _read_release("--cuda", given.cuda)

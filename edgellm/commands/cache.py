@@ -234,6 +234,8 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
                 yield key, json.dumps(value, ensure_ascii=False)
     yield "size", f"{mebibytes(snapshot.nbytes)} in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
+    if facts.gpus > 1:
+        yield "GPUs", f"{facts.gpus}"
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
     for key, value in asdict(facts.binding).items():
         yield key.replace("_", " "), "any" if value is None else str(value)

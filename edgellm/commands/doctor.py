@@ -16,7 +16,7 @@ import typer
 from edgellm.commands.console import mebibytes, status_line
 from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
 from edgellm.commands.info import kernel_facts, kernels_in_words, packed_facts
-from edgellm.commands.options import ModelOptions
+from edgellm.commands.options import GPUOption, ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.device.proof import checked, made_by, proof
 from edgellm.drafting.config import DraftingConfig, default_drafting
@@ -30,7 +30,7 @@ from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError, RequestError
 from edgellm.hub.inventory import existing_directory
-from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.gpu import choose_gpu, find_gpu, visible_gpus
 from edgellm.kernels.user_paths import user_cache_directory
 from edgellm.llm import LLM
 from edgellm.opened_model import SHIPPED_MODEL
@@ -42,7 +42,7 @@ _STEPS = 8
 _DRAFTED_TOKENS = 32
 
 
-class DoctorOptions(ModelOptions):
+class DoctorOptions(ModelOptions, GPUOption):
     full: bool = option("Prove tokens, speed, memory and files on this device with the shipped model; a minute.")
     against: Path | None = option("A report of --full --json from before, whose tokens are compared.", metavar="FILE")
     as_json: bool = option("Print one JSON object.", "--json")
@@ -57,6 +57,7 @@ def doctor(given: DoctorOptions) -> None:
     if given.against is not None and not given.full:
         raise typer.BadParameter("it is compared with what --full finds: give that, too", param_hint="--against")
     earlier = None if given.against is None else _report(given.against)
+    choose_gpu(given.gpu)
     facts: dict[str, Any] = {"version": edgellm_version(), "machine": {}}
 
     def say(*lines: str) -> None:
@@ -138,7 +139,9 @@ def _gpu() -> str:
     gpu = find_gpu()
     if gpu is None:
         return "none found (no NVIDIA driver, or it shows no device): the NumPy backend is used"
-    return f"{gpu.name}, {gpu.compute_capability}, {gpu.total_memory / 2**30:.1f} GiB"
+    others = [f"{each.index} ({each.name})" for each in visible_gpus() if each.index != gpu.index]
+    beside = f"; beside it {', '.join(others)}, which --gpu opens" if others else ""
+    return f"{gpu.index}: {gpu.name}, {gpu.compute_capability}, {gpu.total_memory / 2**30:.1f} GiB{beside}"
 
 
 def _driver() -> str:

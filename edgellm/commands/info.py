@@ -13,7 +13,7 @@ import typer
 
 from edgellm.commands import descriptions
 from edgellm.commands.console import mebibytes
-from edgellm.commands.options import ModelOptions
+from edgellm.commands.options import GPUOption, ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
 from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
@@ -34,7 +34,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.hub.inventory import existing_directory, gguf_file
-from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.gpu import choose_gpu, find_gpu
 from edgellm.kernels.kept import read_manifest
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.opened_model import SHIPPED_MODEL
@@ -43,7 +43,7 @@ from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
 from edgellm.tool_calls.formats import checkpoint_format
 
 
-class InfoOptions(ModelOptions):
+class InfoOptions(ModelOptions, GPUOption):
     verify: bool = option("Hash every file; exit with 1 on any difference.")
     as_json: bool = option("Print one JSON object.", "--json")
 
@@ -54,6 +54,7 @@ def info(given: InfoOptions) -> None:
 
     Example: edgellm info robot --verify
     """
+    choose_gpu(given.gpu)
     facts = directory_facts(existing_directory(given.chosen_model() or SHIPPED_MODEL), given.verify)
     typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(fact_lines(facts)))
     if facts["differences"]:
@@ -113,7 +114,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             packed_memory(directory.models, layouts, directory.dtype) | planned,
             draft=draft_config,
             adapters=limits.has_lora,
-            vision_memory=None if vision is None else vision_memory(vision.config, limits.image_rows, computed),
+            vision_memory=None
+            if vision is None
+            else vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens),
         ).items,
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,

@@ -103,6 +103,8 @@ def open_model_with(
             settings.model,
             backend=settings.backend,
             executor=settings.executor,
+            gpu=settings.gpu,
+            gpus=settings.gpus,
             kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,

@@ -17,7 +17,7 @@ from edgellm.commands.table import Options, argument, option, options_of
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
-from edgellm.engines.model.limits import KV_CACHES
+from edgellm.engines.model.limits import KV_CACHES, MOST_GPUS
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.text.messages import checked_tools, checked_variables
@@ -93,11 +93,24 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
         return {name: value for name, value in given.items() if name not in ("revision", "update")} | renamed
 
 
-class ComputingOptions(NamedModelOptions, panel="Model"):
+class GPUOption(Options, panel="Model"):
+    """Which GPU, where there are several."""
+
+    gpu: int | None = option(
+        "The GPU that is opened, by its number from 0 on among those that CUDA_VISIBLE_DEVICES shows [default: the "
+        "first].",
+        least=0,
+    )
+
+
+class ComputingOptions(NamedModelOptions, GPUOption, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
 
     backend: str | None = option("What computes.", choices=BACKENDS)
     executor: str | None = option("What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS)
+    gpus: int | None = option(
+        "How many GPUs share the model; NumPy has so many threads [default: 1].", least=1, most=MOST_GPUS
+    )
     kv_cache: str | None = option(
         "Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory [default: as "
         "the engine directory was built].",

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from edgellm.commands.console import mebibytes, progress_display, write_note
-from edgellm.commands.table import Options, argument, option, takes_options
+from edgellm.commands.options import GPUOption
+from edgellm.commands.table import argument, option, takes_options
 from edgellm.configs import installed
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from edgellm.engines.quantizer.arithmetic import ARITHMETICS, open_arithmetic
 from edgellm.engines.quantizer.layers import is_eagle_head
 from edgellm.engines.quantizer.options import GROUP_SIZES, METHODS, QuantizationOptions, largest_group
 from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.kernels.gpu import choose_gpu
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
@@ -31,7 +33,7 @@ DEFAULT_TEXTS = "calibration"
 _MOST_TOKENS = 16_384
 
 
-class QuantizeOptions(Options):
+class QuantizeOptions(GPUOption):
     checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
     target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
@@ -62,6 +64,7 @@ def quantize(given: QuantizeOptions) -> None:
 
     Example: edgellm quantize Llama-3.2-1B llama-int4 --group-size 64
     """
+    choose_gpu(given.gpu)
     checkpoint, group_size, calibration = given.checkpoint, given.group_size, given.calibration
     quantizer.refuse_quantized(checkpoint)
     if group_size is None and given.bits == 4:

@@ -170,6 +170,8 @@ async def _serve(
         settings.model,
         backend=settings.backend,
         executor=settings.executor,
+        gpu=settings.gpu,
+        gpus=settings.gpus,
         kv_cache=settings.kv_cache,
         drafting=models.chosen_drafting(settings),
         adapters=loras,

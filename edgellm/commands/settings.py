@@ -16,6 +16,7 @@ from edgellm.commands.table import options_of
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.errors import RequestError, SettingsError, did_you_mean
+from edgellm.kernels.gpu import choose_gpu
 from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.snapshots.staging import is_snapshot_path
@@ -50,6 +51,8 @@ class Settings:
     model: Path | None = None
     backend: str = "auto"
     executor: str = "auto"
+    gpu: int | None = None
+    gpus: int = 1
     kv_cache: str | None = None
     system: str | None = None
     chat_template: Path | None = None
@@ -177,6 +180,7 @@ def chosen_settings(given: Any) -> Settings:
                 raise typer.BadParameter(f"--{flag} is given, and so is --no-{flag}: expected only one of them")
             settings = replace(settings, **{key: None})  # type: ignore[arg-type]
     settings = replace(settings, **{key: value for key, value in chosen.items() if value is not None})
+    choose_gpu(None if settings.backend == "numpy" else settings.gpu)
     return _with_directory(settings, given) if isinstance(given, options.NamedModelOptions) else settings
 
 

@@ -23,6 +23,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, beginning_ids, system_prompt_ids
 from edgellm.structure.answers import RuleMaker
 from edgellm.text.messages import (
+    KINDS,
     SYSTEM_ROLES,
     MediaReference,
     checked_messages,
@@ -159,8 +160,8 @@ class Preparation:
     def _prompt(self, request: Request, capacity: int | None = None) -> _Prompt:
         """The prompt of a request. Raises ContextError early for one that is far too long for a context."""
         if request.messages is not None:
-            if request.images or request.audio:
-                given = "images" if request.images else "audio"
+            given = next((name for name, pieces in request.prompt_media.items() if pieces), None)
+            if given is not None:
                 raise RequestError(f"a conversation has its {given} in its messages: leave `{given}` out")
             return self._ready(self._chat_ids(request, capacity), media_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
@@ -169,8 +170,8 @@ class Preparation:
             prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), tokenizer.begins_prompts, capacity)
         else:
             prompt_ids = list(map(int, prompt))
-        shown = media_of_prompt("image", request.images) + media_of_prompt("audio", request.audio)
-        return self._ready(prompt_ids, shown)
+        media = request.prompt_media.items()
+        return self._ready(prompt_ids, [each for name, own in media for each in media_of_prompt(KINDS[name], own)])
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
         """How many of a prompt's first tokens are those of its system messages of text, and of its tools, as every

@@ -220,6 +220,6 @@ def memory_bandwidth() -> float | None:
     import pycuda.driver as cuda
 
     with some_context():
-        said, names = cuda.Device(0), cuda.device_attribute
+        said, names = cuda.Context.get_device(), cuda.device_attribute
         clock, bits = said.get_attribute(names.MEMORY_CLOCK_RATE), said.get_attribute(names.GLOBAL_MEMORY_BUS_WIDTH)
         return None if said.get_attribute(names.INTEGRATED) else 2 * clock * bits / 8e6 or None

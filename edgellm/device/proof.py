@@ -217,7 +217,7 @@ def _memory_check(gpu: GPU | None) -> Iterator[Found]:
     with some_context():
         free, total = cuda.mem_get_info()
         # Where the host has the same memory, what it needs to go on is not tried for.
-        shared = cuda.Device(0).get_attribute(cuda.device_attribute.INTEGRATED)
+        shared = cuda.Context.get_device().get_attribute(cuda.device_attribute.INTEGRATED)
         size = largest(min(free, available_memory() or free) if shared else free, fits)
     text = f"largest allocation: {size / 2**30:.2f} GiB of {free / 2**30:.2f} free and {total / 2**30:.2f} in all"
     yield checked("largest allocation", size > 0, text, bytes=size, free_bytes=free, total_bytes=total)

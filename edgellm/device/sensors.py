@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from edgellm.kernels.gpu import find_gpu
+
 #: Kinds of clocks, and the sensor of temperature, in nvml.h.
 _CLOCKS = {"multiprocessors": 1, "memory": 2}
 _GPU_SENSOR = 0
@@ -120,7 +122,8 @@ def _numbers(system: Path, pattern: str) -> list[int]:
 
 
 def _bus_id() -> bytes | None:
-    """The PCI address of CUDA's first GPU, which need not be NVML's first. Raises OSError without a driver."""
+    """The PCI address of the GPU that is found, which NVML may number otherwise. Raises OSError without a driver."""
     library, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
-    refused = library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), 0)
+    gpu = find_gpu()
+    refused = library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), 0 if gpu is None else gpu.index)
     return None if refused or library.cuDeviceGetPCIBusId(name, len(name), device) else name.value

@@ -174,24 +174,27 @@ def load_presets() -> dict[str, dict[str, Any]]:
     return installed("drafting")
 
 
-def present_preset(backend: str) -> str | None:
-    """The name of this machine's preset for "numpy" or "tensorrt"; None for a GPU that no preset names."""
+def present_preset(backend: str, gpu: int | None = None) -> str | None:
+    """The name of this machine's preset for "numpy" or "tensorrt", of the GPU of an index (None: see `find_gpu`); None
+    for a GPU that no preset names."""
     if backend == "numpy":
         return "cpu"
-    capability = current_compute_capability()
+    capability = current_compute_capability(gpu)
     named = (name for name, values in load_presets().items() if capability in values["compute_capabilities"])
     return next(named, None)
 
 
-def preset_values(limits: EngineLimits, backend: str, preset: str | None = None) -> dict[str, Any]:
-    """The drafting settings of `preset` (None: of this machine), as far as engines of `limits` can serve them.
+def preset_values(
+    limits: EngineLimits, backend: str, preset: str | None = None, gpu: int | None = None
+) -> dict[str, Any]:
+    """The drafting settings of `preset` (None: the `present_preset`), as far as engines of `limits` can serve them.
 
     Raises RequestError for a preset that does not exist.
     """
     presets = load_presets()
     if preset is not None and preset not in presets:
         raise RequestError(f"there is no drafting preset {preset!r}: expected one of {', '.join(presets)}")
-    name = preset or present_preset(backend)
+    name = preset or present_preset(backend, gpu)
     most = {size: getattr(limits, size) for size in SIZES}
     if name is None:
         return most | {"adaptive": True}
@@ -202,7 +205,11 @@ def preset_values(limits: EngineLimits, backend: str, preset: str | None = None)
 
 
 def drafting_config(
-    limits: EngineLimits, backend: str, chosen: Mapping[str, Any] | None = None, preset: str | None = None
+    limits: EngineLimits,
+    backend: str,
+    chosen: Mapping[str, Any] | None = None,
+    preset: str | None = None,
+    gpu: int | None = None,
 ) -> DraftingConfig:
     """The drafting of engines: `chosen` (fields of DraftingConfig) on top of the preset. Where there is no draft
     model, `suffix_decoding` is all that is left.
@@ -222,7 +229,7 @@ def drafting_config(
         _one_of("kind", chosen["kind"], (*KINDS, *WITHOUT_MODEL))
     if not limits.has_draft:
         raise RequestError("the engine directory has no draft model: build one with it (edgellm build --draft)")
-    values = preset_values(limits, backend, preset)
+    values = preset_values(limits, backend, preset, gpu)
     if chosen.get("sampled") or chosen.get("acceptance") == "typical":
         values["adaptive"] = False  # what is drafted shows in the tokens then, and a seed should give the same ones
     threshold = chosen.get("posterior_threshold")
@@ -310,6 +317,6 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
     return merged
 
 
-def default_drafting(limits: EngineLimits, backend: str) -> DraftingConfig | None:
-    """What is drafted where nothing is asked for: this machine's preset, or nothing without a draft."""
-    return drafting_config(limits, backend) if limits.has_draft else None
+def default_drafting(limits: EngineLimits, backend: str, gpu: int | None = None) -> DraftingConfig | None:
+    """What is drafted where nothing is asked for: the `present_preset`, or nothing without a draft."""
+    return drafting_config(limits, backend, gpu=gpu) if limits.has_draft else None

@@ -76,12 +76,12 @@ def _values(text: bytes) -> int:
 
 
 def _image_bytes(messages: Any) -> int:
-    """The bytes of the images and sounds that messages show: their data URLs, or what a `source` has."""
+    """The bytes of the images, videos and sounds that messages show: their data URLs, or what a `source` has."""
     size = 0
     for message in _objects(messages):
         parts = _objects(message.get("content"))
         for part in [*parts, *(inner for each in parts for inner in _objects(each.get("content")))]:
-            url = part.get("image_url") or part.get("audio_url")
+            url = part.get("image_url") or part.get("audio_url") or part.get("video_url")
             for name in ("source", "input_audio"):
                 if isinstance(source := part.get(name), dict):
                     data, url = source.get("data"), source.get("url")

@@ -90,8 +90,9 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     if isinstance(error, errors.ContextError):
         said = f"the maximum context length is {error.limit} tokens: {message}"  # words that clients look for
         return HTTPError(400, said, param=fields.get(""), code="context_length_exceeded")
-    if isinstance(error, (errors.ImageError, errors.AudioError)):
-        code = "invalid_image" if isinstance(error, errors.ImageError) else "invalid_audio"
+    if isinstance(error, errors.MediaError):
+        codes = {errors.ImageError: "invalid_image", errors.AudioError: "invalid_audio"}
+        code = codes.get(type(error), "invalid_media")
         return HTTPError(400, message, param=fields.get(""), code=code)
     if isinstance(error, (errors.RequestError, errors.ConstraintError, ChatTemplateError)):
         match = _FIELD.match(message)

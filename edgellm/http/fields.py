@@ -12,7 +12,7 @@ from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, checked, http_error, wrong
 from edgellm.http.kept_responses import Items
-from edgellm.http.media_parts import image_of_part, sound_of_part
+from edgellm.http.media_parts import file_of_part, image_of_part
 from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import Structure, structure_of_response_format
@@ -320,13 +320,15 @@ class Fields:
         return found
 
     def _part(self, part: Any, what: str, param: str) -> Any:
-        """A part of a message as the engine takes it: text as it is, images and sounds as bytes."""
+        """A part of a message as the engine takes it: text as it is, images, videos and sounds as bytes."""
         kind = media_kind(part)
         if kind is None:
             return part
-        if kind == "audio":
-            data = sound_of_part(part, what, param)
-            self.pixels += len(data) // 3  # they share the room that there is for images
+        if kind in ("audio", "video"):
+            data = file_of_part(part, kind, what, param)
+            # They share the room that there is for images: a video counts as the largest one.
+            self.images += kind == "video"
+            self.pixels += self.model.image_pixels if kind == "video" else len(data) // 3
         else:
             data, pixels, has_detail = image_of_part(part, what, param, self.model.image_pixels)
             self.images, self.pixels = self.images + 1, self.pixels + pixels

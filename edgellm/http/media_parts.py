@@ -1,4 +1,4 @@
-"""Parts of messages that show images or let hear sounds: their bytes, of base64 and data URLs alone.
+"""Parts of messages that show images and videos or let hear sounds: their bytes, of base64 and data URLs alone.
 
 No request reads a file of this machine, and nothing is fetched. Errors name the part, and the field `param`.
 """
@@ -37,17 +37,24 @@ def image_of_part(part: dict[str, Any], what: str, param: str, most_pixels: int)
     return data, pixels, described.get("detail") not in (None, "auto")
 
 
-def sound_of_part(part: dict[str, Any], what: str, param: str) -> bytes:
-    """The bytes of the file of a sound. Raises HTTPError."""
-    url, given = part.get("audio_url"), part.get("input_audio")
+#: By kind, what errors call a piece, and how a part has one.
+_FILES = {
+    "audio": ("sound", '{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}'),
+    "video": ("video", '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}'),
+}
+
+
+def file_of_part(part: dict[str, Any], kind: str, what: str, param: str) -> bytes:
+    """The bytes of the file of a sound or a video. Raises HTTPError."""
+    url, given = part.get(f"{kind}_url"), part.get(f"input_{kind}")
     url = url.get("url") if isinstance(url, dict) else url
     if isinstance(given, dict) and isinstance(given.get("data"), str):
-        url = f"data:audio/x;base64,{given['data']}"
-    if not isinstance(url, str) or url[:5].lower() != "data:" or set(part) - {"type", "audio_url", "input_audio"}:
-        expected = '{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}'
-        message = f"{what} is no sound: sounds are taken as base64 and data URLs alone, {expected}"
-        raise HTTPError(400, message, param=param, code="invalid_audio")
-    return _data(url, "audio", param)
+        url = f"data:{kind}/x;base64,{given['data']}"
+    if not isinstance(url, str) or url[:5].lower() != "data:" or set(part) - {"type", f"{kind}_url", f"input_{kind}"}:
+        noun, expected = _FILES[kind]
+        message = f"{what} is no {noun}: {noun}s are taken as base64 and data URLs alone, {expected}"
+        raise HTTPError(400, message, param=param, code=f"invalid_{kind}")
+    return _data(url, kind, param)
 
 
 def _data(url: str, kind: str, param: str) -> bytes:

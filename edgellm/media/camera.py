@@ -24,12 +24,14 @@ _CLOSING_SECONDS = 2.0
 @dataclass(frozen=True, eq=False)
 class Frame:
     """An image as messages take it (an array [H, W, 3] uint8 with its `channels`, "RGB" or "BGR", or what else
-    `read_image` reads), its number in the stream, from 0, and when it was taken, in seconds of `time.perf_counter`."""
+    `read_image` reads), its number in the stream, from 0, when it was taken, in seconds of `time.perf_counter`, and
+    what the source said `about` it."""
 
     number: int
     taken: float
     image: ImageSource
     channels: Channels = "RGB"
+    about: Any = None
 
 
 class Camera:
@@ -37,9 +39,9 @@ class Camera:
 
     The `source` is what OpenCV opens, where that is installed: a number or /dev/videoN (V4L2 on Linux), a pipeline of
     GStreamer (text with " ! " in it, ending in appsink), the path or URL of a video, whose file is played at its own
-    rate; or any iterable of images, or of pairs (seconds, image): one with a time that has not come yet is held back
-    until then. Frames come `rate` times a second at most. `channels` is the order of the colours of arrays; OpenCV's
-    are "BGR".
+    rate; or any iterable of images, or of tuples (seconds, image) or (seconds, image, about): one with a time that has
+    not come yet is held back until then. Frames come `rate` times a second at most. `channels` is the order of the
+    colours of arrays; OpenCV's are "BGR".
 
     `frame` is the newest (None: none yet), `frames` how many came. Where the source ends, `ended` is true and its last
     frame stays; what it raises is raised by `raise_failure`. Close it, or use it as a context manager.
@@ -95,15 +97,13 @@ class Camera:
         due = time.perf_counter()
         try:
             for number, item in zip(count(), self._source, strict=False):
-                taken, image = item if isinstance(item, tuple) else (None, item)
+                taken, image, about = (*item, None)[:3] if isinstance(item, tuple) else (None, item, None)
                 due = max(due, time.perf_counter() if taken is None else taken)
                 self.wait(lambda: self.closed, max(0.0, due - time.perf_counter()))
                 if self.closed:
                     return
-                self.frame, self.frames = (
-                    Frame(number, due if taken is None else taken, image, self._channels),
-                    number + 1,
-                )
+                self.frame = Frame(number, due if taken is None else taken, image, self._channels, about)
+                self.frames = number + 1
                 self.wake()
                 due += self._period
         except Exception as error:  # whoever asks for a frame is told

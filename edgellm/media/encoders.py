@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig, MediaKind
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.errors import ImageError, RequestError, closed_error
+from edgellm.errors import MediaError, RequestError, closed_error
 from edgellm.text.messages import ENCODER_NAMES, MediaReference
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class LazyEncoder:
         """Nothing yet."""
 
     def prepare(self, reference: MediaReference) -> PreparedMedia:
-        return self._opened().prepare(reference)
+        return self.opened().prepare(reference)
 
     def written(self, piece: PreparedMedia) -> Sequence[int]:
-        return self._opened().written(piece)
+        return self.opened().written(piece)
 
     def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
-        return self._opened().encode(pieces)
+        return self.opened().encode(pieces)
 
     def close(self) -> None:
         """Free all memory."""
@@ -98,7 +98,8 @@ class LazyEncoder:
                 self._encoder.close()
                 self._encoder = None
 
-    def _opened(self) -> MediaEncoder:
+    def opened(self) -> MediaEncoder:
+        """The encoder, which is opened now where it was not."""
         with self._lock:
             if self._opening is None:  # as a request may find that was being prepared meanwhile
                 raise closed_error()
@@ -152,7 +153,7 @@ class MediaEncoders:
     def expand(self, prompt_ids: Sequence[int], pieces: Sequence[PreparedMedia]) -> list[int]:
         """The ids of a prompt with those of its pieces in place of each token that stands for a kind, in order.
 
-        Raises ImageError where there are more pieces than markers of their kind, or the reverse, and RequestError for
+        Raises MediaError where there are more pieces than markers of their kind, or the reverse, and RequestError for
         none where the model is made for them alone.
         """
         following = {}
@@ -160,7 +161,7 @@ class MediaEncoders:
             token, own = encoder.kind.token_id, [each for each in pieces if each.kind == name]
             markers = sum(each == token for each in prompt_ids)
             if markers != len(own):
-                raise ImageError(
+                raise MediaError(
                     f"the prompt has {markers} {name} markers (token {token}), but there are {len(own)} {name}s: "
                     f"show one {name} for each marker"
                 )

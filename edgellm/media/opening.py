@@ -37,7 +37,18 @@ def open_encoders(
             return VisionEncoder(backend, directory, vision_engines, metrics, texts)
 
         kind = directory.config.image_kind(vision.image_token_id)
-        encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
+        images = LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened()
+        encoders.append(images)
+        if "video" in directory.config.media:
+
+            def opened_video() -> MediaEncoder:
+                from edgellm.media.video import VideoEncoder
+
+                own = images.opened() if isinstance(images, LazyEncoder) else images
+                return VideoEncoder(own, directory, vision_engines, tokenizer)
+
+            kind = directory.config.media["video"]
+            encoders.append(LazyEncoder(kind, opened_video, backend) if backend.computes_at_once else opened_video())
     if "audio" in directory.config.media:
 
         def opened_audio() -> MediaEncoder:
@@ -55,7 +66,8 @@ def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | Non
     EngineDirectoryError for files that are wrong."""
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     if vision_engines is not None:
-        tokenizer.media, tokenizer.write_images = ("image",), image_writer(vision_engines, tokenizer)
+        kinds = ("image", "video") if "video" in directory.config.media else ("image",)
+        tokenizer.media, tokenizer.write_images = kinds, image_writer(vision_engines, tokenizer)
         tokenizer.begins_prompts = not directory.config.prefix_attention
     if "audio" in directory.config.media:
         tokenizer.media = (*tokenizer.media, "audio")

@@ -45,7 +45,9 @@ class VisionEncoder:
         self.kind = directory.config.image_kind(vision.config.image_token_id)
         self._metrics, self._texts = metrics, texts
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
-        self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
+        self._own = None
+        if vision_directory is not directory:
+            self._own = open_backend(backend.name, vision_directory, gpu=backend.gpu_index)
         try:
             self._runner = VisionEngineRunner.open(self._own or backend, vision_directory)
         except BaseException:

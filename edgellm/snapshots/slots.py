@@ -180,6 +180,7 @@ class SlotSnapshots:
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
             edgellm_version(),
             self._states["base"].window_reach,
+            self._backend.gpus,
         )
         tensors = {name: (dtype, shape) for name, (shape, dtype) in self._saved(facts.tokens).items()}
         snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory, prompt)
@@ -210,6 +211,10 @@ class SlotSnapshots:
         expected = self.binding(made_with if made_with in adapters else adapters[0], shown)
         check_binding(path, mapped, expected)
         self._check(path, mapped)
+        if (made_by := mapped.facts.gpus) != self._backend.gpus:
+            logger.warning(
+                "%s was made on %d GPUs: on %d its rows may differ in bits", path, made_by, self._backend.gpus
+            )
         if mapped.nbytes > self.store.memory_budget:
             verify_snapshot(path, mapped)
             self._uploader.reserve(mapped.nbytes)  # before a request waits for it

@@ -28,7 +28,7 @@ import numpy as np
 from edgellm.engines.formats.safetensors_file import TensorInfo, file_header
 from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
 from edgellm.engines.formats.tensors import STORAGE
-from edgellm.engines.model.limits import LARGEST_CONTEXT
+from edgellm.engines.model.limits import LARGEST_CONTEXT, MOST_GPUS
 from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.snapshots.binding import SnapshotBinding
@@ -55,7 +55,8 @@ DIGEST_BYTES, _MOST_THREADS = 32, 16
 @dataclass(frozen=True)
 class SnapshotFacts:
     """What a snapshot says of itself: `tokens` is N, `created` the time (ISO 8601, UTC), `model` and `label` are for
-    people. Layers that look back on a window have the latest `window_rows` rows at most (0: there are none)."""
+    people. Layers that look back on a window have the latest `window_rows` rows at most (0: there are none). So many
+    `gpus` made it: another number sums in another order, and its rows may differ in their last bits."""
 
     format_version: int
     tokens: int
@@ -65,6 +66,7 @@ class SnapshotFacts:
     created: str
     created_with: str
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
+    gpus: int = field(default=1, metadata=bounded(MOST_GPUS, True))
 
 
 class Section(NamedTuple):

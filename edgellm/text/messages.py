@@ -73,7 +73,7 @@ def _checked_calls(calls: Any, what: str) -> list[dict[str, Any]]:
 
 
 def shown_texts(content: Any) -> list[str]:
-    """The texts of a checked message's content; "image" or "audio" stands for a piece of that."""
+    """The texts of a checked message's content; the name of its kind stands for a piece of media."""
     return [content] if isinstance(content, str) else [part.get("text", part["type"]) for part in content or ()]
 
 
@@ -105,27 +105,32 @@ def _checked_content(message: dict[str, Any], number: int, media: Collection[str
 #: The kinds of media that parts of messages show, by the parts' types.
 MEDIA_PARTS = dict.fromkeys(("image", "image_url", "input_image"), "image")
 MEDIA_PARTS |= dict.fromkeys(("audio", "audio_url", "input_audio"), "audio")
-_OTHER_PARTS = ("video", "video_url")
+MEDIA_PARTS |= dict.fromkeys(("video", "video_url"), "video")
+#: The kinds of what requests have beside a prompt, by the names of their fields.
+KINDS = {"images": "image", "audio": "audio", "video": "video"}
 #: By kind, where a part may have what it shows: the key, and whether it is a URL or a path; and how to write it.
 _SOURCES = {
     "image": (("image", False), ("path", True), ("url", True), ("image_url", True)),
     "audio": (("audio", False), ("path", True), ("url", True), ("audio_url", True), ("input_audio", False)),
+    "video": (("video", False), ("path", True), ("url", True), ("video_url", True)),
 }
 _EXAMPLES = {
     "image": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,... or a path"}} and '
     '{"type": "image", "image": a path, bytes, a Pillow image or an array}',
     "audio": '{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}} and '
     '{"type": "audio", "audio": a path, bytes, or (samples, rate)}',
+    "video": '{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,... or a path"}} and '
+    '{"type": "video", "video": a path, bytes, or a list of frames with their times, (seconds, image)}',
 }
 #: By kind, what a model has that takes it, as errors name it.
-ENCODER_NAMES = {"image": "vision model", "audio": "encoder of speech"}
+ENCODER_NAMES = {"image": "vision model", "audio": "encoder of speech", "video": "encoder of videos"}
 _TEXT_EXAMPLE = '{"type": "text", "text": "..."}'
 
 
 @dataclass(frozen=True, eq=False)
 class MediaReference:
-    """A piece of a `kind` of media that a request shows: its `source`, as `read_image` or `read_audio` takes it, or
-    text: a URL or a path (`is_url`).
+    """A piece of a `kind` of media that a request shows: its `source`, as `read_image`, `read_audio` or
+    `VideoProcessor.prepare` takes it, or text: a URL or a path (`is_url`).
 
     `channels` is the order of an array's colours, "RGB" or "BGR"; `name` says in errors which piece it is.
     """
@@ -141,8 +146,6 @@ def text_of_part(part: Any, what: str) -> str:
     """The text of a text part; RequestError names anything else."""
     if media_kind(part) is None:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _OTHER_PARTS:
-            raise RequestError(f"{what} is of type {kind!r}: only text, images and audio can be sent")
         if kind == "text" and isinstance(part.get("text"), str):
             return part["text"]
     raise RequestError(f"{what} is not a text part: expected {_TEXT_EXAMPLE}")

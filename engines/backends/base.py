@@ -81,6 +81,10 @@ class Backend(Protocol):
     """What a runner needs of a machine."""
 
     name: str
+    #: of the GPU whose memory arrays are in; None on NumPy
+    gpu_index: int | None
+    #: how many share the base's steps; see `opening.open_backend`
+    gpus: int
     #: what runs steps on a GPU, one of `opening.EXECUTORS`; "auto" on NumPy
     executor: str
     kernels: SamplingKernels

@@ -70,18 +70,25 @@ class CudaBackend(CudaDevice):
     name = "tensorrt"
     executor = "auto"
     steps_ahead = 1
+    gpus = 1
     fixed_shapes = True
     computes_at_once = False
 
-    def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto") -> None:
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        packed: PackedLayouts | None = None,
+        executor: str = "auto",
+        gpu: int | None = None,
+    ) -> None:
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
-        `opening.EXECUTORS`."""
+        `opening.EXECUTORS`, `gpu` an index."""
         self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
-            super().__init__()
+            super().__init__(gpu)
             opened.callback(super().close)
             self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu), self.made)
             opened.callback(self._module.close)

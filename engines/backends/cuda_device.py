@@ -120,10 +120,10 @@ class DeviceTimestamp:
 
 
 class CudaDevice:
-    """The first GPU: its primary context (current in the calling thread until `close`), or what a tool that measures in
-    a part of the GPU puts in its place, and one stream."""
+    """A GPU, by its index (None: see `find_gpu`): its primary context (current in the calling thread until `close`), or
+    what a tool that measures in a part of the GPU puts in its place, and one stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int | None = None) -> None:
         try:
             import pycuda.driver as cuda
         except ImportError as error:
@@ -131,10 +131,10 @@ class CudaDevice:
                 f"pycuda does not load ({error}). Install it with pip install '.[gpu]' in EdgeLLM's checkout, or use "
                 "--backend numpy."
             ) from error
-        gpu = find_gpu()
+        gpu = find_gpu(index)
         try:
             cuda.init()
-            device = cuda.Device(0)
+            device = cuda.Device(0 if gpu is None else gpu.index)
         except cuda.Error as error:
             raise MissingDependencyError(f"No usable NVIDIA GPU: {error}. Use --backend numpy.") from error
         if gpu is None:
@@ -151,6 +151,11 @@ class CudaDevice:
             gpu.enter_partition()
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
+
+    @property
+    def gpu_index(self) -> int:
+        """See `Backend.gpu_index`."""
+        return self.gpu.index
 
     def lost(self) -> DeviceLostError | None:
         """See `Backend.lost`: such an error is given by every call from then on."""
@@ -402,7 +407,7 @@ class CudaDevice:
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Bytes of the first GPU's memory that are free, and in all. Raises MissingDependencyError."""
+    """Bytes of the GPU's memory that are free, and in all. Raises MissingDependencyError."""
     device = CudaDevice()
     try:
         return device.free_memory()

@@ -115,7 +115,9 @@ def takes_runs(spec: WeightSpec) -> bool:
 
 def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:
     """Whether packed parts of a spec are dense on the device: those that may be, where its kernels do not take them or
-    not together."""
+    not together; and a single row, the gate of an expert of all tokens, which the choice of experts reads as it is."""
+    if spec.shape[0] == 1:
+        return True
     layouts = [checkpoint.layout(name, shape) for name, shape in spec.parts]
     if not all(layout is None or layout.may_be_dense for layout in layouts):
         return False

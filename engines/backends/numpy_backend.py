@@ -14,8 +14,9 @@ from typing import cast
 
 import numpy as np
 
-from edgellm.engines.backends.base import check_rows, row_pieces
+from edgellm.engines.backends.base import Engine, check_rows, row_pieces
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.ranks import Rank
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
@@ -75,14 +76,16 @@ class NumpyEngine:
 
     reads_attention_mask = True
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rank: Rank | None = None) -> None:
+        """`rank`: which part of a shared program this is."""
         self.shape = program.shape
         self._bindings: dict[str, np.ndarray] = {}
-        is_small = sum(math.prod(spec.shape) for spec in program.weights.values()) < _SMALL_MODEL
-        wide, threads = program.shape.kv_cache == "int8", 0 if is_small else blas_threads()
-        operations = NumpyOperations(self._bindings, self._bindings, wide, threads)
-        self._graph = ProgramGraph(operations, program)
-        self._threads = one_blas_thread if is_small else nullcontext
+        self.is_small = sum(math.prod(spec.shape) for spec in program.weights.values()) < _SMALL_MODEL
+        wide, threads = program.shape.kv_cache == "int8", 0 if self.is_small else blas_threads()
+        operations = NumpyOperations(self._bindings, self._bindings, wide, threads, rank)
+        #: Computes, by as many threads as OpenBLAS has at the moment.
+        self.run = ProgramGraph(operations, program).run
+        self._threads = one_blas_thread if self.is_small else nullcontext
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """Remember arrays by name; the interpreter checks their shapes as it meets them. Caches change in place."""
@@ -92,13 +95,15 @@ class NumpyEngine:
     def enqueue(self) -> None:
         """Compute; outputs are written into their bound arrays."""
         with self._threads():
-            self._graph.run()
+            self.run()
 
 
 class NumpyBackend:
     """See `edgellm.engines.backends.base.Backend`."""
 
     name = "numpy"
+    gpu_index: int | None = None
+    gpus = 1
     compute_dtype = "float32"
     steps_ahead = 0
     executor = "auto"
@@ -190,7 +195,10 @@ class NumpyBackend:
         """False: attention computes with all of the rows that it is given."""
         return False
 
-    def load_engine(self, shape: EngineShape) -> NumpyEngine:
+    def load_engine(self, shape: EngineShape) -> Engine:
+        return NumpyEngine(self._program(shape))
+
+    def _program(self, shape: EngineShape) -> Program:
         config = self._configs[shape.model]
         if config is None:
             what = "vision encoder" if shape.model == "vision" else "draft model"
@@ -199,7 +207,7 @@ class NumpyBackend:
         self._programs[shape] = program  # the latest are kept: engines of prompts are made anew for each
         if len(self._programs) > _KEPT_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        return NumpyEngine(program)
+        return program
 
     def scratch_bytes(self) -> int:
         """NumPy's temporaries are small and short-lived."""

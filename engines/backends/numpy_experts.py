@@ -23,18 +23,20 @@ def mixed(
     gate_up: _Layer,
     down: _Layer,
     linear: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray],
+    own: tuple[int, int] | None = None,
 ) -> np.ndarray:
     """What `Operations.experts` says, by `linear`: expert by expert in the order of their ids, all rows of `x` that
-    chose one together."""
+    chose one together. Where `own` experts alone are there, what these give."""
+    first, last = own or (0, mixture.experts)
 
     def through(rows: np.ndarray, layer: _Layer, expert: int) -> np.ndarray:
         matrices, biases = layer
-        return linear(rows, matrices.of(expert), None if biases is None else biases[expert])
+        return linear(rows, matrices.of(expert - first), None if biases is None else biases[expert - first])
 
     rows = x.reshape(-1, x.shape[-1])
     ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture.routing, correction)
     total = np.zeros_like(rows)
-    for expert in np.unique(ids).tolist():
+    for expert in np.unique(ids[(ids >= first) & (ids < last)]).tolist():
         row, place = np.nonzero(ids == expert)
         inner = _activated(through(rows[row], gate_up, expert), mixture)
         total[row] += shares[row, place, None] * through(inner, down, expert)

@@ -22,6 +22,7 @@ from edgellm.engines.backends.numpy_nonlinear import (
     attention_ahead,
     window_attention,
 )
+from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.operations import Operations
@@ -58,6 +59,7 @@ class NumpyOperations(Operations[np.ndarray]):
     one, which tokens may show; float64's roundings do not reach that far.
 
     `threads` share the rows of a weight, read from memory, for one token; 0: weights stay in the processor's cache.
+    `rank`: one of several that compute the parts of a program together.
 
     Inputs and weights are looked up at every call, so one object serves many runs, whatever is bound in between. An
     output goes into the array that the caller has bound under its name (float32, same shape), else `bindings` gets an
@@ -77,9 +79,10 @@ class NumpyOperations(Operations[np.ndarray]):
         weights: Mapping[str, np.ndarray],
         wide: bool = False,
         threads: int = 0,
+        rank: Rank | None = None,
     ) -> None:
         self._bindings, self._wide, self._threads = bindings, wide, threads
-        self._weights = weights
+        self._weights, self._rank = weights, rank or Rank(0, Exchange(1))
         self._own_outputs: set[str] = set()
         self._mask: np.ndarray | None = None
         self._visible: VisibleKeys | None = None
@@ -146,6 +149,16 @@ class NumpyOperations(Operations[np.ndarray]):
         if bias is not None:
             result += bias
         return result.reshape(*x.shape[:-1], rows)
+
+    def reduce(self, x: np.ndarray) -> np.ndarray:
+        first, *others = self._rank.all(x)
+        total = first.copy() if others else first
+        for each in others:
+            total += each
+        return total
+
+    def assemble(self, x: np.ndarray) -> np.ndarray:
+        return np.concatenate(self._rank.all(x), axis=-1)
 
     def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return np.asarray(np.matmul(x, weight))
@@ -265,7 +278,7 @@ class NumpyOperations(Operations[np.ndarray]):
         return output.reshape(*rows.shape[:2], -1), gates
 
     def experts(self, step, x, scores, correction, gate_up, down):
-        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear)
+        return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear, step.own)
 
     def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
         return window_attention(query, (keys, values, *scales), mask, start_index, window, scoring)

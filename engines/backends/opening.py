@@ -15,9 +15,13 @@ BACKENDS = ("auto", "numpy", "tensorrt")
 EXECUTORS = ("auto", "tensorrt")
 
 
-def open_backend(name: str, directory: EngineDirectory, executor: str = EXECUTORS[0]) -> Backend:
+def open_backend(
+    name: str, directory: EngineDirectory, executor: str = EXECUTORS[0], gpu: int | None = None, gpus: int = 1
+) -> Backend:
     """Open the backend `name`: "numpy", "tensorrt" (the GPU), or "auto", which takes the GPU where one is present.
 
+    `gpu` is the index of the GPU (None: see `find_gpu`); KernelError for one that is not there, also on "auto".
+    `gpus` is how many share the base's steps; EngineError for what they cannot share. NumPy has as many ranks.
     `executor` is one of `EXECUTORS`. On "auto" a machine with a GPU but without pycuda, or without TensorRT where a
     shape needs it, raises MissingDependencyError rather than silently computing on the CPU. Packed weights that its
     kernels do not take are refused there with EngineError.
@@ -25,14 +29,18 @@ def open_backend(name: str, directory: EngineDirectory, executor: str = EXECUTOR
     for kind, given, known in (("backend", name, BACKENDS), ("executor", executor, EXECUTORS)):
         if given not in known:
             raise EngineError(f"unknown {kind} {given!r}; expected one of {', '.join(known)}")
-    if name == "numpy" or (name == "auto" and find_gpu() is None):
+    if name == "numpy" or (name == "auto" and find_gpu(gpu) is None):
         from edgellm.engines.backends.numpy_backend import NumpyBackend
+        from edgellm.engines.backends.numpy_ranks import NumpyRanks
 
         draft = None if directory.draft is None else directory.draft.config
         vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
-        return cast(Backend, NumpyBackend(directory.config, draft, vision))
+        configs = directory.config, draft, vision
+        return cast(Backend, NumpyBackend(*configs) if gpus == 1 else NumpyRanks(gpus, *configs))
+    if gpus > 1:
+        raise EngineError(f"gpus is {gpus}, but steps are shared by NumPy's ranks alone so far: take one GPU")
     packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     from edgellm.engines.backends.cuda_backend import CudaBackend
 
-    return cast(Backend, CudaBackend(directory, packed, executor))
+    return cast(Backend, CudaBackend(directory, packed, executor, gpu))

@@ -38,6 +38,7 @@ PICKLED_INDEX = "pytorch_model.bin.index.json"
 #: Files that belong to a model beside those that an engine directory takes along.
 _OTHER_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "preprocessor_config.json"),
+    "video_preprocessor_config.json",
     *("processor_config.json", "README.md", "LICENSE", "LICENSE.txt"),
 )
 _ENDINGS = (".bin", ".pt", ".pth", ".ckpt")

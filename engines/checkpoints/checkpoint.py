@@ -24,8 +24,8 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import (
+    ENCODER_PREFIXES,
     STORAGE,
-    VISION_PREFIXES,
     convert,
     is_multimodal,
     is_wrapped,
@@ -295,14 +295,14 @@ class Checkpoint:
         self,
         specs: Sequence[WeightSpec],
         integers: Mapping[str, tuple[int, ...]] | None = None,
-        vision: bool = False,
+        encoders: bool = False,
         unread: tuple[str, ...] = (),
         within: str = "",
     ) -> list[str]:
         """One line for every missing, unknown and mis-shaped tensor, and for dtypes of no use.
 
         `integers` are the names and shapes of tensors of whole numbers or truth values that are there beside `specs`.
-        Of a multimodal model either the language model is looked at or, with `vision`, the vision part. Tensors whose
+        Of a multimodal model either the language model is looked at or, with `encoders`, its encoders. Tensors whose
         names begin with one of `unread` may be there, and those whose names do not begin with `within`.
         """
         wanted = {name: Stored.of(tuple(shape), *_INTEGERS) for name, shape in (integers or {}).items()}
@@ -313,7 +313,7 @@ class Checkpoint:
         problems += self._differences(wanted)
         for name, info in self.tensors.items():
             if (
-                (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision)
+                (self._is_multimodal and name.startswith(ENCODER_PREFIXES) != encoders)
                 or name.startswith(unread)
                 or not name.startswith(within)
                 or name in wanted

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,6 +76,12 @@ class ExpertMatrices:
         self.shape = spec.shape
         count = len(parts) // spec.experts
         self._parts = [parts[start : start + count] for start in range(0, len(parts), count)]
+
+    def rows(self, begin: int, end: int) -> ExpertMatrices:
+        """Those of the experts whose rows of all are these."""
+        found, size = copy(self), self.shape[0] // len(self._parts)
+        found.shape, found._parts = (end - begin, self.shape[1]), self._parts[begin // size : end // size]
+        return found
 
     def of(self, expert: int) -> np.ndarray:
         """The matrix [N, K] of one expert, float32: a view of the file where that has it so."""
@@ -212,10 +219,10 @@ def iterate_weight_parts(
     for (spec, name, place), shape in zip(part_places(specs), shapes, strict=True):
         own = dtype if spec.dtype == "compute" else spec.dtype
         if (packed := checkpoint.packed(name, shape)) is not None:
-            step = max(1, _PIECE // shape[1])
+            step, (info, *_) = max(1, _PIECE // shape[1]), checkpoint.part_infos(name, shape)
             for start in range(0, shape[0], step):
                 values = _neighbours_first(packed.rows(start, start + step).values(), spec.kernel).reshape(-1)
-                piece = converted(checkpoint.info(name), values, own, "float32")
+                piece = converted(info, values, own, "float32")
                 yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
             continue
         values = _neighbours_first(_part(checkpoint, name, shape), spec.kernel).reshape(-1)

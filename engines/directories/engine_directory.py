@@ -67,7 +67,7 @@ PUBLISHED_FILES = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "hf_quant_config.json"),
     *("special_tokens_map.json", "chat_template.jinja", "chat_template.json", "system_prompt.txt"),
     *("system_prompt_image.txt", "preprocessor_config.json", "processor_config.json", MODULES_FILE, POOLING_FILE),
-    PROMPTS_FILE,
+    *("video_preprocessor_config.json", PROMPTS_FILE),
 )
 #: How a vision encoder wants its images: one of them is required, and the first that is there counts.
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -186,6 +186,11 @@ class EngineDirectory:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
         return self.config.eos_token_ids
+
+    @property
+    def video_tokens(self) -> int:
+        """Of how many tokens a video may be: what the context holds; 0 for a model that takes none."""
+        return self.limits.kv_capacity if "video" in self.config.media else 0
 
     @property
     def weight_files(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
         projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
     )
     fields.raise_problems()
-    problems = checkpoint.problems(audio_weights(config), vision=True)
+    problems = checkpoint.problems(audio_weights(config), encoders=True)
     if problems:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
         raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")

@@ -199,9 +199,13 @@ def with_image_tokens(
     config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
 ) -> DecoderConfig:
     """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
-    say)."""
-    token = fields.token_id(key, default, largest=max(0, config.vocab_size - 1))
+    say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token of these."""
+    largest = max(0, config.vocab_size - 1)
+    token = fields.token_id(key, default, largest=largest)
     if merge_size is not None:
+        video = fields.values.get("video_token_id")
+        if is_integer(video) and 0 < video <= largest:  # a small vocabulary has none
+            config = replace(config, video_token_id=video)
         found = vision_fields(fields).get("spatial_merge_size")
         if found is not None and (not is_integer(found) or found < 1):
             fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")

@@ -85,7 +85,8 @@ def _read_qwen2_5(top: ConfigFields) -> Read:
         expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
         fields.expect("window_size", window, expected)
     layers = listed_layers(fields, "fullatt_block_indexes", values["num_layers"])
-    return fields, values | {"window_size": window, "full_attention_layers": layers}
+    seconds = fields.positive("tokens_per_second", 4, largest=1000)
+    return fields, values | {"window_size": window, "full_attention_layers": layers, "tokens_per_second": seconds}
 
 
 def _read_qwen3(top: ConfigFields) -> Read:
@@ -221,7 +222,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
         tower = projector = first_prefix(_QWEN_PREFIXES, names)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
     unread = unused_tensors(config) if config.feature_layers else ()
-    problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], vision=True, unread=unread)
+    problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], encoders=True, unread=unread)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(

@@ -63,7 +63,7 @@ _OF_ENCODERS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision."),
     *("audio_tower.", "embed_audio."),
 )
-VISION_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
+ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))
 #: What begins a tensor of the language model, and what its family calls it; the first that fits counts.
 _WRAPPINGS = (
     ("model.language_model.model.", "model."),
@@ -87,9 +87,9 @@ def is_wrapped(config: dict[str, Any]) -> bool:
     return is_multimodal(config) or config.get("model_type") == "nemotron_h"
 
 
-def vision_prefix(name: str) -> str | None:
-    """What begins the name of a tensor, or of a module, of the vision part; None for one of the language model."""
-    return next((prefix for prefix in VISION_PREFIXES if name.startswith(prefix)), None)
+def encoder_prefix(name: str) -> str | None:
+    """What begins the name of a tensor, or of a module, of an encoder; None for one of the language model."""
+    return next((prefix for prefix in ENCODER_PREFIXES if name.startswith(prefix)), None)
 
 
 def language_model_name(name: str) -> str:
@@ -102,8 +102,8 @@ def language_model_name(name: str) -> str:
 
 def published_names(name: str) -> tuple[str, ...]:
     """What a module of a multimodal model may be called in files of any release: first `name`, which is the language
-    model's own, or that of a module of the vision part."""
-    prefix = vision_prefix(name)
+    model's own, or that of a module of an encoder."""
+    prefix = encoder_prefix(name)
     if prefix is not None:
         inner = name.removeprefix("model.")
         return (name, *(each for each in (inner, f"model.{inner}") if each != name))

@@ -13,7 +13,7 @@ import numpy as np
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.formats.digests import current_digest
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.formats.tensors import STORAGE, float32_into, language_model_name, value_and_place, vision_prefix
+from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_into, language_model_name, value_and_place
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
@@ -179,14 +179,14 @@ def _read_pairs(
 def _language_tensors(
     tensors: Mapping[str, TensorInfo], settings: LoraConfig, problems: list[str]
 ) -> dict[str, TensorInfo]:
-    """The tensors but those for a vision part, which are one problem together, and those for experts, another."""
-    prefixes = {name: vision_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
+    """The tensors but those for encoders, which are one problem together, and those for experts, another."""
+    prefixes = {name: encoder_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
     vision = [name for name, prefix in prefixes.items() if prefix]
     if vision:
         modules = {name.removeprefix(_WHOLE_MODEL).split(".lora_")[0] for name in vision}
         exclude = settings.excluding({prefix for prefix in prefixes.values() if prefix})
         problems.append(
-            f"it adapts {len(modules)} layers of the vision part ({len(vision)} tensors, the first is "
+            f"it adapts {len(modules)} layers of encoders ({len(vision)} tensors, the first is "
             f"{vision[0]!r:.120}), but adapters are served for the language model alone: train it with "
             f"exclude_modules={exclude!r}"
         )

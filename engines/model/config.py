@@ -227,6 +227,7 @@ class DecoderConfig:
     layer_scalars: bool = field(default=False, metadata=ADDED_LATER)
     layer_embedding_size: int = field(default=0, metadata=ADDED_LATER)
     audio_token_id: int | None = field(default=None, metadata=ADDED_LATER)
+    video_token_id: int | None = field(default=None, metadata=ADDED_LATER)
     lone_parts: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
@@ -238,7 +239,8 @@ class DecoderConfig:
     def media(self) -> dict[str, MediaKind]:
         """The kinds of media that its prompts can have, by their names."""
         kinds = {} if self.image_token_id is None else {"image": self.image_kind(self.image_token_id)}
-        return kinds if self.audio_token_id is None else kinds | {"audio": MediaKind("audio", self.audio_token_id)}
+        others = {"video": self.video_token_id, "audio": self.audio_token_id}
+        return kinds | {name: MediaKind(name, token) for name, token in others.items() if token is not None}
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""

@@ -19,6 +19,8 @@ from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
     Add,
+    AddResidual,
+    Assemble,
     Attention,
     Experts,
     Input,
@@ -29,6 +31,7 @@ from edgellm.engines.model.steps import (
     Normed,
     NormLinear,
     NormParts,
+    Reduce,
     Reshape,
     Scale,
     SideBySide,
@@ -48,7 +51,7 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
+        residuals = {step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual))}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -128,14 +131,17 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.scale(y, step.cap)
         return y
 
-    def _linear_residual(self, step: LinearResidual) -> Tensor:
+    def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
         operations, values = self.operations, self.values
-        x, residual = values[step.value], self.to_residual(values[step.residual])
+        y, residual = values[step.value], self.to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
-            x, residual = (operations.gather_rows(each, values["last_token_ids"]) for each in (x, residual))
-        y = self.to_residual(self._linear(x, step.linear))
+            residual = operations.gather_rows(residual, values["last_token_ids"])
+        if isinstance(step, LinearResidual):
+            y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
+            y = self._linear(y, step.linear)
+        y = self.to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         if step.norm is not None:
@@ -165,7 +171,7 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.add(y, self.to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        return operations.add(self.to_residual(self.values[step.residual]), y)
+        return operations.add(self.to_residual(self.values[step.residual]), y) if step.adds else y
 
     def _attention(self, step: Attention) -> Tensor | None:
         operations, given = self.operations, self.values
@@ -336,6 +342,9 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     NormParts: ProgramGraph._norm_parts,
     NormLinear: ProgramGraph._norm_linear,
     LinearResidual: ProgramGraph._linear_residual,
+    Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
+    AddResidual: ProgramGraph._linear_residual,
     Experts: ProgramGraph._experts,
     Attention: ProgramGraph._attention,
     ShortConvolution: ProgramGraph._short_convolution,

@@ -17,6 +17,8 @@ LARGEST_CONTEXT = 1 << 24
 LARGEST_LORA_RANK = 1024
 LARGEST_LORA_SLOTS = 32
 LARGEST_MAX_IMAGE_PATCHES = 65536
+#: How many GPUs can share a model.
+MOST_GPUS = 64
 #: Rows of a vision engine: twice the patches, for windows that are padded.
 LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
 #: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.

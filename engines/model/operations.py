@@ -79,6 +79,12 @@ class Operations(Protocol[Tensor]):
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""
 
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have, added in the order of ranks: the same bits on each."""
+
+    def assemble(self, x: Tensor) -> Tensor:
+        """What all ranks have side by side along the last axis."""
+
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """The same elements in the same order under another shape."""
 

@@ -269,6 +269,40 @@ class LinearResidual(Step):
         return kept | {self.output: (rows, residual)}
 
 
+@dataclass(frozen=True)
+class Reduce(Step):
+    """output = the sum of what all ranks have in `value`, added in the order of ranks; see `sharding`."""
+
+    value: str = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: (kinds[self.value][0], residual)}
+
+
+@dataclass(frozen=True)
+class Assemble(Step):
+    """output = the columns of what all ranks have in `value`, one rank's behind the other's."""
+
+    value: str = field(metadata=READS)
+
+
+@dataclass(frozen=True)
+class AddResidual(Step):
+    """What `LinearResidual` does with what its linear layer gives, which is the `value` here."""
+
+    value: str = field(metadata=READS)
+    residual: str = field(metadata=READS)
+    scale: float = 1.0
+    keep: Keep | None = None
+    selects: bool = field(default=False, metadata=READS_SELECTED)
+    norm: Norm | None = None
+    factor: WeightSpec | None = None
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        return kept | {self.output: (kinds[self.value][0], residual)}
+
+
 @dataclass(frozen=True, repr=False)
 class Experts(Step):
     """output = residual + scale * the sum of what each token's experts give, times their shares (see `Mixture`).
@@ -278,6 +312,9 @@ class Experts(Step):
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
     every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual.
+
+    Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
+    these alone, and so is the sum; the residual is added by one rank, which `adds`.
     """
 
     given: Input = field(metadata=READS)
@@ -290,6 +327,8 @@ class Experts(Step):
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
+    own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
+    adds: bool = field(default=True, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
 

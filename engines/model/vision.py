@@ -39,11 +39,12 @@ class VisionConfig:
     tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
 
     Qwen's and Pixtral's: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no
-    windows. Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated;
-    `deepstack_layers` are Qwen3-VL's alone. LLaVA's, Gemma 3's and PaliGemma's: `image_size`, of the square image.
-    LLaVA's: `class_token` (CLIP: class token, norm before the layers, no bias of the patches; else SigLIP: bias
-    alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of each of them. LLaVA's and
-    Pixtral's: `projector_bias`. Pixtral's (of Mistral 3) `norm_eps` is that of the norm behind its tower.
+    windows; `tokens_per_second`, positions of a second of a video. Qwen3-VL's and Qwen3.5's:
+    `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are Qwen3-VL's alone.
+    LLaVA's, Gemma 3's and PaliGemma's: `image_size`, of the square image. LLaVA's: `class_token` (CLIP: class token,
+    norm before the layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are
+    concatenated; `drops_first_row`, of each of them. LLaVA's and Pixtral's: `projector_bias`. Pixtral's (of Mistral 3)
+    `norm_eps` is that of the norm behind its tower.
 
     SmolVLM's, LFM2-VL's and InternVL's: parts of pictures, each taken for itself; SmolVLM's and InternVL's of
     `image_size`. LFM2-VL's: `num_position_embeddings` as Qwen3-VL's, but resized as pictures are; `projector_size`, the
@@ -86,6 +87,7 @@ class VisionConfig:
     qk_norm: bool = field(default=False, metadata=ADDED_LATER)
     rms_norms: bool = field(default=False, metadata=ADDED_LATER)
     final_norm: bool = field(default=False, metadata=ADDED_LATER)
+    tokens_per_second: float = field(default=0.0, metadata=ADDED_LATER)
 
     @property
     def head_dim(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.tensors import STORAGE, float32_into, vision_prefix
+from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_into
 from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat, code_values
 
@@ -282,7 +282,7 @@ class Settings:
 
 def in_decoder(name: str) -> bool:
     """Whether a module is part of a decoder's layer: what methods quantize that list only exceptions."""
-    return vision_prefix(name) is None and re.search(r"(^|\.)(layers\.\d+|midlayer)\.", name) is not None
+    return encoder_prefix(name) is None and re.search(r"(^|\.)(layers\.\d+|midlayer)\.", name) is not None
 
 
 def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.ndarray | None:

@@ -27,7 +27,7 @@ from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
+from edgellm.engines.formats.tensors import ENCODER_PREFIXES, STORAGE
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
@@ -290,7 +290,7 @@ def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
 def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
     """The linear layers that stay as published: names, and patterns as compressed-tensors matches them."""
     published = [info.name for info in checkpoint.tensors.values()]
-    parts = {prefix.split(".")[-2] for prefix in VISION_PREFIXES if any(name.startswith(prefix) for name in published)}
+    parts = {prefix.split(".")[-2] for prefix in ENCODER_PREFIXES if any(name.startswith(prefix) for name in published)}
     heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
     patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
     dense = [DENSE_PATTERN] if any(name.endswith(DENSE_PARTS) for name in published) else []

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from edgellm.engines.errors import EngineError
+from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.formats.strict_formats import canonical_json
 from edgellm.engines.model.config import DecoderConfig, MediaKind
@@ -35,7 +35,8 @@ class MediaEmbeddings:
     `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
     first layers. `digest` names the content, `grid` are (frames, height, width) in patches; None where the tokens
     follow each other as those of text do. Where other tokens stand among its own, `runs` says how many of these follow
-    each other; none: all do.
+    each other; none: all do. A part of a video which goes on from the one before it, without text between them, stands
+    `moment` positions in time behind the video's first; None for what goes on from nothing.
     """
 
     rows: Array
@@ -43,6 +44,7 @@ class MediaEmbeddings:
     digest: str
     grid: tuple[int, int, int] | None = None
     runs: tuple[int, ...] = ()
+    moment: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -135,6 +137,12 @@ class PromptMedia:
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
 
     @property
+    def goes_on(self) -> bool:
+        """Whether an answer's tokens stand where the prompt's next ones would: behind a video whose time outlasts the
+        text after it they stand behind its last moment."""
+        return self.positions is None or self.positions[1:, -1].max() == self.positions.max()
+
+    @property
     def whole(self) -> list[tuple[int, int]]:
         """(first token, tokens) of each span, or of the prefix, whose tokens see all of it."""
         if self.prefix:
@@ -198,6 +206,10 @@ class PromptMedia:
         for span in self.spans:
             for index, place in enumerate(span.places):
                 identities[place] = (span.embeddings.digest, index)
+        if not self.goes_on:  # a prompt that has the answer in it has other rows for it
+            length = self.positions.shape[1]  # type: ignore[union-attr]
+            behind = hash_bytes(canonical_json(["answer", *self.digests]))
+            identities[length:] = [(behind, index) for index in range(len(identities) - length)]
         return identities
 
 
@@ -216,7 +228,13 @@ def place_media(
     if config.mrope_section:
         shaped = [(span, span.embeddings.grid) for span in spans if span.embeddings.grid is not None]
         places, grids = [(span.start, span.tokens) for span, _ in shaped], [grid for _, grid in shaped]
-        positions, _ = mrope_positions(len(prompt_ids), places, grids, config.spatial_merge_size)
+        moments = [span.embeddings.moment for span, _ in shaped]
+        positions, ahead = mrope_positions(len(prompt_ids), places, grids, config.spatial_merge_size, moments)
+        if ahead > 0:
+            raise ImageError(
+                f"a video reaches {ahead} positions farther in time than the prompt has tokens, which is beyond what "
+                "the context holds: show more frames of these seconds, or larger ones"
+            )
     if not config.prefix_attention:
         return PromptMedia(tuple(spans), positions)
     shown = canonical_json([ids.tolist(), *(span.embeddings.digest for span in spans)])
@@ -275,25 +293,32 @@ def before_span(tokens: Sequence[TokenIdentity], place: int) -> int:
 
 
 def mrope_positions(
-    tokens: int, spans: Sequence[tuple[int, int]], grids: Sequence[tuple[int, int, int]], merge_size: int
+    tokens: int,
+    spans: Sequence[tuple[int, int]],
+    grids: Sequence[tuple[int, int, int]],
+    merge_size: int,
+    moments: Sequence[int | None],
 ) -> tuple[np.ndarray, int]:
     """M-RoPE positions [3, N] int32 of a prompt of N `tokens`, and the difference of position and row after it.
 
     `spans` are (first token, tokens) of each image, `grids` its patches in time, height and width; `merge_size` x
     `merge_size` patches make a token. As in transformers' `get_rope_index`, the tokens of an image stand at the next
-    position plus their indices in time, height and width, and the text after it goes on after the longer side. Raises
-    EngineError where a grid does not have as many tokens as its span.
+    position plus their indices in time, height and width, and the text after it goes on after the longer side. Those of
+    a part of a video that has one of the `moments` stand where its first part's do, so much later. Raises EngineError
+    where a grid does not have as many tokens as its span.
     """
     positions = np.empty((3, tokens), np.int32)
-    place = following = 0
-    for (start, count), (time, height, width) in zip(spans, grids, strict=True):
+    place = following = begun = 0
+    for (start, count), (time, height, width), moment in zip(spans, grids, moments, strict=True):
         merged = time, height // merge_size, width // merge_size
         if math.prod(merged) != count:
             raise EngineError(f"an image of {count} tokens has a grid of {merged} tokens: expected as many")
         positions[:, place:start] = np.arange(following, following + start - place)
         following += start - place
-        positions[:, start : start + count] = np.indices(merged).reshape(3, -1) + following
-        following += max(merged[1:])
+        begun = following if moment is None else begun
+        positions[:, start : start + count] = np.indices(merged).reshape(3, -1) + begun
+        positions[0, start : start + count] += moment or 0
+        following = begun + max(merged[1:])
         place = start + count
     positions[:, place:] = np.arange(following, following + tokens - place)
     return positions, int(positions.max()) + 1 - tokens

@@ -204,7 +204,7 @@ class PrefillingRunner(AdaptedRunner):
         inside = media.inside(reused)
         if inside is not None:
             raise EngineError(
-                f"{reused} of {count} prompt tokens to reuse end in {inside.kind.name} {inside.number}, tokens "
+                f"{reused} of {count} prompt tokens to reuse end in {inside.kind.name} span {inside.number}, tokens "
                 f"{inside.start} to {inside.stop - 1}, each of which sees all of it: reuse the {inside.start} before it"
             )
 

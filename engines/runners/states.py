@@ -187,7 +187,8 @@ class ModelStates:
                 f"most {rows.reach}, or name layers without a window"
             )
         shape = 1, rows.heads, tokens, rows.size
-        keys, values = (SharedArray(self.tensors[name][slot : slot + 1], shape, owner) for name in rows.names)
+        gpu = self._backend.gpu_index
+        keys, values = (SharedArray(self.tensors[name][slot : slot + 1], shape, owner, gpu) for name in rows.names)
         return keys, values
 
     def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:

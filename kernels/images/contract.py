@@ -32,12 +32,13 @@ class PatchGrid(NamedTuple):
     """How rows of a vision encoder are cut from an image of Y rows and X columns.
 
     N = (Y / P) * (X / P) patches of P = `patch_size`; `merge_size` x `merge_size` neighbours stand one behind the
-    other, then the next of the row. Each holds its channels, of these E / (3 P P) equal frames, of these P rows and
-    columns.
+    other, then the next of the row. Each holds its channels, of these E / (3 P P) frames, of these P rows and columns.
+    The frames from `first_frame` on become the image, those before it stay.
     """
 
     patch_size: int
     merge_size: int
+    first_frame: int = 0
 
 
 def resampled_size(sizes: dict[str, Any]) -> tuple[int, int]:
@@ -61,6 +62,8 @@ def _check_patches(sizes: dict[str, Any]) -> str | None:
         return wrong
     rows, columns = resampled_size(sizes)
     patch_size, merge_size = sizes["grid.patch_size"], sizes["grid.merge_size"]
+    if sizes["grid.first_frame"] < 0:
+        return f"first_frame is {sizes['grid.first_frame']}; expected at least 0"
     if patch_size < 1 or merge_size < 1:
         return f"patch_size is {patch_size}, merge_size {merge_size}; expected at least 1"
     block = patch_size * merge_size

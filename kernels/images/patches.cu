@@ -44,7 +44,7 @@ __global__ void resample_to_patches(ResampleToPatchesArguments a) {
         unsigned row = first_row + place / patch_size, column = first_column + place % patch_size;
         int value = resampled_value(a.pixels, a.tables, a.S, a.W, a.K, row, column, channel);
         Compute normalized = Compute(a.table[channel * 256 + value]);
-        for (unsigned frame = 0; frame < frames; ++frame)
+        for (unsigned frame = a.grid.first_frame; frame < frames; ++frame)
             target[(size_t(channel) * frames + frame) * area + place] = normalized;
     }
 }

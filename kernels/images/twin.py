@@ -20,10 +20,11 @@ class NumpyImages:
 
     def resample_to_patches(self, pixels, tables, table, grid, patches):
         sizes = _check("resample_to_patches", pixels, tables, table, grid, patches)
-        frames = sizes["E"] // (3 * grid.patch_size**2)
-        store_rounded(
-            normalized_patches(_resampled(pixels, tables), table, grid.patch_size, grid.merge_size, frames), patches
-        )
+        area = grid.patch_size**2
+        frames, by_frame = sizes["E"] // (3 * area), (sizes["N"], 3, -1, area)
+        rows = normalized_patches(_resampled(pixels, tables), table, grid.patch_size, grid.merge_size, frames)
+        first = slice(grid.first_frame, None)
+        store_rounded(rows.reshape(by_frame)[:, :, first], patches.reshape(by_frame)[:, :, first])
 
     def insert_image_rows(self, image_rows, token_ids, target, inserted, image_token_id, first_row):
         sizes = _check("insert_image_rows", image_rows, token_ids, target, inserted, image_token_id, first_row)

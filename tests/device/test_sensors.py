@@ -152,8 +152,16 @@ _LIBRARIES = {
     "libcuda.so.1": """
 #include <string.h>
 int cuInit(unsigned flags) { return 0; }
-int cuDeviceGet(int *device, int number) { *device = 7; return 0; }
-int cuDeviceGetPCIBusId(char *name, int room, int device) { strcpy(name, "0000:01:00.0"); return device != 7; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+int cuDeviceGet(int *device, int number) { *device = 7 + number; return 0; }
+int cuDeviceGetAttribute(int *value, int number, int device) {
+    *value = number == 75 ? 8 + device - 7 : number == 76 ? 0 : number == 16 ? 100 + device : 99 << 10;
+    return 0;
+}
+int cuDeviceGetName(char *name, int room, int device) { strcpy(name, device == 7 ? "small" : "large"); return 0; }
+int cuDeviceTotalMem_v2(unsigned long *bytes, int device) { *bytes = device * 1000; return 0; }
+int cuDeviceGetPCIBusId(char *name, int room, int device) { strcpy(name, "0000:01:00.0"); return device != 8; }
 """,
     "libnvidia-ml.so.1": """
 #include <string.h>
@@ -178,7 +186,26 @@ def test_the_libraries_are_called_as_they_are_linked(tmp_path: Path) -> None:
     for name, code in _LIBRARIES.items():
         command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", tmp_path / name]
         subprocess.run(command, input=code, text=True, check=True)
-    program = "import json; from edgellm.device.sensors import sensor_facts; print(json.dumps(sensor_facts()))"
+    program = """
+import json
+from edgellm.device.sensors import sensor_facts
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.gpu import choose_gpu, find_gpu, visible_gpus
+assert visible_gpus() == (find_gpu(), find_gpu(1)) and find_gpu().name == "small"
+large = find_gpu(1)
+assert (large.name, large.compute_capability, large.index, large.total_memory) == ("large", "sm_90", 1, 8000)
+assert (large.multiprocessors, large.driver_cuda) == (108, (13, 0))
+try:
+    choose_gpu(2)
+except KernelError as error:
+    assert "there is no GPU 2. The driver shows 0 (small), 1 (large)" in str(error), error
+else:
+    raise AssertionError
+assert find_gpu().name == "small"
+choose_gpu(1)
+assert find_gpu() == large and find_gpu(0).name == "small"
+print(json.dumps(sensor_facts()))
+"""
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PATH": ""}
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     assert json.loads(told.stdout) == {

@@ -16,10 +16,11 @@ from edgellm.kernels.gpu import find_gpu
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--sample`, for tools that make tests slow; see `tools/bench/sanitize.py`. `--as`: see
-    `tools/bench/as_device.py`."""
+    `tools/bench/as_device.py`. `--gpus 2`: every model that two ranks can share is opened so on NumPy."""
     parser.addoption(
         "--sample", type=int, metavar="COUNT", help="run only so many of the selected tests, evenly spread"
     )
+    parser.addoption("--gpus", type=int, metavar="N", help="models on NumPy are shared by N ranks where they can be")
     parser.addoption(
         "--as",
         dest="measured_as",
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Measure as on a device where that is asked for."""
+    if config.getoption("gpus") is not None:
+        _share_models(config.getoption("gpus"))
     name = config.getoption("measured_as")
     if name is not None:
         from tools.bench.as_device import ModeError, enter
@@ -38,6 +41,24 @@ def pytest_configure(config: pytest.Config) -> None:
             enter(name)
         except ModeError as error:
             raise pytest.UsageError(f"--as {name}: {error}") from error
+
+
+def _share_models(count: int) -> None:
+    from edgellm import opened_model
+    from edgellm.engines.errors import EngineError
+
+    opened = opened_model.open_backend
+
+    def shared(*given: Any) -> Any:
+        """As `open_backend`, whose last argument is how many GPUs there are."""
+        try:
+            return opened(*given[:-1], max(count, given[-1]))
+        except EngineError as error:
+            if "shared" not in str(error):
+                raise
+            return opened(*given)
+
+    opened_model.open_backend = shared
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -47,6 +47,16 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "messages",
         "is no sound: sounds are taken as base64",
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/clip.mp4"}}]}]},
+        "messages",
+        "is no video: videos are taken as base64 and data URLs alone",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": "data:,x"}]}]},
+        "messages",
+        "this model has no encoder of videos",
+    ),
     ({"n": 2}, "n", "one answer"),
     ({"n": True}, "n", "one answer"),
     ({"stream": "yes"}, "stream", "true or false"),

@@ -18,6 +18,7 @@ from edgellm.multimodal import device_patches
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 from edgellm.multimodal.prepared_image import PreparedImage
+from edgellm.multimodal.video import VideoProcessor
 
 QWEN = {"image_processor_type": "Qwen2VLImageProcessor"}
 CLIP = {"image_processor_type": "CLIPImageProcessor"}
@@ -53,6 +54,20 @@ def _written(patches: DevicePatches, backend: FixedShapeBackend, image: Prepared
     target = backend.empty((image.layout.patches, image.layout.patch_elements), "compute")
     patches.write(image, target)
     return np.array(host_view(target))
+
+
+def test_a_videos_rows_equal_those_of_the_host(backend: FixedShapeBackend, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(QWEN | {"min_pixels": 3136, "max_pixels": 100_000}))
+    processor, patches = VideoProcessor.open(tmp_path, qwen_vision(), 4096), DevicePatches(backend)
+    frames = [np.roll(synthetic_image(60, 90), 7 * place, axis=1) for place in range(5)]
+    parts = processor.prepare([(place / 2, frame) for place, frame in enumerate(frames)]).tiles
+    for part in parts:  # of the first the size becomes known
+        expected = np.array(part.patches)
+        found = _written(patches, backend, part)
+        np.testing.assert_array_equal(found, expected.astype(found.dtype))
+        by_frame = expected.reshape(len(expected), 3, 2, -1)
+        assert (by_frame[:, :, 0] != by_frame[:, :, 1]).any() == (part is not parts[-1])
+    assert any(patches._tables.values())
 
 
 @pytest.mark.parametrize("case", CASES)

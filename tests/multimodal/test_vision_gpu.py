@@ -8,9 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
+from synthetic_video import PROMPT, timed
+from synthetic_video import image as synthetic_picture
 from tiny_multimodal import FAMILIES, IN_ROWS, WHOLE_IMAGES, WHOLE_PROMPTS
 
+from edgellm import LLM
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
@@ -25,6 +29,7 @@ from edgellm.media.vision import VisionEncoder
 from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
+from edgellm.multimodal.video import VideoProcessor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -106,6 +111,40 @@ def test_pixels_to_embeddings_beside_a_language_model(
     print(f"\n{family}: {', '.join(f'{difference:.3%}' for difference in differences)}")
     # Weights of another kind than the goldens', and pixels in the dtype, too.
     assert max(differences) <= (0.02 if dtype is None else TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_a_videos_frames_to_embeddings_and_an_answer(family: str, tmp_path: Path) -> None:
+    """Both frames of a part are resized and cut on the GPU, from the second part on; NumPy does the same."""
+    build_engine_directory(
+        golden_folder("video") / family, tmp_path / "engines", EngineLimits(1, 16, 320, image_rows=(64,)), []
+    )
+    directory = EngineDirectory.open(tmp_path / "engines")
+    vision = directory.vision
+    assert vision is not None
+    clip = timed(7, 23, 37, 2.0)
+    video = VideoProcessor.open(directory.path, vision.config, vision.config.patches_within(64)).prepare(clip)
+    reference = open_vision(open_backend("numpy", directory), directory).encode(video.tiles)
+    backend = open_backend("tensorrt", directory)
+    runner = open_vision(backend, directory)
+    differences = []
+    for expected, found in zip(reference, runner.encode(video.tiles), strict=True):
+        pairs = [(found.rows, expected.rows), *zip(found.deepstack, expected.deepstack, strict=True)]
+        differences += [relative_difference(values_of(backend, one), other) for one, other in pairs]
+    runner.close()
+    backend.close()
+    print(f"\n{family}: {', '.join(f'{difference:.3%}' for difference in differences)}")
+    assert len(video.tiles) == 4
+    assert max(differences) <= 0.02
+    with LLM(directory.path, backend="tensorrt", drafting=None) as llm:
+        for count in (5, 7):
+            response = llm.generate(
+                PROMPT, images=[synthetic_picture()], video=[clip[:count]] * 2, temperature=0, max_tokens=4
+            )
+            assert response.usage.completion_tokens
+        counts = llm.metrics()["multimodal"]
+    # A video that grows becomes smaller frames where the pixels of all together are bounded.
+    assert counts["images"] - counts["reused_images"] == 1 + 3 + (2 if family == "qwen2_5_vl" else 4)
 
 
 def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:

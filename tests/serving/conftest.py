@@ -83,7 +83,7 @@ def captured(serving_engines: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         with monkeypatch.context() as patch:
             patch.setattr(
                 "edgellm.opened_model.open_backend",
-                lambda _, directory, executor: made.append(FixedShapeBackend(directory)) or made[-1],
+                lambda _, directory, *others: made.append(FixedShapeBackend(directory)) or made[-1],
             )
             return SpecDecodeRuntime(serving_engines, drafting=drafting), made.pop()
 

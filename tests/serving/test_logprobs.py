@@ -69,7 +69,7 @@ def open_model(request: pytest.FixtureRequest, serving_engines: Path) -> Callabl
         with pytest.MonkeyPatch.context() as patch:
             if request.param == "captured":
                 patch.setattr(
-                    "edgellm.opened_model.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
+                    "edgellm.opened_model.open_backend", lambda _, directory, *others: FixedShapeBackend(directory)
                 )
             return SpecDecodeRuntime(serving_engines, drafting=drafting, backend="numpy")
 

@@ -27,7 +27,7 @@ def on_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ServingO
     def with_batch(batch: int) -> list[ServingOnNothing]:
         made: list[ServingOnNothing] = []
 
-        def open_backend(name: str, directory: EngineDirectory, executor: str) -> ServingOnNothing:
+        def open_backend(name: str, directory: EngineDirectory, executor: str, *others: int | None) -> ServingOnNothing:
             made.append(ServingOnNothing(directory))
             return made[-1]
 

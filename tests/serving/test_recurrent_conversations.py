@@ -211,9 +211,7 @@ def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> N
 def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Fixed shapes, padded chunks, a step always under way, captures between answers: turns, edits, eviction, giving
     way."""
-    monkeypatch.setattr(
-        "edgellm.opened_model.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
-    )
+    monkeypatch.setattr("edgellm.opened_model.open_backend", lambda _, directory, *others: FixedShapeBackend(directory))
     monkeypatch.setattr("edgellm.opened_model.CAPTURED_AT_ONCE", 2)
     with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
         monkeypatch.undo()

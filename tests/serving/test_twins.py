@@ -37,8 +37,7 @@ def public_names(kind: type) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "twin", "alone", "more"),
     [
-        # A watch waits for its camera, in the thread that reads it.
-        (LLM, AsyncLLM, {"of_thread", "watch"}, {"open"}),
+        (LLM, AsyncLLM, {"of_thread"}, {"open"}),
         (Session, AsyncSession, set(), set()),
         # Without an event loop there are other ways to wait for a piece, and to be told of one.
         (Generation, AsyncGeneration, {"look_ahead", "next_chunk", "on_change", "poll"}, {"aclose"}),

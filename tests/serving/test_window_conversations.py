@@ -208,9 +208,7 @@ def test_batches_in_every_order(
 
 def test_captures_between_answers_change_no_token(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step runs once, behind the rows of idle slots: in a window it takes the oldest."""
-    monkeypatch.setattr(
-        "edgellm.opened_model.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
-    )
+    monkeypatch.setattr("edgellm.opened_model.open_backend", lambda _, directory, *others: FixedShapeBackend(directory))
     monkeypatch.setattr("edgellm.opened_model.CAPTURED_AT_ONCE", 2)
     with SpecDecodeRuntime(engines, drafting=MODES["tree"]) as runtime:
         monkeypatch.undo()

@@ -21,7 +21,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import AudioError, EdgeLLMError, ImageError, RequestError
+from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -64,7 +64,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
         runner, sounds = runtime._runner.base, runtime._media.by_name["audio"]
         pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in SOUNDS]
         for index, piece in enumerate(pieces):
-            features = log_mel(SOUNDS[index][0], sounds._opened().mel)
+            features = log_mel(SOUNDS[index][0], sounds.opened().mel)
             np.testing.assert_array_equal(np.concatenate(piece.features, axis=1), features)
             np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=TOLERANCE)
             rows = np.concatenate([each.rows for each in sounds.encode([piece])])
@@ -124,7 +124,7 @@ def test_answers_in_a_batch_and_drafted_are_those_alone(llm: LLM, speech_engines
         ({"type": "audio"}, RequestError, "has no audio: expected one of"),
         ({"type": "audio", "audio": b"", "path": "x"}, RequestError, "has several audios"),
         ({"type": "input_audio", "input_audio": {"format": "wav"}}, RequestError, "input_audio is a dict"),
-        ({"type": "video", "video": "x"}, RequestError, "only text, images and audio can be sent"),
+        ({"type": "video", "video": "x"}, RequestError, "this model has no encoder of videos"),
         ({"type": "image", "image": "x.png"}, RequestError, "this model has no vision model"),
         (heard(wav(np.zeros(40 * 8000), 8000)), AudioError, r"part 1 of .*: the sound is 40\.00 seconds long"),
     ],
@@ -135,7 +135,7 @@ def test_parts_that_are_wrong_are_named(llm: LLM, part: dict[str, Any], error: t
 
 
 def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> None:
-    with pytest.raises(ImageError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
+    with pytest.raises(MediaError, match=r"has 1 audio markers \(token 261\), but there are 0 audios"):
         llm.generate(AUDIO)
     with pytest.raises(RequestError, match="leave `audio` out"):
         llm.chat("Hello", audio=[SOUNDS[1]])

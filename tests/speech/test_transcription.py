@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -17,7 +18,7 @@ from http_server import ServerProcess, running
 from speech_models import encoded_frames
 from synthetic_sound import RATE, sound, wav
 
-from edgellm import LLM, SpeechStream
+from edgellm import LLM, AsyncLLM, SpeechStream
 from edgellm.errors import AudioError, ContextError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
@@ -82,6 +83,21 @@ def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pyt
     assert stream.seconds == 5.0 and encoded == []
     assert final.response.token_ids == llm.transcribe((samples, RATE), "en", **SHORT).response.token_ids
     assert final.language == "English" and final.text
+
+
+def test_a_transcription_may_be_awaited(llm: LLM, speech_engines: Path) -> None:
+    async def run() -> Any:
+        async with AsyncLLM(speech_engines, backend="numpy", drafting=None) as other:
+            with pytest.raises(RequestError, match="no language 'xx'"):
+                await other.transcribe(FILE, "xx")
+            return await other.transcribe(FILE, "en", "EdgeLLM", **SHORT)
+
+    found, expected = asyncio.run(run()), llm.transcribe(FILE, "en", "EdgeLLM", **SHORT)
+    assert (found.text, found.language, found.response.token_ids) == (
+        expected.text,
+        "English",
+        expected.response.token_ids,
+    )
 
 
 def test_what_is_no_speech_is_refused(llm: LLM) -> None:

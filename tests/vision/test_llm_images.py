@@ -14,7 +14,7 @@ from synthetic_images import synthetic_image
 from tiny_multimodal import IMAGE_TOKEN
 
 from edgellm.asynchronous import AsyncLLM
-from edgellm.errors import ImageError, RequestError
+from edgellm.errors import MediaError, RequestError
 from edgellm.llm import LLM
 from edgellm.multimodal.image_input import read_image
 from edgellm.requests import Request
@@ -96,7 +96,7 @@ def test_requests_with_images_share_batches(llm: LLM) -> None:
         Request("<|image_pad|> and <|image_pad|>", params=PARAMS, images=[PIXELS, OTHER]),
     ]
     first, second, refused, third = llm.handle(asked)
-    assert isinstance(refused, ImageError)
+    assert isinstance(refused, MediaError)
     assert first.text == llm.chat(asked[0].messages, PARAMS).text
     assert second.text == llm.generate("no image", PARAMS).text
     assert third.text == llm.generate(asked[3].prompt, PARAMS, images=[PIXELS, OTHER]).text

@@ -16,7 +16,7 @@ from synthetic_images import synthetic_image
 from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN
 
-from edgellm.errors import EngineDirectoryError, ImageError, RequestError
+from edgellm.errors import EngineDirectoryError, ImageError, MediaError, RequestError
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -141,7 +141,7 @@ def test_prompts_without_messages_have_markers(runtime: SpecDecodeRuntime) -> No
 def test_markers_and_images_must_match(
     prompt: str | list[int], images: list[np.ndarray], message: str, runtime: SpecDecodeRuntime
 ) -> None:
-    with pytest.raises(ImageError, match=message):
+    with pytest.raises(MediaError, match=message):
         runtime.handle_request(Request(prompt, params=PARAMS, images=images))
 
 
@@ -187,7 +187,7 @@ def test_bad_images_are_named_and_the_next_request_goes_on(runtime: SpecDecodeRu
         ({"type": "image_url", "image_url": {"detail": "high"}}, "image_url is a NoneType"),
         ({"type": "image", "image": PIXELS, "path": "a.png"}, "several images"),
         ({"type": "image", "path": 3}, "path is a int"),
-        ({"type": "video", "video": "a.mp4"}, "of type 'video': only text, images and audio can be sent"),
+        ({"type": "video", "video": "a.mp4"}, "of type 'video', but this model has no encoder of videos"),
         ({"type": "sound"}, "is not a text part"),
     ],
 )

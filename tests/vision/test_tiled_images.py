@@ -25,7 +25,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.runners.media import MediaEmbeddings
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import EngineDirectoryError, ImageError
+from edgellm.errors import EngineDirectoryError, MediaError
 from edgellm.llm import LLM
 from edgellm.media.opening import open_encoders, open_texts
 from edgellm.metrics import Metrics
@@ -177,7 +177,7 @@ def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
         assert list(shown.token_ids) == golden.expected["greedy"].tolist()
         asked = llm.chat([{"role": "user", "content": parts}], PARAMS)
         assert (asked.usage.prompt_tokens, asked.token_ids) == (shown.usage.prompt_tokens, shown.token_ids)
-        with pytest.raises(ImageError, match=r"2 image markers .*, but there are 1 images"):
+        with pytest.raises(MediaError, match=r"2 image markers .*, but there are 1 images"):
             llm.generate(golden.prompt, PARAMS, images=golden.images[:1])
 
 

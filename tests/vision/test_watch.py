@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import runpy
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import edgellm.watching
+from edgellm.asynchronous import AsyncLLM
 from edgellm.errors import ImageError, MissingDependencyError, RequestError
 from edgellm.llm import LLM
 from edgellm.media.camera import Camera
@@ -305,3 +307,28 @@ def test_the_example_answers(repository: Path, monkeypatch: pytest.MonkeyPatch, 
     runpy.run_path(str(repository / "tools" / "examples" / "camera_loop.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "What is on the table? I see" in said and "frames came" in said
+
+
+def test_a_watch_may_be_awaited() -> None:
+    """Its answers are those of a watch; a task that is cancelled ends it, and leaves a camera that is not its own."""
+
+    async def run() -> None:
+        llm = AsyncLLM(backend="numpy")
+        with pytest.raises(RequestError, match="not open yet"):
+            llm.watch([], BOAT)
+        async with llm:
+            async with llm.watch(list(frames(1)), BOAT) as watch:
+                answers = [answer.text[:3] async for answer in watch]
+            assert answers == ["Yes"] and watch.watch.camera.closed
+            with Camera([scene("study")]) as camera:
+                other = llm.watch(camera, BOAT)
+                assert (await anext(other)).text.startswith("No")
+                camera.ended = False  # as if another frame might come
+                waiting = asyncio.ensure_future(anext(other))
+                await asyncio.sleep(0.05)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
+                assert await anext(other, None) is None and not camera.closed
+
+    asyncio.run(run())

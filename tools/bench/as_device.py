@@ -90,7 +90,7 @@ MODES = {
 
 
 class Partition:
-    """A green context of so many multiprocessors of the first GPU: made at its first use, kept as long as the process
+    """A green context of so many multiprocessors of a GPU: made at its first use, kept as long as the process
     is. `rest` is then the resource of the others."""
 
     def __init__(self, multiprocessors: int) -> None:

@@ -122,4 +122,4 @@ def read_around() -> Iterator[Readings]:
 
 def _cache_bytes(reader: Reader) -> int:
     cuda = reader._cuda
-    return int(cuda.Device(0).get_attribute(cuda.device_attribute.L2_CACHE_SIZE))
+    return int(cuda.Context.get_device().get_attribute(cuda.device_attribute.L2_CACHE_SIZE))

@@ -151,7 +151,7 @@ class Neighbour:
         # What other threads capture goes on while this one waits for events.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         _checked(driver.cuThreadExchangeStreamCaptureMode(mode))
-        device = _checked(driver.cuDeviceGet(0))
+        device = _checked(driver.cuDeviceGet(self._gpu.index))
         _checked(driver.cuDevicePrimaryCtxRetain(device))  # which that of the part belongs to as well
         description = _checked(driver.cuDevResourceGenerateDesc([self._rest], 1))
         flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM

@@ -64,11 +64,11 @@ class RandomTensors:
     seed: int = 0
     table: tuple[int, int] = (0, 0)
 
-    def info(self, name: str) -> TensorInfo:
+    def part_infos(self, name: str, shape: tuple[int, ...]) -> list[TensorInfo]:
         """Of the table."""
-        return TensorInfo(name, "bfloat16", self.table, Path(name), 0, 0)
+        return [TensorInfo(name, "bfloat16", self.table, Path(name), 0, 0)]
 
-    def layout(self, name: str, shape: tuple[int, ...]) -> None:
+    def reader(self, name: str, shape: tuple[int, ...]) -> None:
         """It is not packed."""
 
     def raw(self, name: str) -> np.ndarray:

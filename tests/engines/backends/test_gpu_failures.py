@@ -75,7 +75,7 @@ def test_a_capture_that_fails_leaves_no_graph(monkeypatch):
 def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     log: list[str] = []
 
-    def open_device(device: CudaDevice) -> None:
+    def open_device(device: CudaDevice, index: int | None) -> None:
         device.gpu, device.stream, device.made = None, FailingStream(), Made()
 
     def refuse(*arguments: Any, **named: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     """Plans alone do not serve: sampling, trees and acceptance are kernels, too."""
     log: list[str] = []
 
-    def open_device(device: CudaDevice) -> None:
+    def open_device(device: CudaDevice, index: int | None) -> None:
         device.gpu, device.stream, device.made = None, FailingStream(), Made()
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))

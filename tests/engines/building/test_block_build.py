@@ -78,7 +78,7 @@ def test_on_a_gpu_that_is_not_there_nothing_is_made_after_opening(
     """Every launch of rounds is prepared and captured; modules of kernels are there before the first of them."""
     made: list[ServingOnNothing] = []
 
-    def open_backend(name: str, directory: EngineDirectory, executor: str) -> ServingOnNothing:
+    def open_backend(name: str, directory: EngineDirectory, executor: str, *others: int | None) -> ServingOnNothing:
         made.append(ServingOnNothing(directory))
         return made[-1]
 

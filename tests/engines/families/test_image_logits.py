@@ -150,7 +150,7 @@ def test_positions_equal_get_rope_index(name: str, count: int) -> None:
             start, taken = token_ids.index(90, place), height * width // merge**2
             spans.append((start, taken))
             place = start + taken
-        positions, delta = mrope_positions(len(token_ids), spans, grids, merge)
+        positions, delta = mrope_positions(len(token_ids), spans, grids, merge, [None] * len(grids))
         assert positions.dtype == np.int32
         np.testing.assert_array_equal(positions, read["positions"][:, own])
         assert delta == read["delta"][case]

@@ -26,11 +26,13 @@ from tiny_families import MIXTURES
 from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, splits_on
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import iterate_weight_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import (
     AdapterError,
@@ -221,6 +223,25 @@ def test_the_blocks_of_gpt_oss_are_their_dense_twin(make_checkpoint: Callable[..
         pytest.raises(CheckpointError, match=r"weight_scales' holds 255 at \[3, 1\].*, expected exponents below 255"),
     ):
         checkpoint.stored("model.layers.2.mlp.experts.5.down_proj.weight", (64, 128))
+
+
+def test_a_packed_gate_of_the_expert_of_all_tokens_is_dense_on_a_gpu(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The choice of experts reads it as it is."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["qwen3_5_moe"])
+    packed, twin = write_packed(source, tmp_path / "packed", tmp_path / "twin")
+    name, found = "model.layers.0.mlp.shared_expert_gate.weight", []
+    for path in (packed, twin):
+        with Checkpoint.open(path) as checkpoint:
+            specs = decoder_weights(decoder_config(checkpoint.config))
+            (gate,) = (spec for spec in specs if spec.name == name)
+            layouts = packed_layouts(checkpoint, specs, "float16")
+            assert name not in layouts and (name.replace("_gate", ".down_proj") in layouts) == (path == packed)
+            found.append(
+                np.concatenate([values for _, _, values in iterate_weight_parts(checkpoint, [gate], "float16")])
+            )
+    np.testing.assert_array_equal(*found)
 
 
 def test_unknown_slopes_are_refused_by_name() -> None:

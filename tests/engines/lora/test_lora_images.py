@@ -71,7 +71,7 @@ def change(adapter: Path, target: Path, **settings: object) -> Path:
 
 
 def with_vision_layers(adapter: Path, target: Path, modules: list[str]) -> Path:
-    """A copy of an adapter which adapts layers of the vision part, too."""
+    """A copy of an adapter which adapts layers of an encoder, too."""
     shutil.copytree(adapter, target)
     file = target / "adapter_model.safetensors"
     pairs = {
@@ -145,7 +145,7 @@ def test_adapted_vision_layers_are_counted_and_what_excludes_them_is_said(base: 
     with pytest.raises(AdapterError) as caught:
         LoraAdapter.read(target, GoldenModel(base).config)
     message = str(caught.value)
-    assert f"it adapts {len(layers)} layers of the vision part ({2 * len(layers)} tensors" in message
+    assert f"it adapts {len(layers)} layers of encoders ({2 * len(layers)} tensors" in message
     assert "(1 problems)" in message
     exclude = json.loads('"' + re.search(r"exclude_modules='(.*)'", message)[1] + '"')
     again = LoraConfig.read(change(GOLDENS / name, tmp_path / "excluding", exclude_modules=exclude))

@@ -71,9 +71,24 @@ def test_patches_stand_in_blocks_with_their_frames(dtype: str) -> None:
                     number += 1
 
 
+def test_frames_of_a_video_are_written_one_after_the_other() -> None:
+    table = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
+    tables, frames = ResamplingTables(*resampling_weights(8, 8, 3), 0), [synthetic_image(8, 12), synthetic_image(12, 8)]
+    frames[1] = np.ascontiguousarray(frames[1].swapaxes(0, 1))
+    together, alone = np.zeros((24, 24), np.float32), np.zeros((2, 24, 12), np.float32)
+    for place, frame in enumerate(frames):
+        KERNELS.resample_to_patches(frame, tables, table, PatchGrid(2, 2, place), together)
+        KERNELS.resample_to_patches(frame, tables, table, PatchGrid(2, 2), alone[place])
+    by_frame = together.reshape(24, 3, 2, 4)
+    for place in (0, 1):
+        np.testing.assert_array_equal(by_frame[:, :, place], alone[place].reshape(24, 3, 4))
+    assert (alone[0] != alone[1]).any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"first_frame": -1}, r"first_frame is -1; expected at least 0"),
         ({"patches": np.zeros((5, 12), np.float32)}, r"patches has shape \[5, 12\]; expected \[6, a multiple of 12\]"),
         ({"patches": np.zeros((6, 13), np.float32)}, r"patches has shape \[6, 13\]"),
         ({"table": np.zeros((3, 255), np.float32)}, r"table has shape \[3, 255\]; expected \[3, 256\]"),
@@ -93,10 +108,11 @@ def test_sizes_that_do_not_belong_together_are_refused(change: dict, message: st
         "axis": 0,
         "patch_size": 2,
         "merge_size": 1,
+        "first_frame": 0,
         **change,
     }
     tables = ResamplingTables(arguments["starts"], arguments["weights"], arguments["axis"])
-    grid = PatchGrid(arguments["patch_size"], arguments["merge_size"])
+    grid = PatchGrid(arguments["patch_size"], arguments["merge_size"], arguments["first_frame"])
     with pytest.raises(KernelError, match=message):
         KERNELS.resample_to_patches(arguments["pixels"], tables, arguments["table"], grid, arguments["patches"])
 

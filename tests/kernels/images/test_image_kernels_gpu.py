@@ -63,6 +63,18 @@ def test_both_kernels_equal_their_twins(gpu, size, resized, patch, merge, dtype,
     np.testing.assert_array_equal(gpu.read(target).wait(), patches)
 
 
+def test_the_second_frame_of_a_video_leaves_the_first(gpu) -> None:
+    frames, table = [synthetic_image(56, 84), np.ascontiguousarray(synthetic_image(56, 84)[::-1])], NORMALIZATION.table
+    tables = ResamplingTables(*resampling_weights(56, 56, 3), 0)
+    expected = np.zeros((24, 3 * 2 * 14**2), np.float32)
+    target, arrays = device_copy(gpu, expected), on_device(gpu, tables)
+    for place, frame in enumerate(frames):
+        grid = PatchGrid(14, 2, place)
+        TWIN.resample_to_patches(frame, tables, table, grid, expected)
+        gpu.images.resample_to_patches(device_copy(gpu, frame), arrays, device_copy(gpu, table), grid, target)
+    np.testing.assert_array_equal(gpu.read(target).wait(), expected)
+
+
 @pytest.mark.alone
 def test_a_camera_frame_is_prepared_faster_than_on_the_host(gpu) -> None:
     pixels = synthetic_image(480, 640)

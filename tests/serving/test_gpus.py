@@ -1,0 +1,117 @@
+"""A model that two GPUs share, as threads of NumPy: the tokens of one, drafted and plain, and all that is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgellm import LLM, DraftingConfig, SamplingParams
+from edgellm.device.proof import compared_tokens
+from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.errors import RequestError
+from edgellm.opened_model import SHIPPED_MODEL
+from tests.helpers.command_line import Edgellm
+
+PROMPTS = ("The red cup stands on the left, and the robot", "Hello! What can you do?", "a")
+TREE = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=16)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with LLM(backend="numpy", gpus=2, drafting=TREE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LLM]:
+    with LLM(backend="numpy", drafting=None) as llm:
+        yield llm
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    """All at once, as many as the model takes together."""
+    found = [llm.stream(prompt, params) for prompt in PROMPTS]
+    return [list(each.result().token_ids) for each in found]
+
+
+def test_tokens_are_those_of_one_and_the_same_drafted_plain_and_again(one: LLM, two: LLM) -> None:
+    expected, found = answers(one, GREEDY), answers(two, GREEDY)
+    prompts = [one.tokenizer.encode(prompt) for prompt in PROMPTS]
+    with open_runner("numpy", EngineDirectory.open(SHIPPED_MODEL)) as runner:
+        logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, expected, strict=True)]
+    compared = compared_tokens(expected, found, logits, LOGIT_TOLERANCES["float32"])
+    assert not compared["faults"] and compared["close"] == 0, compared
+    drawn = answers(two, DRAWN)
+    assert drawn != found and drawn == answers(one, DRAWN)
+    two.use_drafting(None)
+    assert (answers(two, GREEDY), answers(two, DRAWN)) == (found, drawn)
+    two.use_drafting(TREE)
+    assert answers(two, GREEDY) == found
+
+
+def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:
+    told = []
+    for llm in (one, two):
+        session = llm.create_session(params=SamplingParams(max_tokens=12))
+        told.append([session.send(text) for text in ("Where is the red cup?", "And the ball?")])
+    assert [each.text for each in told[0]] == [each.text for each in told[1]]
+    assert min(each[1].usage.reused_tokens for each in told) > 100
+
+
+def test_a_snapshot_lies_as_that_of_one_and_records_how_many_made_it(
+    one: LLM, two: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, edgellm: Edgellm
+) -> None:
+    system = "You are a robot at a table. You answer in one short sentence. " * 3
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Where is the red cup?"}]
+    made_by_two, wanted = tmp_path / "two", one.chat(messages, SamplingParams(max_tokens=8)).token_ids
+    two.cache_system_prompt(system, save=made_by_two)
+    assert two.chat(messages, SamplingParams(max_tokens=8)).token_ids == wanted
+    code, said, _ = edgellm("cache", "show", made_by_two)
+    assert code == 0 and ["GPUs", "2"] in [line.split() for line in said.splitlines()]
+    with LLM(backend="numpy", drafting=TREE) as drafted, caplog.at_level(logging.WARNING):
+        drafted.load_snapshot(made_by_two)
+        assert f"{made_by_two} was made on 2 GPUs: on 1 its rows may differ in bits" in caplog.text
+        found = drafted.chat(messages, SamplingParams(max_tokens=8))
+        assert found.token_ids == wanted and found.usage.reused_tokens > 40
+        caplog.clear()
+        drafted.cache_system_prompt(system + "Again. ", save=tmp_path / "one")
+        drafted.load_snapshot(tmp_path / "one")
+        assert not caplog.text
+
+
+def test_prompts_are_handed_out_whole(one: LLM, two: LLM) -> None:
+    """Keys and values of all heads, whichever rank wrote them."""
+    from edgellm import Request
+
+    shared = []
+    for llm in (one, two):
+        with llm.prefill(Request(PROMPTS[0]), [0, 7]) as states:
+            shared.append([np.from_dlpack(each).copy() for each in (*states.keys, *states.values)])
+    for mine, theirs in zip(*shared, strict=True):
+        assert mine.shape[1] == 2 and np.abs(theirs).max(axis=(0, 2, 3)).min() > 0
+        np.testing.assert_allclose(mine, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [0, 65, True, "2", 2.0])
+def test_what_is_no_number_of_gpus_is_refused(wrong: object) -> None:
+    with pytest.raises(RequestError, match=r"gpus is .*: expected how many GPUs share the model, from 1 to 64"):
+        LLM(gpus=wrong)  # type: ignore[arg-type]
+
+
+def test_gpus_are_asked_for_on_the_command_line_and_by_the_backend(edgellm: Edgellm) -> None:
+    arguments = ("generate", "The red cup", "--backend", "numpy", "--max-tokens", 4, "--no-draft")
+    code, said, _ = edgellm(*arguments, "--gpus", 2)
+    assert code == 0 and said.strip()
+    code, _, told = edgellm(*arguments, "--gpus", 3)
+    assert code == 1 and "the 2 key-value heads of layer 0 cannot be shared equally by 3 GPUs" in told
+    with pytest.raises(EngineError, match="gpus is 2, but steps are shared by NumPy's ranks alone so far"):
+        open_backend("tensorrt", EngineDirectory.open(SHIPPED_MODEL), gpus=2)
