@@ -299,8 +299,7 @@ class Generation:
             self.cancel()
 
     def __del__(self) -> None:
-        request_state = getattr(self, "request_state", None)
-        if request_state is not None:
+        if (request_state := getattr(self, "request_state", None)) is not None:
             request_state.cancelled = True  # takes no lock: this may run anywhere
 
     def _take(self) -> Chunk | None:

@@ -186,8 +186,7 @@ class Request:
         for name in given:
             if name not in known:
                 raise TypeError(f"unknown keyword argument {name!r}{did_you_mean(name, known)}")
-        sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
-        if sampling:
+        if sampling := {name: given.pop(name) for name in _SAMPLING if name in given}:
             params = replace(params or SamplingParams(), **sampling)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

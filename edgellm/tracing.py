@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.base import Backend, Timestamp
+from edgellm.engines.errors import explained
 from edgellm.errors import RequestError
 from edgellm.kernels.atomic_write import write_atomically
 
@@ -98,10 +99,8 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write the trace as JSON, in place of what has the name; raises RequestError where that cannot be done."""
         content = {"traceEvents": self.events(), "displayTimeUnit": "ms"}
-        try:
+        with explained(f"the trace {path} cannot be written", RequestError):
             write_atomically(path, json.dumps(content).encode())
-        except OSError as error:
-            raise RequestError(f"the trace {path} cannot be written: {error.strerror or error}") from error
 
     def _resolve(self) -> None:
         name, begin, end, details = self._pending.popleft()

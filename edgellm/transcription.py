@@ -55,8 +55,7 @@ def transcription_request(
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "audio", "audio": source}]}]
     if prompt:
         messages.insert(0, {"role": "system", "content": prompt})
-    name = language_name(language)
-    if name is not None:
+    if (name := language_name(language)) is not None:
         messages.append({"role": "assistant", "content": f"{_WORD}{name}{_MARK}{said}"})
         options["continue_final_message"] = True
     if options.get("params") is None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from edgellm.kernels.errors import DeviceLostError, EdgeLLMError, KernelError, MissingDependencyError
 
 __all__ = [
@@ -70,3 +73,16 @@ class AudioError(MediaError):
 
 class ImageError(MediaError):
     """An image cannot be read, exceeds a limit, or does not suit the model."""
+
+
+@contextmanager
+def explained(
+    what: str, error_class: Callable[[str], Exception], advice: str = "", names_file: bool = False
+) -> Iterator[None]:
+    """Raise an error where the system fails: `what` cannot be done, why (with `names_file` also which file it is), and
+    what to do."""
+    try:
+        yield
+    except OSError as error:
+        file = f" ({error.filename})" if names_file and error.filename else ""
+        raise error_class(f"{what}: {error.strerror or error}{file}{advice}") from error

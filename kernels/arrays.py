@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ ITEM_SIZES = {
     "int8": 1,
     "bool": 1,
 }
+_C_TYPES = {"void*": "c_void_p"}
 
 
 @dataclass(frozen=True)
@@ -78,3 +80,10 @@ OwnArray: TypeAlias = Any
 def leading(buffer: Array, shape: tuple[int, ...]) -> Array:
     """The first elements of a flat buffer, in another shape."""
     return buffer[: math.prod(shape)].reshape(*shape)
+
+
+def members(*declared: str) -> list[tuple[str, Any]]:
+    """`_fields_` of a structure that kernels take: "int rows columns" declares two members. Types are those of ctypes,
+    and void*."""
+    parts = (line.split() for line in declared)
+    return [(name, getattr(ctypes, _C_TYPES.get(kind, f"c_{kind}"))) for kind, *names in parts for name in names]

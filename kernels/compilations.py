@@ -50,8 +50,7 @@ class Compilations:
             return not self._futures[source].done()
         if source in self._found:
             return False
-        found = self._kept.find(source)
-        if found is not None:
+        if (found := self._kept.find(source)) is not None:
             self._found[source] = found
             return False
         if self._pool is None:
@@ -63,10 +62,8 @@ class Compilations:
         """The module, once it is compiled. Raises MissingDependencyError where it was kept nowhere and there is no
         compiler, with what makes it, and KernelError."""
         future = self._futures.get(source)
-        if future is None:
-            found = self._found.get(source) or self._kept.find(source)
-            if found is not None:
-                return found
+        if future is None and (found := self._found.get(source) or self._kept.find(source)) is not None:
+            return found
         try:
             return self._compiled(source) if future is None else future.result()
         except MissingDependencyError as error:

@@ -103,7 +103,8 @@ class Contract:
                 lines.append(f"    {parameter.bundle.__name__} {parameter.name};")
             else:
                 lines += [_cuda_member(field, field.name) for field in parameter.fields]
-        lines += [f"    alignas(8) {_size_type(letter)} {letter};" for letter in self.letters]
+        types = {"N": "unsigned long long"}  # what a call has of some size or other: it may exceed 2^32
+        lines += [f"    alignas(8) {types.get(letter, 'unsigned')} {letter};" for letter in self.letters]
         name = "".join(part.capitalize() for part in self.name.split("_"))
         words = sum(len(parameter.fields) for parameter in self.parameters) + len(self.letters)
         assertion = f'static_assert(sizeof({name}Arguments) == {8 * words}, "not what the host packs");'
@@ -183,12 +184,9 @@ def record_dtype(record: type) -> np.dtype:
 
 @lru_cache
 def _contracts(protocol: type) -> dict[str, Contract]:
-    return {name: Contract(method) for name, method in vars(protocol).items() if _is_kernel(name, method)}
-
-
-def _is_kernel(name: str, method: Any) -> bool:
-    """Methods that say how much memory a kernel needs take no arrays."""
-    return callable(method) and not name.startswith("_") and not name.endswith("_size")
+    methods = {name: method for name, method in vars(protocol).items() if callable(method) and name[0] != "_"}
+    # Those that say how much memory a kernel needs take no arrays.
+    return {name: Contract(method) for name, method in methods.items() if not name.endswith("_size")}
 
 
 def _parameter(name: str, annotation: Any) -> _Parameter:
@@ -217,11 +215,6 @@ def _cuda_member(field: _Field, name: str) -> str:
     if not field.axes:
         return f"    alignas(8) {field.dtype} {name};"
     return f"    {_CUDA_TYPES[field.dtype] if field.record is None else f'{field.record.__name__}*'} {name};"
-
-
-def _size_type(letter: str) -> str:
-    """Sizes called N, what a call has of some size or other, may exceed 2^32."""
-    return "unsigned long long" if letter == "N" else "unsigned"
 
 
 def _word(value: Any) -> int:

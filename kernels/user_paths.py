@@ -30,8 +30,7 @@ def printable(name: object) -> str:
 def user_folder(variable: str, otherwise: str) -> Path:
     """EdgeLLM's folder in the one that an environment variable names (as XDG_CACHE_HOME does), else in `otherwise`
     under the user's home; a service may have neither, and then finds and keeps nothing."""
-    base = os.environ.get(variable)
-    if base:
+    if base := os.environ.get(variable):
         return Path(base) / "edgellm"
     home = user_path("~")
     return (home if home.is_absolute() else _NO_HOME) / otherwise / "edgellm"
@@ -42,7 +41,6 @@ def user_cache_directory() -> Path:
 
     `EDGELLM_CACHE_DIR` overrides it; otherwise it is `$XDG_CACHE_HOME/edgellm` or `~/.cache/edgellm`.
     """
-    override = os.environ.get("EDGELLM_CACHE_DIR")
-    if override:
+    if override := os.environ.get("EDGELLM_CACHE_DIR"):
         return user_path(override)
     return user_folder("XDG_CACHE_HOME", ".cache")

@@ -122,16 +122,13 @@ def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
 def mel_filters(mel: MelConfig) -> np.ndarray:
     """Triangles [bins, transform / 2 + 1] float64 over the frequencies of a transform, of equal area, whose middles are
     evenly spaced on Slaney's mel scale."""
-    edges = _hertz(np.linspace(0, _mels(_HIGHEST), mel.bins + 2))
+    highest = float(_LINEAR_MELS + np.log(_HIGHEST / _LINEAR) / _STEP)  # in mels
+    edges = _hertz(np.linspace(0, highest, mel.bins + 2))
     frequencies = np.linspace(0, mel.rate // 2, mel.transform // 2 + 1)
     widths = np.diff(edges)[:, None]
     distances = edges[:, None] - frequencies
     triangles = np.maximum(0, np.minimum(-distances[:-2] / widths[:-1], distances[2:] / widths[1:]))
     return np.asarray(triangles * (2 / (edges[2:] - edges[:-2]))[:, None])
-
-
-def _mels(hertz: float) -> float:
-    return float(_LINEAR_MELS + np.log(hertz / _LINEAR) / _STEP)  # of those above the linear part
 
 
 def _hertz(mels: np.ndarray) -> np.ndarray:

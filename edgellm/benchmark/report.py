@@ -14,8 +14,7 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
     yield f"{results['model']} on the {results['backend']} backend: {_asked(results)}"
     yield ""
     yield from _table([_HEADER, *map(_row, configurations)])
-    drafted = [values for values in configurations if "rounds" in values]
-    if drafted:
+    if drafted := [values for values in configurations if "rounds" in values]:
         yield ""
         yield "accepted at position (share of all rounds)"
         yield from _table(_position_rows(drafted))

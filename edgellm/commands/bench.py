@@ -18,6 +18,7 @@ from edgellm.commands.console import status_line, write_note
 from edgellm.commands.models import backend_name, described_directory, model_name, open_model_with, sampling_params
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import option, takes_options
+from edgellm.engines.errors import explained
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def measure(
     params = sampling_params(settings)
     with ExitStack() as opened:
         plain = llm = opened.enter_context(open_model_with(settings, None))
-        drafted = [each.drafting for each in chosen if each.drafting is not None]
-        if drafted:
+        if drafted := [each.drafting for each in chosen if each.drafting is not None]:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
             first = max(drafted, key=lambda drafting: drafting.needs_draft_model)
             llm = opened.enter_context(open_model_with(settings, first))
@@ -144,19 +144,15 @@ def require_writable(path: Path | None, option: str) -> None:
 
 def write_result(path: Path, text: str, option: str) -> None:
     """Write a file, and say so; `option` names it. Raises RequestError."""
-    try:
+    with explained(f"{option} {path} cannot be written", RequestError):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{option} {path} cannot be written: {error.strerror or error}") from error
     write_note(f"{path} written")
 
 
 def _make_folder(path: Path) -> None:
     """Raises RequestError where a report's folder cannot be made, or written to."""
-    try:
+    with explained(f"--report {path} cannot be made", RequestError):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(f"--report {path} cannot be made: {error.strerror or error}") from error
     require_writable(path / "report.md", "--report")
 
 

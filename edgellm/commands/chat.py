@@ -171,8 +171,7 @@ def converse_by_pipe(state: ChatState, lines: PipedLines) -> None:
 def _handle(state: ChatState, message: str) -> None:
     text, files = dropped_files(message)
     if is_command(message) and text.startswith(message.split(maxsplit=1)[0]):  # no file that was dropped first
-        again = run_command(state, message)
-        if again is not None:
+        if (again := run_command(state, message)) is not None:
             _answer(state, state.conversation.retry, again)
             if not again.needs_sampling:
                 state.say("Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.images import read_image_file
 from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.engines.errors import explained
 from edgellm.engines.formats.small_files import read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
@@ -57,10 +58,8 @@ def save_conversation(path: Path, session: Session, model: str, replaces_any: bo
         "settings": {key: getattr(session.params or SamplingParams(), key) for key in SAMPLING_KEYS},
     }
     data = (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-    try:
+    with explained(f"{path} cannot be written", RequestError):
         write_atomically(Path(os.path.realpath(path)), data)
-    except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
     return len(messages)
 
 

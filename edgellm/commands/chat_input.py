@@ -136,8 +136,7 @@ def _fenced(line: str, lines: PipedLines | TerminalLines) -> Iterator[str]:
             line = lines.read_line(CONTINUATION)
         except EOFError:
             return
-    last = line.rstrip().removesuffix(FENCE)
-    if last:
+    if last := line.rstrip().removesuffix(FENCE):
         yield last
 
 

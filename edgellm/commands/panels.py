@@ -55,8 +55,7 @@ class PanelGroup(TyperGroup):
 def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, str]]]:
     """(panel, (names, help)) of all arguments and options that are shown."""
     for parameter in command.get_params(context):
-        record = parameter.get_help_record(context)
-        if record is not None:
+        if (record := parameter.get_help_record(context)) is not None:
             default = _ARGUMENTS if parameter.param_type_name == "argument" else _OTHERS
             yield getattr(parameter, "rich_help_panel", None) or default, record
 

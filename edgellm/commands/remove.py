@@ -39,18 +39,15 @@ def remove(given: RemoveOptions) -> None:
         removals = _named(given.name or "", given.revision)
     for name, removal in removals.items():
         typer.echo(f"{printable(name)}: {mebibytes(removal.size)} removed")
-    left = [path for removal in removals.values() for path in removal.left]
-    if left:
+    if left := [path for removal in removals.values() for path in removal.left]:
         write_note("Left where it is:" + "".join(f"\n  {printable(path)}" for path in left))
 
 
 def _named(text: str, revision: str | None) -> dict[str, Removal]:
     """What was removed of a file or a name. Raises HubError."""
     path = user_path(text)
-    if revision is None and path.name.endswith(".gguf"):
-        of_file = remove_of_files(path.resolve())
-        if of_file:
-            return {str(file): removal for file, removal in of_file.items()}
+    if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(path.resolve())):
+        return {str(file): removal for file, removal in of_file.items()}
     name = HubName.parse(text)
     if name is None or path.absolute() in built_directories():
         raise HubError(

@@ -108,8 +108,7 @@ class DecodingLoop:
         """Launch the prefill of a sequence that has a place, or let one that gave way go on; no step is under way (see
         `settle`). What it raises is that sequence's failure: nothing has changed for the others."""
         slot, self._begun = len(self.running), None
-        first = self.slots.admit(sequence)
-        if first is not None:
+        if (first := self.slots.admit(sequence)) is not None:
             self._launches.append(_Launch(first.wait, range(slot, slot + 1), None, True, time.perf_counter()))
 
     def give_way(self, sequence: DecodingSequence) -> None:

@@ -91,8 +91,7 @@ class Proposed(NamedTuple):
         kept: list[int] = []
         moved, places = {place: -1}, []
         for node in range(place + 1, count):
-            parent = moved.get(int(parents[node]))
-            if parent is not None:
+            if (parent := moved.get(int(parents[node]))) is not None:
                 moved[node] = len(kept)
                 kept.append(node)
                 places.append(parent)

@@ -144,8 +144,7 @@ class _ChannelReader(AnswerReader):
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
     """A token's text, and its bytes."""
-    data = tokenizer.token_bytes(token_id)
-    if data is not None:
+    if (data := tokenizer.token_bytes(token_id)) is not None:
         return data.decode("utf-8", "replace"), list(data)
     text = (tokenizer.id_to_token(token_id) or "").replace("\u2581", " ")
     return text, list(text.encode())
@@ -302,8 +301,7 @@ class CompletionWriter(Writer):
         prompt_tokens = sum(each.prompt_tokens for each in first)
         completion_tokens = sum(each.completion_tokens for each in usages)
         details = {"reasoning_tokens": sum(each.reasoning_tokens for each in self._readers)}
-        drafted = [each.drafting.accepted_tokens for each in responses if each.drafting is not None]
-        if drafted:
+        if drafted := [each.drafting.accepted_tokens for each in responses if each.drafting is not None]:
             details["accepted_prediction_tokens"] = sum(drafted)
         return {
             "prompt_tokens": prompt_tokens,

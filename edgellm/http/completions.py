@@ -31,8 +31,7 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     fields.only("modalities", ["text"], why="answers are text")
     others = ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity")
     fields.refuse(*others, why="there is nothing here that does it")
-    effort = (fields.take_object("reasoning", "effort") or {}).get("effort")
-    if effort is not None:
+    if (effort := (fields.take_object("reasoning", "effort") or {}).get("effort")) is not None:
         fields.put("reasoning_effort", effort, "reasoning.effort")
     request["template_variables"] = fields.thinking(fields.take("reasoning_effort"), "reasoning_effort")
     request["continue_final_message"] = bool(fields.take("continue_final_message", bool))

@@ -357,8 +357,7 @@ def _guide(name: str, described: Mapping[str, Any]) -> Structure:
     """The structure of one kind that a field describes; a JSON schema may be text."""
     described = {kind: value for kind, value in described.items() if value is not None}
     kinds = (*GUIDES.values(), "json_object")
-    unknown = [kind for kind in described if kind not in kinds]
-    if unknown:
+    if unknown := [kind for kind in described if kind not in kinds]:
         raise HTTPError(400, f"{name} has {shown(unknown[0])}: expected one of {', '.join(dict.fromkeys(kinds))}")
     schema = described.get("json")
     if isinstance(schema, str):

@@ -87,8 +87,7 @@ class ChatLineWriter(GenerateWriter):
         message: dict[str, Any] = {"role": "assistant", "content": piece.content}
         if piece.reasoning:
             message["thinking"] = piece.reasoning
-        calls = [call for call in piece.calls if is_object(call.arguments)]
-        if calls:
+        if calls := [call for call in piece.calls if is_object(call.arguments)]:
             message["tool_calls"] = [
                 {"id": call.id, "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
                 for call in calls

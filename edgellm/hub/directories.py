@@ -105,8 +105,7 @@ def checkpoint_of(
 
 def _require_name(model: str | Path, revision: str | None, update: bool, options: Iterable[str] = ()) -> None:
     """Raise RequestError where something is given for a path that is for names alone."""
-    given = [*(["revision"] if revision else []), *(["update"] if update else []), *options]
-    if given:
+    if given := [*(["revision"] if revision else []), *(["update"] if update else []), *options]:
         raise RequestError(
             f"{', '.join(given)}: given for {model}, which is a path and is opened as it is. Expected a name as on the "
             "hub, ORG/NAME, or leave that out"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, read_index
 from edgellm.engines.directories.engine_directory import ModelSource
+from edgellm.engines.errors import explained
 from edgellm.engines.formats.digests import current_digest, file_blocks
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
@@ -155,12 +156,8 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
             found = _asked(name, commit or name.revision, api)
         known = record.find(found.commit, found.file)
         found = _with_what_is_missing(found if known is None else known)
-        try:
+        with explained(f"{folder} cannot be written", HubError, ". Take another EDGELLM_CACHE_DIR"):
             record.with_download(found, name.revision).write(folder)  # what is left of an interrupted one is known, too
-        except OSError as error:
-            raise HubError(
-                f"{folder} cannot be written: {error.strerror or error}. Take another EDGELLM_CACHE_DIR"
-            ) from error
         _download(found, api, progress)
     return found
 

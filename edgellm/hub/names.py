@@ -57,8 +57,7 @@ class HubName:
     def parse(cls, text: str | Path) -> HubName | None:
         """The name that a text is if nothing of it is here, or an address of the hub; None where it is of another form.
         HubError, which says what to write, for an address of something else than a model or a GGUF file."""
-        behind = _behind_host(str(text))
-        if behind is not None:
+        if (behind := _behind_host(str(text))) is not None:
             repository, verb, revision, file = _parts(behind)
             name = cls.parse(repository)
             is_file, is_whole = file.endswith(".gguf") and verb != "tree", not file and verb in ("", "tree", "commit")
@@ -140,8 +139,7 @@ def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], S
 
 
 def _require_all(name: HubName, files: Sequence[str], sizes: Mapping[str, int]) -> None:
-    missing = [file for file in files if file not in sizes]
-    if missing:
+    if missing := [file for file in files if file not in sizes]:
         raise HubError(
             f"{name.repository} at {name.revision} lacks {len(missing)} of the {len(files)} files of its weights: "
             f"{', '.join(map(printable, missing[:5]))}. Take another --revision, or ask its owners"

@@ -100,8 +100,7 @@ class RequestServer:
         """Raise what the device was lost by where that is behind an error."""
         if isinstance(error, DeviceLostError):
             raise error
-        lost = self._engine.lost()
-        if lost is not None:
+        if (lost := self._engine.lost()) is not None:
             raise lost from error
 
     def abandon(self) -> None:

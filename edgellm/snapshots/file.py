@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, explained
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import value_and_place
@@ -49,7 +50,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
     At any moment before, also if power fails, `path` is what it was. Raises SnapshotError.
     """
-    try:
+    with explained(f"the snapshot {path} cannot be written", partial(SnapshotError, reason="not written")):
         path.parent.mkdir(parents=True, exist_ok=True)
         with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
             examined = beside.submit(content_findings, snapshot.body, snapshot.sections)
@@ -61,10 +62,6 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             staged.sync()
             _check_written(staged.path, path, snapshot, found.digest)
             staged.commit()
-    except OSError as error:
-        raise SnapshotError(
-            f"the snapshot {path} cannot be written: {error.strerror or error}", "not written"
-        ) from error
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -101,8 +98,7 @@ def verify_snapshot(path: Path | None, snapshot: Snapshot, found: Findings | Non
 
 def check_binding(path: Path, snapshot: Snapshot, expected: SnapshotBinding) -> None:
     """Raise SnapshotError that names every difference from the `expected` binding."""
-    differences = snapshot.facts.binding.differences(expected)
-    if differences:
+    if differences := snapshot.facts.binding.differences(expected):
         raise SnapshotError(
             f"the snapshot {path} was made otherwise: {'; '.join(differences.values())}. Make one for this model: "
             "edgellm cache build",

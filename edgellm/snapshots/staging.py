@@ -11,8 +11,10 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
+from edgellm.engines.errors import explained
 from edgellm.errors import SnapshotError
 from edgellm.kernels.atomic_write import sync_directory
 from edgellm.kernels.user_paths import user_cache_directory
@@ -34,10 +36,8 @@ def is_snapshot_path(name: str) -> bool:
 
 def delete_file(path: Path) -> None:
     """Delete a snapshot's file; SnapshotError where that cannot be done, but for one that is gone already."""
-    try:
+    with explained(f"{path} cannot be deleted", partial(SnapshotError, reason="not deleted")):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise SnapshotError(f"{path} cannot be deleted: {error.strerror or error}", "not deleted") from error
 
 
 def file_identity(path: Path) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from threading import Barrier
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Transfer
+from edgellm.engines.errors import explained
 from edgellm.errors import SnapshotError
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.compilations import usable_cores
@@ -311,12 +313,8 @@ class SectionReader:
 
 def _read(descriptor: int, target: memoryview, offset: int) -> None:
     while target:
-        try:
+        with explained("the file of a snapshot cannot be read", partial(SnapshotError, reason="unreadable")):
             count = os.preadv(descriptor, [target], offset)
-        except OSError as error:
-            raise SnapshotError(
-                f"the file of a snapshot cannot be read: {error.strerror or error}", "unreadable"
-            ) from error
         if count == 0:
             raise SnapshotError("the file of a snapshot is shorter than it was when it was opened", "damaged")
         target, offset = target[count:], offset + count

@@ -120,8 +120,7 @@ class RuleMaker:
         return found
 
     def _check_ids(self, name: str, token_ids: Any) -> None:
-        beyond = [each for each in token_ids if each >= self._vocab_size]
-        if beyond:
+        if beyond := [each for each in token_ids if each >= self._vocab_size]:
             raise RequestError(
                 f"{name} has the token id {beyond[0]}: the model's vocabulary has {self._vocab_size}, from 0 on"
             )

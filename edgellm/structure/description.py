@@ -130,8 +130,7 @@ class Structure:
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))
         bare = _LITERALS.sub('""', text)
-        wrong = _NOT_ENFORCED.search(bare)
-        if wrong:
+        if wrong := _NOT_ENFORCED.search(bare):
             raise RequestError(
                 f"the grammar has {wrong[0]!r}, which would not be checked or enforced: leave it out (a JSON schema "
                 "goes to json=..., a limit of tokens to max_tokens; special tokens have no text)"

@@ -88,8 +88,7 @@ class Alternatives:
         facts = self._facts_of(schema)
         if facts.values is None and facts.types == {"object"}:
             for name in facts.required:
-                values = self._facts_of(facts.property(name)).values
-                if values is not None:
+                if (values := self._facts_of(facts.property(name)).values) is not None:
                     return name, values
         return None, facts.values
 

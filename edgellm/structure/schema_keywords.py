@@ -176,8 +176,7 @@ def check_pattern(pattern: Any, here: str) -> str:
     except (re.error, Warning, RecursionError, OverflowError) as error:
         found = f"is {shown(pattern)} ({error})"
         raise schema_error(here, found, "a regular expression as JavaScript and Python read it") from error
-    extension = re.search(r"\(\?(?!:)", pattern)
-    if extension:
+    if extension := re.search(r"\(\?(?!:)", pattern):
         raise schema_error(here, f"is {shown(pattern)}, with (? at {extension.start()}", "no groups but ( and (?:")
     return pattern
 

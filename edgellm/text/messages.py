@@ -58,8 +58,7 @@ def _checked_message(message: Any, number: int, media: Collection[str]) -> dict[
     extras = {key: given[key] for key in EXTRA_KEYS if key in given}
     if "tool_calls" in extras:
         extras["tool_calls"] = _checked_calls(extras["tool_calls"], f"tool_calls of {what}")
-    reasoning = next((given[key] for key in REASONING_KEYS if key in given), None)
-    if reasoning is not None:
+    if (reasoning := next((given[key] for key in REASONING_KEYS if key in given), None)) is not None:
         extras = {"thinking": reasoning, **extras, "reasoning_content": reasoning}
     return {"role": role, "content": content, **extras}
 

@@ -101,8 +101,7 @@ class TemplateTrials:
         found = []
         for messages in _CALLS:
             without = [{key: kept for key, kept in message.items() if key != "tool_calls"} for message in messages]
-            written = self._render(messages, with_tools)
-            if written is not None:
+            if (written := self._render(messages, with_tools)) is not None:
                 found.append(written != self._render(without, with_tools))
         return not found or any(found)
 

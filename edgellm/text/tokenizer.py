@@ -239,8 +239,7 @@ def _checked_ids(token_ids: Iterable[int]) -> list[int]:
         ids = list(token_ids)
     except TypeError as error:
         raise RequestError(f"token ids are a {type(token_ids).__name__}: expected a list of whole numbers") from error
-    wrong = [each for each in ids if not isinstance(each, Integral)]
-    if wrong:
+    if wrong := [each for each in ids if not isinstance(each, Integral)]:
         raise RequestError(f"{shown(wrong[0])} is among the token ids: expected whole numbers")
     return [int(each) for each in ids if 0 <= each < _IDS]
 

@@ -94,14 +94,16 @@ class EncoderCalls:
             self._values[name] = Place(name, (math.prod(rows),) if dtype in ("bool", "int32") else rows, dtype)
         self.calls: list[Call] = []
         for number, step in enumerate(program.steps):
-            _LOWER[type(step)](self, step, number)
+            self._values[step.output] = _LOWER[type(step)](self, step, number)
         for name in program.outputs:
             if self._values[name].memory != name:
                 self._call("copy_rows", self._values[name], None, self._output(name), 0)
         self.places, self.nbytes = _laid_out(self.calls, self._sizes)
 
-    def _call(self, kernel: str, *arguments: Any) -> None:
+    def _call(self, kernel: str, *arguments: Any) -> Any:
+        """Gives the last argument: of most kernels where they write."""
         self.calls.append(Call(kernel, arguments))
+        return arguments[-1]
 
     def _buffer(self, shape: tuple[int, ...], dtype: str) -> Place:
         item = (4 if self._wide else 2) if dtype == "compute" else ITEM_SIZES[dtype]
@@ -119,14 +121,15 @@ class EncoderCalls:
     def _weight(self, spec: WeightSpec, shape: tuple[int, ...] | None = None) -> Place:
         return Place(spec.name, shape or spec.shape, "compute")
 
-    def _in_place(self, name: str, number: int) -> Place | None:
-        """The place of a value in a buffer that no later step reads, which so may get the step's result."""
+    def _in_place(self, name: str, number: int) -> Place:
+        """Where the result of a step goes that adds to a value: the value's own buffer where no later step reads that,
+        else one of its own."""
         place = self._values[name]
         others = [other for other, each in self._values.items() if each.memory == place.memory]
-        if place.dtype != "float32" or isinstance(place.memory, str):
-            return None
-        are_read = any(self._readers(other, number) or other in self._program.outputs for other in others)
-        return None if are_read else place
+        is_own = place.dtype == "float32" and not isinstance(place.memory, str)
+        if is_own and not any(self._readers(other, number) or other in self._program.outputs for other in others):
+            return place
+        return self._buffer(place.shape, "float32")
 
     def _readers(self, name: str, number: int) -> list[Step]:
         """The later steps that read a value before it is written anew."""
@@ -146,9 +149,9 @@ class EncoderCalls:
             return True
         return all(isinstance(each, EncoderAttention) and each.rotary is None for each in readers)
 
-    def _normed_to(self, value: Place, norm: Norm, output: Place) -> None:
+    def _normed_to(self, value: Place, norm: Norm, output: Place) -> Place:
         bias = None if norm.bias is None else self._weight(norm.bias)
-        self._call("norm", value, self._weight(norm.weight), bias, norm.epsilon, norm.offset, output)
+        return self._call("norm", value, self._weight(norm.weight), bias, norm.epsilon, norm.offset, output)
 
     def _operand(self, inputs: tuple[Input, ...], linear: Linear) -> Place:
         """The inputs of a linear layer side by side, normed, in the model's dtype, in eights of columns."""
@@ -165,93 +168,78 @@ class EncoderCalls:
             column += value.shape[1]
         return operand
 
-    def _norm_linear(self, step: NormLinear, number: int) -> None:
+    def _norm_linear(self, step: NormLinear, number: int) -> Place:
         x, width = self._operand(step.inputs, step.linear), step.linear.weight.shape[0]
         if step.gated:
             output = self._buffer((x.shape[0], padded_width(width // 2)), "compute")
-            self._call("gate_up", x, step.linear, step.activation, output)
-        elif self._rounds and step.scale == 1.0 and self._is_rounded(step, number):
-            output = self._target(step.output, (x.shape[0], padded_width(width)), "compute")
+            return self._call("gate_up", x, step.linear, step.activation, output)
+        shape = x.shape[0], padded_width(width)
+        if self._rounds and step.scale == 1.0 and self._is_rounded(step, number):
             activation = NO_ACTIVATION if step.activation is None else activation_number(step.activation)
-            self._call("activated", x, step.linear, activation, output)
-        else:
-            output = self._buffer((x.shape[0], padded_width(width)), "float32")
-            self._call("linear", x, step.linear, output, step.scale)
-            if step.activation is not None:
-                summed, output = output, self._buffer(output.shape, "compute")
-                self._call("activate", summed, activation_number(step.activation), output)
-        self._values[step.output] = output
+            return self._call("activated", x, step.linear, activation, self._target(step.output, shape, "compute"))
+        summed = self._buffer(shape, "float32")
+        self._call("linear", x, step.linear, summed, step.scale)
+        if step.activation is None:
+            return summed
+        return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
 
-    def _linear_residual(self, step: LinearResidual, number: int) -> None:
+    def _linear_residual(self, step: LinearResidual, number: int) -> Place:
         x, residual = self._operand((Input(step.value),), step.linear), self._values[step.residual]
-        output = self._in_place(step.residual, number) or self._buffer(residual.shape, "float32")
+        output = self._in_place(step.residual, number)
         self._call("linear_residual", x, step.linear, residual, output, step.scale)
-        self._values[step.output] = output
+        return output
 
-    def _attention(self, step: EncoderAttention, number: int) -> None:
+    def _attention(self, step: EncoderAttention, number: int) -> Place:
         qkv, (count, window) = self._values[step.value], step.windows
-        heads = self._buffer((3, step.heads, count * window, step.head_size), "compute")
         rotary, mask = (None if name is None else self._values[name] for name in (step.rotary, step.mask))
+        heads = self._buffer((3, step.heads, count * window, step.head_size), "compute")
         self._call("prepare_heads", qkv, rotary, heads)
         context = self._buffer((count * window, step.heads * step.head_size), "compute")
-        self._call("attention", heads, window, mask, step.head_size**-0.5, context)
-        self._values[step.output] = context
+        return self._call("attention", heads, window, mask, step.head_size**-0.5, context)
 
-    def _add(self, step: Add, number: int) -> None:
-        value, other = self._values[step.value], step.other
-        added = self._weight(other) if isinstance(other, WeightSpec) else self._values[other]
-        output = self._in_place(step.value, number) or self._buffer(value.shape, "float32")
-        self._call("add_rows", value, added, output)
-        self._values[step.output] = output
+    def _add(self, step: Add, number: int) -> Place:
+        added = self._weight(step.other) if isinstance(step.other, WeightSpec) else self._values[step.other]
+        return self._call("add_rows", self._values[step.value], added, self._in_place(step.value, number))
 
-    def _scaled_residual(self, step: ScaledResidual, number: int) -> None:
-        residual = self._values[step.residual]
-        output = self._in_place(step.residual, number) or self._buffer(residual.shape, "float32")
-        self._call("add_scaled_rows", residual, self._values[step.value], self._weight(step.weight), output)
-        self._values[step.output] = output
+    def _scaled_residual(self, step: ScaledResidual, number: int) -> Place:
+        arguments = self._values[step.residual], self._values[step.value], self._weight(step.weight)
+        return self._call("add_scaled_rows", *arguments, self._in_place(step.residual, number))
 
-    def _normed(self, step: Normed, number: int) -> None:
+    def _normed(self, step: Normed, number: int) -> Place:
         value = self._values[step.value]
-        output = self._buffer(value.shape, "float32")
-        self._normed_to(value, step.norm, output)
-        self._values[step.output] = output
+        return self._normed_to(value, step.norm, self._buffer(value.shape, "float32"))
 
-    def _gather(self, step: Gather, number: int) -> None:
+    def _gather(self, step: Gather, number: int) -> Place:
         value, rows = self._values[step.value], self._values[step.rows]
         width = padded_width(value.shape[1]) if value.dtype == "compute" else value.shape[1]
         output = self._target(step.output, (rows.size, width), value.dtype)
         self._call("copy_rows", value, rows, output, 0)
-        self._values[step.output] = output
+        return output
 
-    def _prepend(self, step: Prepend, number: int) -> None:
+    def _prepend(self, step: Prepend, number: int) -> Place:
         value = self._values[step.value]
         rows, width = value.shape
         output = self._buffer((rows + 1, width), "float32")
         self._call("copy_rows", self._weight(step.row, (1, width)), None, replace(output, shape=(1, width)), 0)
         self._call("copy_rows", value, None, replace(output, shape=(rows, width), first=width), 0)
-        self._values[step.output] = output
+        return output
 
-    def _drop_first(self, step: DropFirst, number: int) -> None:
+    def _drop_first(self, step: DropFirst, number: int) -> Place:
         value = self._values[step.value]
-        width = value.shape[1]
-        self._values[step.output] = replace(value, shape=(step.rows, width), first=value.first + width)
+        return replace(value, shape=(step.rows, value.shape[1]), first=value.first + value.shape[1])
 
-    def _reshape(self, step: Reshape, number: int) -> None:
-        self._values[step.output] = replace(self._values[step.value], shape=step.shape[1:])
-
-    def _average_pool(self, step: AveragePool, number: int) -> None:
+    def _average_pool(self, step: AveragePool, number: int) -> Place:
         output = self._buffer(((step.side // step.size) ** 2, step.width), "float32")
-        self._call("average_pool", self._values[step.value], step.side, step.size, output)
-        self._values[step.output] = output
+        return self._call("average_pool", self._values[step.value], step.side, step.size, output)
 
-    def _product(self, step: Product, number: int) -> None:
+    def _product(self, step: Product, number: int) -> Place:
         value = self._values[step.value]
         output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
-        self._call("product", value, self._weight(step.weight), step.scale, output)
-        self._values[step.output] = output
+        return self._call("product", value, self._weight(step.weight), step.scale, output)
 
 
-_LOWER: dict[type, Callable[[EncoderCalls, Any, int], None]] = {
+#: What makes the calls of each kind of step, and gives the place of its output.
+_LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     NormLinear: EncoderCalls._norm_linear,
     LinearResidual: EncoderCalls._linear_residual,
     EncoderAttention: EncoderCalls._attention,
@@ -261,7 +249,7 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], None]] = {
     Gather: EncoderCalls._gather,
     Prepend: EncoderCalls._prepend,
     DropFirst: EncoderCalls._drop_first,
-    Reshape: EncoderCalls._reshape,
+    Reshape: lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]),
     AveragePool: EncoderCalls._average_pool,
     Product: EncoderCalls._product,
 }
@@ -275,20 +263,14 @@ def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | No
     if program.shape.tokens > _MOST_ROWS:
         return f"kernels take up to {_MOST_ROWS} rows, not {program.shape.tokens}"
     for step in program.steps:
-        refusal = _step_refusal(step, shared_limit)
+        refusal = _REFUSALS[type(step)](step, shared_limit) if type(step) in _REFUSALS else None
+        refusal = refusal if type(step) in _LOWER else "encoders have no kernel for it"
         if refusal is not None:
             return f"kernels cannot run {step.title}: {refusal}"
     for name, (shape, _) in program.outputs.items():
         if shape[-1] % WIDTH_STEP:
             return f"kernels put {name} out in rows of a multiple of {WIDTH_STEP} columns, not {shape[-1]}"
     return None
-
-
-def _step_refusal(step: Step, limit: int) -> str | None:
-    if type(step) not in _LOWER:
-        return "encoders have no kernel for it"
-    refusal = _REFUSALS.get(type(step))
-    return None if refusal is None else refusal(step, limit)
 
 
 def _attention_refusal(step: EncoderAttention, limit: int) -> str | None:

@@ -69,10 +69,9 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     for step in program.steps:
         if isinstance(step, Experts):
             return f"TensorRT has nothing for {step.title}"
-        if type(step) in BETWEEN:
-            refusal = between_engines(step).refusal(step, program, shared_limit)
-            if refusal is not None:
-                return f"kernels cannot run {step.title}: {refusal}"
+        refusal = between_engines(step).refusal(step, program, shared_limit) if type(step) in BETWEEN else None
+        if refusal is not None:
+            return f"kernels cannot run {step.title}: {refusal}"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_activations import ACTIVATIONS
+from edgellm.engines.backends.numpy_nonlinear import ACTIVATIONS
 from edgellm.engines.model.config import Mixture
 from edgellm.kernels.experts.twin import chosen_experts
 

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.backends.numpy_experts import mixed
+from edgellm.engines.backends.numpy_nonlinear import (
+    ACTIVATIONS,
+    VisibleKeys,
+    attention,
+    attention_ahead,
+    window_attention,
+)
 from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.encoder_steps import Unfold
-from edgellm.engines.model.operations import Operations, Scoring
+from edgellm.engines.model.operations import Operations
 from edgellm.kernels.decode.heads_twin import pairs_apart
-from edgellm.kernels.decode.numpy_twins import capped
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -248,22 +253,10 @@ class NumpyOperations(Operations[np.ndarray]):
         return cache
 
     def attention(self, query, keys, values, mask, scoring, *scales):
-        batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
-        of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
-        visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
-        grouped, cap = _grouped(query, kv_heads, scoring.scale), scoring.cap
-        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
-        if tokens == 1:
-            context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens, of_rows, cap)
-        else:  # one head at a time: its scores stay in the processor's cache
-            context = np.empty_like(grouped)
-            for b in range(batch):
-                bias = None if visible.bias is None else visible.bias[b, 0]
-                for h in range(kv_heads):
-                    head = [each[b, h] for each in rows]
-                    sink = None if of_rows is None else of_rows[h]
-                    context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens, sink, cap)
-        return context.reshape(query.shape)
+        mask = np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask
+        if self._visible is None or mask is not self._mask:
+            self._visible, self._mask = VisibleKeys(mask), mask  # same for all layers
+        return attention(query, (keys, values, *scales), self._visible, scoring)
 
     def short_convolution(self, step, value, columns, weight, bias, parents, tokens):
         convolution = Convolution(weight, step.activation == "silu", step.gated, step.first)
@@ -288,21 +281,10 @@ class NumpyOperations(Operations[np.ndarray]):
         return mixed(step.mixture, x, scores, correction, gate_up, down, self.linear, step.own)
 
     def window_attention(self, query, keys, values, mask, start_index, window, scoring, *scales):
-        def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
-            first, hidden = _hidden_in_window(mask[b, 0], start, window)
-            return np.arange(first, start + query.shape[2]), hidden
-
-        return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
+        return window_attention(query, (keys, values, *scales), mask, start_index, window, scoring)
 
     def attention_ahead(self, query, keys, values, start_index, last_seen, window, scoring, *scales):
-        def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-            positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
-            hidden = positions > last_seen[b][:, None]
-            if window is not None:
-                hidden |= positions <= np.arange(start, start + query.shape[2])[:, None] - window
-            return positions, hidden
-
-        return _ring_attention(query, (keys, values, *scales), start_index, scoring, seen)
+        return attention_ahead(query, (keys, values, *scales), start_index, last_seen, window, scoring)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
@@ -342,50 +324,6 @@ class NumpyOperations(Operations[np.ndarray]):
             self._cos_sin = cos_sin
         return self._rotation
 
-    def _visible_keys(self, mask: np.ndarray) -> VisibleKeys:
-        """What the mask leaves to do; same for all layers."""
-        if self._visible is None or mask is not self._mask:
-            self._visible, self._mask = VisibleKeys(mask), mask
-        return self._visible
-
-
-def _hidden_in_window(mask: np.ndarray, start: int, window: int) -> tuple[int, np.ndarray | None]:
-    """The first position that one of T tokens sees in its window, and which positions from there to `start` + T - 1
-    each does not see, [T, n] bool (None: each sees all); the new tokens' rows of the mask [T, L] begin at `start`."""
-    tokens = len(mask)
-    if tokens == 1:  # it sees itself
-        return max(0, start + 1 - window), None
-    new = np.zeros((tokens, tokens), np.bool_)
-    shown = mask[:, start : start + tokens]  # padding may stand behind the rows that the mask speaks of
-    new[:, : shown.shape[1]] = shown
-    np.fill_diagonal(new, True)
-    first = max(0, start + 1 - window)
-    seen = np.concatenate((np.ones((tokens, start - first), np.bool_), new), axis=1)
-    later = seen.sum(axis=1, keepdims=True) - seen.cumsum(axis=1)  # how many of a token's positions stand behind each
-    hidden = ~seen | (later >= window)
-    return first, hidden
-
-
-class VisibleKeys:
-    """The part of a mask [B, 1, T, L] bool that matters.
-
-    `count`: keys beyond it are hidden from every query, so they are not read. `first_hidden`: keys before it are seen
-    by every query. `bias` [B, 1, 1, T, count - first_hidden] float32 is 0 or minus infinity between the two (None
-    where there is nothing between); its axes are sequence, key-value head, head of the group, query, key.
-    """
-
-    def __init__(self, mask: np.ndarray) -> None:
-        columns = np.asarray(mask.any(axis=(0, 1, 2)))
-        self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
-        shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
-        self.first_hidden = self.count if shown.all() else int(shown.argmin())
-        if self.count == 0:
-            raise EngineError("the attention mask hides every key; each query must see at least one")
-        self.bias: np.ndarray | None = None
-        if self.first_hidden < self.count:
-            between = mask[..., self.first_hidden : self.count]
-            self.bias = np.where(between[:, None], np.float32(0), np.float32(-np.inf))
-
 
 def _streamed_linear(x: np.ndarray, weight: np.ndarray, threads: int) -> np.ndarray:
     """[N, K] times x [K], row by row, by up to so many threads: [N]."""
@@ -423,80 +361,3 @@ def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         piece = weight[start : start + step].astype(np.float64)
         result[:, start : start + step] = np.dot(piece, x[0]) if x.shape[0] == 1 else np.dot(x, piece.T)
     return result
-
-
-def _grouped(query: np.ndarray, kv_heads: int, scale: float) -> np.ndarray:
-    """Scaled queries [B, nq, T, D], those that share a key-value head as rows of one matrix: [B, nkv, group * T, D]."""
-    return (query * np.float32(scale)).reshape(len(query), kv_heads, -1, query.shape[3])
-
-
-def _ring_attention(
-    query: np.ndarray,
-    caches: Sequence[np.ndarray],
-    start_index: np.ndarray,
-    scoring: Scoring[np.ndarray],
-    seen: Callable[[int, int], tuple[np.ndarray, np.ndarray | None]],
-) -> np.ndarray:
-    """Attention of queries [B, nq, T, D] over caches [B, nkv, rows, D] that are rings. `seen` gives for a sequence and
-    its start the positions [n] of keys, and which of them each token does not see, [T, n] bool (None: it sees all)."""
-    tokens, (kv_heads, held) = query.shape[2], caches[0].shape[1:3]
-    grouped = _grouped(query, kv_heads, scoring.scale)
-    of_rows = None if scoring.sinks is None else _sinks_of_rows(scoring.sinks, kv_heads, tokens)
-    context = np.empty_like(grouped)
-    # Of many tokens one head at a time: its scores stay in the processor's cache.
-    heads = range(kv_heads) if tokens > 1 else [slice(None)]
-    for b, start in enumerate(start_index.tolist()):
-        positions, hidden = seen(b, start)
-        places = positions % held
-        bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
-        for h in heads:
-            rows = [each[b, h].take(places, axis=-2) for each in caches]
-            own_sinks = None if of_rows is None else of_rows[h]
-            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens, own_sinks, scoring.cap)
-    return context.reshape(query.shape)
-
-
-def _sinks_of_rows(sinks: np.ndarray, kv_heads: int, tokens: int) -> np.ndarray:
-    """The sinks [nq] of the rows of `_grouped` queries: [nkv, group * T, 1]."""
-    return np.repeat(sinks.reshape(kv_heads, -1), tokens, axis=1)[..., None]
-
-
-def _attend(
-    query: np.ndarray,
-    rows: Sequence[np.ndarray],
-    bias: np.ndarray | None,
-    first_hidden: int,
-    tokens: int,
-    sinks: np.ndarray | None,
-    cap: float,
-) -> np.ndarray:
-    """softmax(query keys^T + bias) values: query [..., group * T, D] (scaled), `rows` keys and values [..., n, D], and
-    where these are int8 their scales [..., n, 1].
-
-    `bias` [..., 1, T, n - first_hidden] is added at the keys from `first_hidden` on, alike for every head of a group.
-    `sinks` [..., group * T, 1] are scores without a value. With a `cap` products become cap tanh(product / cap).
-    """
-    keys, values, *scales = rows
-    if scales:
-        keys, values = keys.astype(query.dtype), values.astype(query.dtype)
-    scores = np.matmul(query, keys.swapaxes(-1, -2))
-    if scales:
-        scores *= scales[0].swapaxes(-1, -2)
-    if cap:
-        scores = capped(scores, cap)
-    if bias is not None:
-        masked = scores.reshape(*scores.shape[:-2], -1, tokens, scores.shape[-1])
-        masked[..., first_hidden:] += bias
-    largest = scores.max(axis=-1, keepdims=True)
-    if sinks is not None:
-        largest = np.maximum(largest, sinks)
-    scores -= largest
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total += np.exp(sinks - largest)
-    if scales:
-        scores *= scales[1].swapaxes(-1, -2)
-    context = np.matmul(scores, values)
-    context /= total
-    return context

@@ -33,7 +33,7 @@ from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES, ModelSource, write_description
-from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
+from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, explained
 from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
@@ -125,34 +125,29 @@ def build_engine_directory(
     if asked.kernels:
         asked = replace(asked, cuda=check_compiler(asked.kernels, asked.cuda))
     inputs, limits, dtype = read_build(source, limits, asked)
-    try:
-        with StagedDirectory(target) as staged:
-            packing = time.perf_counter()
-            draft_progress = partial(asked.progress, "draft")
-            inputs = with_packed_draft(inputs, asked.draft_weights, dtype, staged.path, draft_progress)
-            packing = time.perf_counter() - packing
-            planned = partial(_planned_bytes, inputs, asked.head, limits, dtype)
-            embeds = checks.leaves_out_embedding(inputs.config, asked.head, asked.embedding, planned)
-            inputs = with_packed_head(inputs, asked.head, embeds, dtype)
-            packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
-            if refusal is not None and (platforms or asked.kernels):
-                if targets or asked.kernels:
-                    raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
-                platforms, note = (), f"No plans are built: {refusal}."
-            limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
-            report = _begun(target, inputs, dtype, limits, asked.weights, note)
-            plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
-            copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)
-            needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
-            check_space(staged.path, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
-            report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
-            asked.progress("check", 1, 1)
-            _make(staged, inputs, report, plans, asked)
-    except OSError as error:
-        raise BuildError(
-            f"{target} was not built, and nothing was left behind: {error.strerror or error}"
-            + (f" ({error.filename})" if error.filename else "")
-        ) from error
+    failing = f"{target} was not built, and nothing was left behind"
+    with explained(failing, BuildError, names_file=True), StagedDirectory(target) as staged:
+        packing = time.perf_counter()
+        draft_progress = partial(asked.progress, "draft")
+        inputs = with_packed_draft(inputs, asked.draft_weights, dtype, staged.path, draft_progress)
+        packing = time.perf_counter() - packing
+        planned = partial(_planned_bytes, inputs, asked.head, limits, dtype)
+        embeds = checks.leaves_out_embedding(inputs.config, asked.head, asked.embedding, planned)
+        inputs = with_packed_head(inputs, asked.head, embeds, dtype)
+        packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
+        if refusal is not None and (platforms or asked.kernels):
+            if targets or asked.kernels:
+                raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
+            platforms, note = (), f"No plans are built: {refusal}."
+        limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
+        report = _begun(target, inputs, dtype, limits, asked.weights, note)
+        plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
+        copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)
+        needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
+        check_space(staged.path, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
+        report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
+        asked.progress("check", 1, 1)
+        _make(staged, inputs, report, plans, asked)
     return finished(report, started)
 
 

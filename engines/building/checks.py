@@ -279,8 +279,7 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
-    present = present_platform()
-    if present is not None:
+    if (present := present_platform()) is not None:
         return (present,), ""
     missing = "TensorRT" if find_tensorrt() is None else "GPU"
     return (), (

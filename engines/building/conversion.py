@@ -19,7 +19,7 @@ from edgellm.engines.building.inputs import counted
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, explained
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import check_ordinary, size_limit
@@ -80,13 +80,9 @@ def convert_checkpoint(
         total = sum(file.tensors[name].nbytes for name, file in tensors.items())
         needed = total + sum((source / name).stat().st_size for name in copied)
         check_space(target.parent, needed, CheckpointError, written_layout.FOR_SPACE)
-        try:
+        failing = f"{target} was not written, and nothing was left behind"
+        with explained(failing, CheckpointError, names_file=True):
             _write(source, target, copied, [dict.fromkeys(file.tensors, file) for file in opened], force, progress)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} was not written, and nothing was left behind: {error.strerror or error}"
-                + (f" ({error.filename})" if error.filename else "")
-            ) from error
         dtypes = Counter(file.tensors[name].storage.dtype for name, file in tensors.items())
         report = ConversionReport(target, len(tensors), total, len(opened), dtypes, copied)
         report.notes += _notes(source, opened, copied)
@@ -199,12 +195,10 @@ def _files_to_copy(source: Path) -> list[str]:
 
 
 def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:
-    shared = [name for file in files for name in file.shared]
-    if shared:
+    if shared := [name for file in files for name in file.shared]:
         listed = ", ".join(f"{name!r:.80}" for name in shared[:3]) + (", ..." if len(shared) > 3 else "")
         yield f"Shares memory with other tensors, written as a copy: {listed} ({len(shared)} in all)"
-    left_out = sorted({name for file in files for name in file.left_out})
-    if left_out:
+    if left_out := sorted({name for file in files for name in file.left_out}):
         yield f"Left out, as no weights of the model: {', '.join(f'{name!r:.60}' for name in left_out[:10])}"
     if source.is_file():
         yield f"Only weights were converted. Copy config.json and the tokenizer beside them, or convert {source.parent}"

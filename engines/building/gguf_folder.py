@@ -14,7 +14,7 @@ from typing import Any
 from edgellm.engines.checkpoints.weight_files import ENCODER_FILE, GGUF_FILE, is_gguf_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, published_file_names
 from edgellm.engines.directories.engine_parts import TEMPLATE_FOLDER
-from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError, explained
 from edgellm.engines.families.embedding import LAST_TOKEN, MODULES, MODULES_FILE, POOLING_FILE
 from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.formats.small_files import read_tokenizer
@@ -100,10 +100,8 @@ def _made_folder(path: Path, write: Callable[[Path], None]) -> Iterator[Path]:
     """A temporary folder that stands for the file `path`."""
     with tempfile.TemporaryDirectory(prefix="edgellm-gguf-") as name:
         folder = Path(name)
-        try:
+        with explained(f"{path} cannot be opened", BuildError, names_file=True):
             write(folder)
-        except OSError as error:
-            raise BuildError(f"{path} cannot be opened: {error.strerror or error} ({error.filename})") from error
         try:
             yield folder
         except (BuildError, CheckpointError, EngineDirectoryError) as error:

@@ -20,7 +20,7 @@ from edgellm.engines.directories.engine_directory import (
     write_description,
 )
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER, with_kernels
-from edgellm.engines.errors import BuildError, EngineError
+from edgellm.engines.errors import BuildError, EngineError, explained
 from edgellm.engines.formats.digests import hash_file
 from edgellm.engines.formats.staged_directory import StagedDirectory
 from edgellm.engines.model.limits import KV_CACHES, EngineShape
@@ -81,12 +81,8 @@ def add_kernels(
 
     for target, sources in zip(targets, needed, strict=True):
         started = time.perf_counter()
-        try:
+        with explained(f"The kernels for {target.capability} cannot be kept in {directory.path}", BuildError):
             manifest = _write(directory.path, target, release, sources, advance)
-        except OSError as error:
-            raise BuildError(
-                f"The kernels for {target.capability} cannot be kept in {directory.path}: {error.strerror or error}"
-            ) from error
         built.append(BuiltKernels(manifest, time.perf_counter() - started))
     return built
 

@@ -88,8 +88,7 @@ def read_vocabulary(path: Path, vocab_size: int) -> np.ndarray:
         raise BuildError(f"the draft's vocabulary {path} cannot be read ({error}): {_EXPECTED}") from None
     if not isinstance(ids, list) or not ids:
         raise BuildError(f"the draft's vocabulary {path} has no ids: {_EXPECTED}")
-    wrong = [each for each in ids if not is_integer(each) or not 0 <= each < vocab_size]
-    if wrong:
+    if wrong := [each for each in ids if not is_integer(each) or not 0 <= each < vocab_size]:
         raise BuildError(
             f"the draft's vocabulary {path} has {shown(wrong[0])}: expected ids of the model, 0 to {vocab_size - 1}"
         )

@@ -45,8 +45,7 @@ def open_weight_files(path: Path) -> Sequence[WeightFile]:
         return [SafetensorsFile(path / SINGLE_FILE)]
     if _is_there(path / INDEX_FILE):
         return _open_shards(path)
-    gguf = [file for pattern in (GGUF_FILE, _FIRST_GGUF_FILE) for file in path.glob(pattern)]
-    if gguf:
+    if gguf := [file for pattern in (GGUF_FILE, _FIRST_GGUF_FILE) for file in path.glob(pattern)]:
         encoder = open_gguf_weights(path / ENCODER_FILE) if _is_there(path / ENCODER_FILE) else []
         return [*open_gguf_weights(gguf[0]), *encoder]
     raise _no_weights(path)
@@ -57,8 +56,7 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
     index = read_index(path / INDEX_FILE)
     weight_map = index.get("weight_map", "dict")
     shards = sorted(set(weight_map.values()))
-    missing = [shard for shard in shards if not _is_there(path / shard)]
-    if missing:
+    if missing := [shard for shard in shards if not _is_there(path / shard)]:
         raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
     files = [SafetensorsFile(path / shard) for shard in shards]
     place: dict[str, str] = {}
@@ -69,8 +67,7 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
                     f"{file.path}: tensor {name!r} is in {place[name]} too; which one is meant is unknown. Remove one"
                 )
             place[name] = file.path.name
-    wrong = [name for name, shard in weight_map.items() if place.get(name) != shard]
-    if wrong:
+    if wrong := [name for name, shard in weight_map.items() if place.get(name) != shard]:
         listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
         raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
     return files

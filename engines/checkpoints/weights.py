@@ -130,8 +130,7 @@ def load_numpy_weights(
     ]
 
     def mapped_part(name: str, shape: tuple[int, int]) -> _MappedPart:
-        read = checkpoint.reader(name, shape)
-        if read is not None:
+        if (read := checkpoint.reader(name, shape)) is not None:
             read()  # what is wrong is found now
             return read
         values = _part(checkpoint, name, shape)
@@ -140,8 +139,7 @@ def load_numpy_weights(
         return values, checkpoint.info(name).dtype
 
     def convert_part(name: str, target: np.ndarray, kernel: int) -> tuple[str, int]:
-        packed = checkpoint.packed(name, target.shape)
-        if packed is not None:
+        if (packed := checkpoint.packed(name, target.shape)) is not None:
             rows = max(1, _PIECE // target.shape[1])
             for start in range(0, len(target), rows):
                 piece = target[start : start + rows]
@@ -220,8 +218,7 @@ def iterate_weight_parts(
     shapes = (shape for spec in specs for _, shape in spec.parts)
     for (spec, name, place), shape in zip(part_places(specs), shapes, strict=True):
         own = dtype if spec.dtype == "compute" else spec.dtype
-        packed = checkpoint.packed(name, shape)
-        if packed is not None:
+        if (packed := checkpoint.packed(name, shape)) is not None:
             step, (info, *_) = max(1, _PIECE // shape[1]), checkpoint.part_infos(name, shape)
             for start in range(0, shape[0], step):
                 values = _neighbours_first(packed.rows(start, start + step).values(), spec.kernel).reshape(-1)

@@ -305,8 +305,7 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     has_window = "window" not in kinds or bool(config.sliding_window)
     require(has_window, "sliding_window", "expected the window of those 'layer_kinds'")
     require(config.deepstack_layers <= layers, "deepstack_layers", f"the model has {layers} layers")
-    beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
-    if beyond:
+    if beyond := [token for token in config.eos_token_ids if token >= config.vocab_size]:
         raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
 
 

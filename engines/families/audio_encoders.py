@@ -13,14 +13,14 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
-from edgellm.engines.families.vision_encoders import TowerWeights
+from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, WeightSpec
 from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, LinearResidual, Normed, NormLinear, Step
+from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Step
 
 _DEFAULTS = {
     **{"encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "d_model": 1024},
@@ -96,7 +96,7 @@ def audio_program(config: AudioConfig, frames: int) -> Program:
     """The program of a window of so many frames: "features" to "audio_embeddings" [1, rows, language model's H]."""
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
-    hidden, inner, channels = config.hidden_size, config.intermediate_size, config.channels
+    hidden, channels = config.hidden_size, config.channels
     chunks, rows = -(-frames // config.chunk_frames), config.rows(frames)
     steps: list[Step] = []
     value, bands, columns, depth = "features", config.mel_bins, config.chunk_frames, 1
@@ -115,21 +115,15 @@ def audio_program(config: AudioConfig, frames: int) -> Program:
     ]
     for index in range(config.num_layers):
         layer = f"layers.{index}."
-        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden), hidden)
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
+        output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
         first, second = (tower.layer_norm(f"{layer}{name}_layer_norm", hidden) for name in ("self_attn", "final"))
-        steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), qkv),
-            EncoderAttention("context", "qkv", config.num_heads, hidden // config.num_heads, (1, rows)),
-            LinearResidual("hidden", "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), "hidden"),
-            NormLinear("inner", (Input("hidden", (second,)),), tower.linear(f"{layer}fc1", inner, hidden), "gelu"),
-            LinearResidual("hidden", "inner", tower.linear(f"{layer}fc2", hidden, inner), "hidden"),
-        ]
+        attention = EncoderAttention("context", "qkv", config.num_heads, hidden // config.num_heads, (1, rows))
+        steps += attention_steps("hidden", first, qkv, attention, output)
+        steps += mlp_steps("hidden", second, *tower.mlp(f"{layer}fc{{}}", config), "gelu")
     linears = projector.linear("linear_1", hidden, hidden), projector.linear("linear_2", config.out_hidden_size, hidden)
-    steps += [
-        Normed("hidden", "hidden", tower.layer_norm("ln_post", hidden)),
-        NormLinear("projected", (Input("hidden"),), linears[0], "gelu"),
-        NormLinear("audio_embeddings", (Input("projected"),), linears[1]),
-    ]
+    steps.append(Normed("hidden", "hidden", tower.layer_norm("ln_post", hidden)))
+    steps += projection_steps("audio_embeddings", ["hidden"], linears, "gelu")
     inputs: Edge = {
         "features": ((1, chunks * config.mel_bins * config.chunk_frames, 1), "float32"),
         "position_embeddings": ((1, chunks * columns, hidden), "float32"),

@@ -118,8 +118,7 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
     Tables that equal the base's are left out, so that the two are shared. Raises UnsupportedModelError where it is of a
     kind, or has a feature, that is not implemented, else CheckpointError; either lists all problems.
     """
-    other = other_draft(draft.config, draft.tensors)
-    if other is not None:
+    if (other := other_draft(draft.config, draft.tensors)) is not None:
         raise UnsupportedModelError(
             f"{draft.path} cannot be the draft of {base.path}: {other}. Such drafts cannot be served; DFlash and heads "
             "of EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, z-lab, SpecForge and speculators publish "

@@ -284,8 +284,7 @@ class DraftReader:
     def _declared(self, key: str) -> bool | None:
         """A switch of `config.json`, or None where it does not say."""
         for values in (self.top, self.fields.values, self.eagle):
-            value = values.get(key)
-            if value is not None:
+            if (value := values.get(key)) is not None:
                 if isinstance(value, bool):
                     return value
                 problem = f"{key} is {as_json(value)}, expected true or false"

@@ -80,9 +80,21 @@ class ConfigFields:
             self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
         )
 
-    def switch(self, key: str) -> bool:
-        """true or false; absence and null mean false."""
-        return bool(self._checked(key, False, lambda value: isinstance(value, bool), "true or false"))
+    def switch(self, key: str, default: bool = False) -> bool:
+        """true or false; `default` stands for absence and null."""
+        return bool(self._checked(key, default, lambda value: isinstance(value, bool), "true or false"))
+
+    def square(self, key: str) -> int:
+        """A size that is the square of a whole number."""
+        size = self.size(key)
+        if round(size**0.5) ** 2 != size:
+            self.expect(key, size, "the square of a whole number")
+        return size
+
+    @property
+    def image_key(self) -> str:
+        """Under which name the file has the token of images."""
+        return "image_token_index" if self.values.get("image_token_index") is not None else "image_token_id"
 
     def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
         """The field's value; None stands for one that is not valid, which is noted."""
@@ -138,8 +150,7 @@ class ConfigFields:
         if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
             self.expect("layer_types", types, f"a list of {' and '.join(kinds)}")
             return ()
-        unknown = ", ".join(sorted(set(types) - set(kinds)))
-        if unknown:
+        if unknown := ", ".join(sorted(set(types) - set(kinds))):
             self.unsupported.append(f"layer_types has {unknown}, supported are {' and '.join(kinds)}")
         elif count and len(types) != count:
             self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
@@ -171,8 +182,7 @@ class ConfigFields:
         if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
             self.expect(f"{place}{key}", value, f"a token id or a list of them, from 0 to {LARGEST_SIZE}")
             return ()
-        beyond = [item for item in ids if item >= vocab_size > 0]
-        if beyond:
+        if any(item >= vocab_size > 0 for item in ids):
             self.wrong.append(f"{place}{key} is {as_json(value)}, but vocab_size is {vocab_size}")
         return tuple(dict.fromkeys(ids))
 
@@ -282,8 +292,7 @@ def read_rope(
     scaling = {name: value for name, value in (parameters or {}).items() if value is not None}
     thetas = (scaling.pop("rope_theta", None), fields.values.get("rope_theta"), DEFAULT_THETA)
     theta = read_theta(fields, "rope_theta", next(theta for theta in thetas if theta is not None), 0.0)
-    nested = [name for name, value in scaling.items() if isinstance(value, dict)]
-    if nested:
+    if nested := [name for name, value in scaling.items() if isinstance(value, dict)]:
         fields.unsupported.append(f"{key} differs between layers ({', '.join(nested)}), which is not supported")
         return theta, None
     return theta, _scaling(fields, key, scaling, rotary_dim, max_position_embeddings)

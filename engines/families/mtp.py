@@ -54,8 +54,7 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
                 f"{checkpoint.path}: {key} is {as_json(value)}, {supported}. Take another release, {_LEAVE_OUT}"
             )
     specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
-    problems = checkpoint.problems(specs, within=_PREFIX)
-    if problems:
+    if problems := checkpoint.problems(specs, within=_PREFIX):
         raise CheckpointError(
             f"{checkpoint.path}: its head for multi-token prediction is not whole, {counted(problems)}\n"
             f"Copy the checkpoint anew from its source, {_LEAVE_OUT}"

@@ -15,11 +15,20 @@ from edgellm.engines.families.vision_fields import (
     rotated,
     text_hidden_size,
 )
-from edgellm.engines.families.vision_parts import PROJECTOR, TOWER, TowerWeights, projection_steps, used_layers
+from edgellm.engines.families.vision_parts import (
+    PROJECTOR,
+    QKV,
+    TOWER,
+    TowerWeights,
+    attention_steps,
+    mlp_steps,
+    projection_steps,
+    used_layers,
+)
 from edgellm.engines.model.config import LARGEST_MERGE
 from edgellm.engines.model.encoder_steps import EncoderAttention
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Input, LinearResidual, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Input, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig
 
 #: What stands for an image's tokens where the file does not say.
@@ -49,10 +58,6 @@ def read_pixtral(top: ConfigFields) -> Read:
     layers = feature_layers(top, values["num_layers"], -1)
     if len(layers) > 1:
         top.refuse("vision_feature_layer", top.values["vision_feature_layer"], "supported is one layer")
-    bias = top.values.get("multimodal_projector_bias", False)
-    if not isinstance(bias, bool):
-        top.expect("multimodal_projector_bias", bias, "true or false")
-    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
     usual = 4096 if text.get("model_type") == "ministral3" else 5120
     return fields, rotated(fields, values) | {
         "temporal_patch_size": 1,
@@ -60,12 +65,12 @@ def read_pixtral(top: ConfigFields) -> Read:
         "out_hidden_size": text_hidden_size(top) or usual,
         "activation": fields.word("hidden_act", ACTIVATIONS),
         "norm_eps": ConfigFields({"rms_norm_eps": 1e-5, **text}, None, top.family).positive("rms_norm_eps"),
-        "image_token_id": top.token_id(key, MISTRAL3_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key, MISTRAL3_IMAGE_TOKEN),
         "tensor_prefix": "model.vision_tower.",
         "projector_prefix": "model.multi_modal_projector.",
         "feature_layers": layers,
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
-        "projector_bias": bool(bias),
+        "projector_bias": top.switch("multimodal_projector_bias"),
     }
 
 
@@ -81,19 +86,15 @@ def pixtral_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
     for index in range(used_layers(config)):
         layer, heads = f"transformer.layers.{index}.", (config.num_heads, config.head_dim)
-        qkv, gated = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden), {"gate_proj": inner, "up_proj": inner}
+        qkv, gated = dict.fromkeys(QKV, hidden), {"gate_proj": inner, "up_proj": inner}
         first, second = (tower.rms_norm(f"{layer}{part}_norm", hidden) for part in ("attention", "ffn"))
         joined = tower.linear(f"{layer}attention.qkv_proj", qkv, hidden, bias=False)
         output = tower.linear(f"{layer}attention.o_proj", hidden, hidden, bias=False)
         gate_up = tower.linear(f"{layer}feed_forward.gate_up_proj", gated, hidden, bias=False)
         down = tower.linear(f"{layer}feed_forward.down_proj", hidden, inner, bias=False)
-        steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), joined),
-            EncoderAttention("context", "qkv", *heads, (1, rows), "attention_mask", "rotary_cos_sin"),
-            LinearResidual("hidden", "context", output, "hidden"),
-            NormLinear("activation", (Input("hidden", (second,)),), gate_up, config.activation, gated=True),
-            LinearResidual("hidden", "activation", down, "hidden"),
-        ]
+        attention = EncoderAttention("context", "qkv", *heads, (1, rows), "attention_mask", "rotary_cos_sin")
+        steps += attention_steps("hidden", first, joined, attention, output)
+        steps += mlp_steps("hidden", second, gate_up, down, config.activation, gated=True)
     merged = config.merge_patches * hidden
     merging = projector.linear("patch_merger.merging_layer", hidden, merged, bias=False)
     merging = replace(merging, weight=replace(merging.weight, kernel=config.merge_patches))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from edgellm.engines.families.vision_parts import (
     PROJECTOR,
+    QKV,
     TOWER,
     TowerWeights,
     layer_steps,
@@ -69,25 +70,18 @@ def internvl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 
     for index in range(config.num_layers):
         layer = f"encoder.layer.{index}."
-        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
-        qkv = tower.linear(f"{layer}attention.qkv_proj", parts, hidden, config.attention_bias)
+        qkv = tower.linear(f"{layer}attention.qkv_proj", dict.fromkeys(QKV, hidden), hidden, config.attention_bias)
         steps.append(NormLinear("qkv", (Input("hidden", (norm(f"{layer}layernorm_before"),)),), qkv))
         query, key = (tower.rms_norm(f"{layer}attention.{part}_norm", hidden) for part in "qk")
         norms = (query, key) if config.qk_norm else None
-        first, second = (f"{layer}mlp.fc1", config.intermediate_size, hidden), (f"{layer}mlp.fc2", hidden)
+        output, behind = tower.linear(f"{layer}attention.projection_layer", hidden, hidden), f"{layer}layernorm_after"
+        first, second = tower.mlp(f"{layer}mlp.fc{{}}", config)
         steps += [
             EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), qk_norms=norms),
-            NormLinear(
-                "added", (Input("context"),), tower.linear(f"{layer}attention.projection_layer", hidden, hidden)
-            ),
+            NormLinear("added", (Input("context"),), output),
             ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_1", hidden), "hidden"),
-            NormLinear(
-                "activation",
-                (Input("hidden", (norm(f"{layer}layernorm_after"),)),),
-                tower.linear(*first),
-                config.activation,
-            ),
-            NormLinear("added", (Input("activation"),), tower.linear(*second, config.intermediate_size)),
+            NormLinear("activation", (Input("hidden", (norm(behind),)),), first, config.activation),
+            NormLinear("added", (Input("activation"),), second),
             ScaledResidual("hidden", "added", tower.weight(f"{layer}lambda_2", hidden), "hidden"),
         ]
     if config.final_norm:

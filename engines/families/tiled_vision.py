@@ -44,20 +44,16 @@ def _has_places_of_its_own(side: int) -> bool:
 def _read_lfm2_vl(top: ConfigFields) -> Read:
     """Siglip2 for pictures of any shape."""
     fields, values = read_tower(top, "siglip2_vision_model", ("siglip2_vision_model",))
-    positions, usual = fields.size("num_patches"), {"projector_bias": True, "projector_use_layernorm": True}
-    if round(positions**0.5) ** 2 != positions:
-        fields.expect("num_patches", positions, "the square of a whole number")
-    top.values = usual | {key: value for key, value in top.values.items() if value is not None}
     return fields, values | {
         "image_size": None,
         "spatial_merge_size": top.size("downsample_factor", 2, LARGEST_MERGE),
         "image_token_id": top.token_id("image_token_id", LFM2_VL_IMAGE_TOKEN),
-        "num_position_embeddings": positions,
+        "num_position_embeddings": fields.square("num_patches"),
         "feature_layers": (values["num_layers"],),
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
         "projector_size": top.size("projector_hidden_size", 2560),
-        "projector_bias": top.switch("projector_bias"),
-        "projector_norm": top.switch("projector_use_layernorm"),
+        "projector_bias": top.switch("projector_bias", True),
+        "projector_norm": top.switch("projector_use_layernorm", True),
     }
 
 

@@ -91,12 +91,11 @@ def _read_qwen2_5(top: ConfigFields) -> Read:
 
 def _read_qwen3(top: ConfigFields) -> Read:
     fields, values = _read_qwen(top, _QWEN3_DEFAULTS, ACTIVATIONS)
-    positions = fields.size("num_position_embeddings")
-    if round(positions**0.5) ** 2 != positions:
-        fields.expect("num_position_embeddings", positions, "the square of a whole number")
-    layers = listed_layers(fields, "deepstack_visual_indexes", values["num_layers"])
-    own = {"family": "qwen3_vl", "num_position_embeddings": positions, "deepstack_layers": layers}  # of mixtures, too
-    return fields, values | own
+    return fields, values | {
+        "family": "qwen3_vl",  # of mixtures, too
+        "num_position_embeddings": fields.square("num_position_embeddings"),
+        "deepstack_layers": listed_layers(fields, "deepstack_visual_indexes", values["num_layers"]),
+    }
 
 
 def _read_qwen3_5(top: ConfigFields) -> Read:
@@ -141,18 +140,14 @@ def _read_llava(top: ConfigFields) -> Read:
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")
-    bias = top.values.get("multimodal_projector_bias", True)
-    if not isinstance(bias, bool):
-        top.expect("multimodal_projector_bias", bias, "true or false")
-    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
     return fields, values | {
         "spatial_merge_size": 1,
-        "image_token_id": top.token_id(key, smallest=1),
+        "image_token_id": top.token_id(top.image_key, smallest=1),
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
         "feature_layers": feature_layers(top, values["num_layers"]),
         "drops_first_row": strategy == "default",
         "projector_activation": top.word("projector_hidden_act", {**ACTIVATIONS, None: "gelu"}),
-        "projector_bias": bool(bias),
+        "projector_bias": top.switch("multimodal_projector_bias", True),
     }
 
 
@@ -162,10 +157,9 @@ def _read_paligemma(top: ConfigFields) -> Read:
     raw = top.values["vision_config"]
     top.values = top.values | {"vision_config": given | {"patch_size": 14} | raw}
     fields, values = read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
-    key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
     return fields, values | {
         "spatial_merge_size": 1,
-        "image_token_id": top.token_id(key, PALIGEMMA_IMAGE_TOKEN),
+        "image_token_id": top.token_id(top.image_key, PALIGEMMA_IMAGE_TOKEN),
         "feature_layers": (values["num_layers"],),
     }
 

@@ -12,6 +12,7 @@ from edgellm.engines.families.vision_parts import (
     PROJECTOR,
     TOWER,
     TowerWeights,
+    attention_steps,
     mlp_steps,
     projection_steps,
     tower_steps,
@@ -23,7 +24,7 @@ from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 #: Gemma 3's projection, published as [columns of the tower, hidden size of the language model].
@@ -95,11 +96,9 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         sizes, mask = ((1, rows), "attention_mask") if is_full else (windows, "window_mask")
         first, second = (weights.rms_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         gate_up = weights.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden)
-        steps += [
-            *_attention(config, weights, f"{layer}attn", first, sizes, mask),
-            NormLinear("activation", (Input("hidden", (second,)),), gate_up, "silu", gated=True),
-            LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.down_proj", hidden, inner), "hidden"),
-        ]
+        steps += _attention(config, weights, f"{layer}attn", first, sizes, mask)
+        down = weights.linear(f"{layer}mlp.down_proj", hidden, inner)
+        steps += mlp_steps("hidden", second, gate_up, down, "silu", gated=True)
     merged = config.merge_patches * hidden
     linears = (
         weights.linear("merger.mlp.0", merged, merged),
@@ -137,7 +136,7 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         steps += [
             *_attention(config, weights, f"{layer}attn", first, (1, rows), "attention_mask"),
-            *mlp_steps(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
+            *mlp_steps("hidden", second, *weights.mlp(f"{layer}mlp.linear_fc{{}}", config), config.activation),
         ]
         if index in config.deepstack_layers:
             place = config.deepstack_layers.index(index)
@@ -161,11 +160,9 @@ def _attention(
     """Attention of Qwen's encoders on the residual stream "hidden"."""
     hidden = config.hidden_size
     qkv, output = weights.linear(f"{name}.qkv", 3 * hidden, hidden), weights.linear(f"{name}.proj", hidden, hidden)
-    return [
-        NormLinear("qkv", (Input("hidden", (norm,)),), qkv),
-        EncoderAttention("context", "qkv", config.num_heads, config.head_dim, windows, mask, "rotary_cos_sin"),
-        LinearResidual("hidden", "context", output, "hidden"),
-    ]
+    heads = config.num_heads, config.head_dim
+    attention = EncoderAttention("context", "qkv", *heads, windows, mask, "rotary_cos_sin")
+    return attention_steps("hidden", norm, qkv, attention, output)
 
 
 _STEPS = {

@@ -70,19 +70,14 @@ def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
     """An image's tokens stand at consecutive positions, with a token behind each of its rows."""
     family = inner_family(fields, MISTRAL, MINISTRAL3)
     config = family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
-    return with_image_tokens(config, fields, _image_key(fields), MISTRAL3_IMAGE_TOKEN)
+    return with_image_tokens(config, fields, fields.image_key, MISTRAL3_IMAGE_TOKEN)
 
 
 def _read_llava(fields: ConfigFields) -> DecoderConfig:
     """An image's tokens stand at consecutive positions."""
     family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
     config = family.read(text_fields(fields, family.defaults))
-    return with_image_tokens(config, fields, _image_key(fields), _LLAVA_IMAGE_TOKEN)
-
-
-def _image_key(fields: ConfigFields) -> str:
-    """Under which name a file has the token of images."""
-    return "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
+    return with_image_tokens(config, fields, fields.image_key, _LLAVA_IMAGE_TOKEN)
 
 
 def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
@@ -100,7 +95,7 @@ def _read_paligemma(fields: ConfigFields) -> DecoderConfig:
         fields.refuse("text_config: use_bidirectional_attention", False, "supported is true")
     vision = read_vision_config(fields.values, fields.tensors_dtype)
     tokens = 0 if vision is None else vision.tower_rows
-    config = with_image_tokens(family.read(text), fields, _image_key(fields), PALIGEMMA_IMAGE_TOKEN)
+    config = with_image_tokens(family.read(text), fields, fields.image_key, PALIGEMMA_IMAGE_TOKEN)
     return replace(config, image_tokens=tokens, prefix_attention=True)
 
 

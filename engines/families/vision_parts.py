@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.encoder_steps import EncoderAttention, Prepend
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
 
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+#: What a layer that gives queries, keys and values is made of.
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class TowerWeights(NamedWeights):
@@ -32,6 +35,11 @@ class TowerWeights(NamedWeights):
         """A convolution whose stride is its kernel: one linear layer over flattened patches, [N, product of kernel]."""
         weight = self.weight(f"{name}.weight", rows, math.prod(kernel), part=(rows, *kernel))
         return Linear(f"{self._prefix}{name}", weight, self.weight(f"{name}.bias", rows) if bias else None)
+
+    def mlp(self, names: str, config: VisionConfig | AudioConfig) -> tuple[Linear, Linear]:
+        """The two linear layers of an MLP without a gate, called `names` with their numbers in it."""
+        hidden, inner = config.hidden_size, config.intermediate_size
+        return self.linear(names.format(1), inner, hidden), self.linear(names.format(2), hidden, inner)
 
 
 def used_layers(config: VisionConfig) -> int:
@@ -62,26 +70,29 @@ def layer_steps(config: VisionConfig, tower: TowerWeights, rows: int, mask: str 
     hidden, steps = config.hidden_size, list[Step]()
     for index in range(used_layers(config)):
         layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
-        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
-        qkv = tower.linear(f"{layer}self_attn.qkv_proj", parts, hidden)
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
+        output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
         first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
-        steps += [
-            NormLinear("qkv", (Input(value, (first,)),), qkv),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), mask),
-            LinearResidual(result, "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), value),
-            *mlp_steps(config, result, second, tower, (f"{layer}mlp.fc1", f"{layer}mlp.fc2")),
-        ]
+        attention = EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), mask)
+        steps += attention_steps(value, first, qkv, attention, output, result)
+        steps += mlp_steps(result, second, *tower.mlp(f"{layer}mlp.fc{{}}", config), config.activation)
     return steps
 
 
-def mlp_steps(
-    config: VisionConfig, value: str, norm: Norm, weights: NamedWeights, names: tuple[str, str]
+def attention_steps(
+    value: str, norm: Norm, qkv: Linear, attention: EncoderAttention, output: Linear, result: str = ""
 ) -> list[Step]:
-    """An MLP without a gate, whose linear layers are called so, on the residual stream `value`."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    first, second = weights.linear(names[0], inner, hidden), weights.linear(names[1], hidden, inner)
+    """Attention on the residual stream `value`, which becomes `result` (nothing: stays under its name)."""
+    joined = NormLinear(attention.value, (Input(value, (norm,)),), qkv)
+    return [joined, attention, LinearResidual(result or value, attention.output, output, value)]
+
+
+def mlp_steps(
+    value: str, norm: Norm, first: Linear, second: Linear, activation: str, gated: bool = False
+) -> list[Step]:
+    """An MLP on the residual stream `value`."""
     return [
-        NormLinear("activation", (Input(value, (norm,)),), first, config.activation),
+        NormLinear("activation", (Input(value, (norm,)),), first, activation, gated=gated),
         LinearResidual(value, "activation", second, value),
     ]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.errors import CheckpointError, explained
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, LARGEST_COUNT, TensorInfo, opened_file
 
 MAGIC = b"GGUF"
@@ -114,10 +114,8 @@ class GgufFile:
         data = np.empty((info.nbytes if stop is None else stop) - start, np.uint8)
         view, done, descriptor = memoryview(data), 0, self._file.fileno()
         while done < len(view):
-            try:
+            with explained(f"{self.path} cannot be read", CheckpointError):
                 count = os.preadv(descriptor, [view[done : done + _MOST_READ]], info.offset + start + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from error
             if count == 0:
                 break
             done += count
@@ -158,8 +156,7 @@ def open_split(path: Path) -> list[GgufFile]:
             f"{path} is part {int(match[2])} of {count} by its name, expected one of 1 to {_MOST_FILES}"
         )
     paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
-    missing = [each.name for each in paths if not each.exists()]
-    if missing:
+    if missing := [each.name for each in paths if not each.exists()]:
         raise CheckpointError(
             f"{path} is one of {count} files, of which {len(missing)} are missing: {', '.join(missing[:5])}. Put all "
             "into one folder"

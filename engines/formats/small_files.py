@@ -202,8 +202,7 @@ def read_tokenizer(path: Path, error_class: type[EdgeLLMError]) -> tokenizers.To
     data = read_file(path, VOCABULARY_BYTES, error_class, advice=_ADVICE)
     with _explained(f"{printable(path)} cannot be read as a tokenizer", error_class):
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    dropout = getattr(tokenizer.model, "dropout", None)
-    if dropout:
+    if dropout := getattr(tokenizer.model, "dropout", None):
         raise error_class(
             f"{printable(path)}: 'dropout' of the model is {dropout}, so that equal texts would become other tokens "
             "each time: set it to null, as it is meant for training alone"
@@ -233,18 +232,13 @@ def decoded_ids(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
 def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
     """Reads as `read_tokenizer` does, and its ids must be below the model's `vocab_size`."""
     tokenizer = read_tokenizer(path, error_class)
-    largest = largest_id(tokenizer)
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise error_class(
             f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
             "entries: the tokenizer belongs to another model"
         )
     return tokenizer
-
-
-def largest_id(tokenizer: tokenizers.Tokenizer) -> int:
-    """The largest token id, added tokens included; -1 without any."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 @contextmanager

@@ -142,8 +142,7 @@ class JSONObject:
 
     def refuse_other_keys(self, *known: str) -> None:
         """Raise for a key that is not among `known`."""
-        unknown = sorted(set(self.values) - set(known))
-        if unknown:
+        if unknown := sorted(set(self.values) - set(known)):
             raise self.error(f"unknown keys {', '.join(map(repr, unknown))}, expected {', '.join(known)}")
 
     def dataclass(self, cls: type[T], **nested: type[DataclassInstance]) -> T:

@@ -26,10 +26,10 @@ class Architecture:
     """The family `model_type`. `own` adds to the fields of `config.json` that all have, `constants` are the same in all
     files; with `biased` tensors say which linear layers have biases. `permuted`: rows of q and k are in the order of
     rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of `unshifted`.
-    `names` are modules that are called otherwise than Llama's, `whole` tensors that are no module's. With `alternating`
-    rows of gate and up of an expert were published in turn, as one; with `joined` those of an MLP one behind the other.
-    `tiled`: value heads stand apart that share a key head, where there are such.
-    MLPs of layers are of one size, unless they are `uneven`, which `own` looks at.
+    Modules have the published names of `naming` (see `PUBLISHED`) and, besides, of `names`; `whole`: tensors that are
+    no module's. With `alternating` rows of gate and up of an expert were published in turn, as one; with `joined` those
+    of an MLP one behind the other. `tiled`: value heads stand apart that share a key head, where there are such. MLPs
+    of layers are of one size, unless they are `uneven`, which `own` looks at.
     """
 
     model_type: str
@@ -39,6 +39,7 @@ class Architecture:
     permuted: bool = False
     shifted: bool = False
     unshifted: tuple[str, ...] = ()
+    naming: str = "llama"
     names: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
     alternating: bool = False
@@ -311,7 +312,6 @@ def _gpt_oss(metadata: Metadata, config: _Config) -> _Config:
     }
 
 
-_STARCODER2_NAMES = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _TANH_GELU = {"hidden_act": "gelu_pytorch_tanh"}
 _GEMMA3 = _TANH_GELU | {"hidden_activation": "gelu_pytorch_tanh"}
 _SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1}
@@ -326,15 +326,13 @@ _ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", _qwen3moe, constants=_SPARSE),
     "qwen35moe": Architecture("qwen3_5_moe_text", _qwen35moe, **layer_names.QWEN35),
     "olmoe": Architecture("olmoe", lambda metadata, config: _mixture(metadata), constants={"norm_topk_prob": False}),
-    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, names=layer_names.GRANITE_NAMES),
+    "granitemoe": Architecture("granitemoe", _granitemoe, permuted=True, naming="granitemoe"),
     "granitehybrid": Architecture("granitemoehybrid", _granitehybrid, **layer_names.GRANITE_HYBRID),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"), Architecture("nemotron_h", _nemotron_h, **layer_names.NEMOTRON_H)
     ),
-    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, names=layer_names.LFM2_NAMES),
-    "gpt-oss": Architecture(
-        "gpt_oss", _gpt_oss, names=layer_names.POST_NORM | {"ffn_gate_inp": "mlp.router"}, alternating=True
-    ),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2moe, False, {"norm_topk_prob": True}, **layer_names.LFM2),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss, naming="gpt_oss", names=layer_names.POST_NORM, alternating=True),
     "gemma": Architecture("gemma", constants=_TANH_GELU, shifted=True),
     "gemma2": Architecture("gemma2", gemma2_config, constants=_GEMMA3, shifted=True, names=layer_names.GEMMA3_NORMS),
     "gemma3": Architecture(
@@ -350,10 +348,10 @@ _ARCHITECTURES = {
     "exaone4": Architecture("exaone4", _exaone4, False, names=layer_names.POST_NORMS),
     "minicpm": Architecture("minicpm", _minicpm, permuted=True),
     "ernie4_5": Architecture("ernie4_5", _use_bias, False),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", names=layer_names.HUNYUAN_NAMES),
-    "lfm2": Architecture("lfm2", _lfm2, False, names=layer_names.LFM2_NAMES),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", naming="hunyuan"),
+    "lfm2": Architecture("lfm2", _lfm2, False, **layer_names.LFM2),
     "seed_oss": Architecture("seed_oss", _seed_oss, False, names=layer_names.POST_NORM),
-    "starcoder2": Architecture("starcoder2", _starcoder2, False, names=_STARCODER2_NAMES),
+    "starcoder2": Architecture("starcoder2", _starcoder2, False, naming="starcoder2"),
 }
 #: Heads that draft for another model, of llama's layers.
 _EAGLE3_NAMES = {"attn_norm_2": "hidden_norm", "fc": "model.fc", "enc.output_norm": "model.input_norm"}

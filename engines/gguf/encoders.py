@@ -111,8 +111,7 @@ def image_config(text: _Config, model: Metadata, encoder: Metadata) -> tuple[_Co
         "temporal_patch_size": _TEMPORAL_PATCH_SIZE,
         "out_hidden_size": encoder.whole("vision.projection_dim"),
     }
-    missing = [key for key, value in vision.items() if not value]
-    if missing:
+    if missing := [key for key, value in vision.items() if not value]:
         raise CheckpointError(f"{encoder.path} does not say what {', '.join(missing)} are. {COPY_AGAIN}")
     vision |= _of_windows(encoder, vision) if family == "qwen2_5_vl" else _of_positions(encoder, vision)
     rope = text["rope_parameters"] | model.sections()
@@ -146,8 +145,7 @@ def _of_positions(encoder: Metadata, vision: _Config) -> _Config:
 
 def _tokens(model: Metadata) -> _Config:
     tokens = model.entries("tokenizer.ggml.tokens", str, "texts")
-    missing = [text for text in _TOKENS.values() if text not in tokens]
-    if missing:
+    if missing := [text for text in _TOKENS.values() if text not in tokens]:
         raise model.error("tokenizer.ggml.tokens", f"{len(tokens)} texts without {', '.join(missing)}", "those, too")
     return {key: tokens.index(text) for key, text in _TOKENS.items()}
 

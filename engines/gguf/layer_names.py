@@ -13,20 +13,8 @@ GEMMA4_NAMES = GEMMA3_NORMS | {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     **{"inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm"},
 }
-HUNYUAN_NAMES = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
-_LFM2_MLP = {"gate": "w1", "up": "w3", "down": "w2"}
-LFM2_NAMES = {
-    **{"attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "attn_output": "self_attn.out_proj"},
-    **{f"attn_{each}_norm": f"self_attn.{each}_layernorm" for each in "qk"},
-    **{f"shortconv.{each}": f"conv.{each}" for each in ("conv", "in_proj", "out_proj")},
-    **{f"ffn_{each}": f"feed_forward.{own}" for each, own in _LFM2_MLP.items()},
-    **{f"ffn_{each}_exps": f"feed_forward.experts.*.{own}" for each, own in _LFM2_MLP.items()},
-    "ffn_gate_inp": "feed_forward.gate",
-}
-GRANITE_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    **{f"ffn_{each}_exps": f"block_sparse_moe.experts.*.{each}_proj" for each in ("gate", "up", "down")},
-}
+_CONVOLUTION = ("conv", "in_proj", "out_proj")
+LFM2: dict[str, Any] = {"naming": "lfm2", "names": {f"shortconv.{each}": f"conv.{each}" for each in _CONVOLUTION}}
 QWEN35_NAMES = POST_NORM | {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -49,22 +37,14 @@ def _inside(module: str, names: dict[str, str]) -> dict[str, str]:
 #: Of an `Architecture`: rows of q and k are in the order of rotated pairs, though nothing rotates them.
 GRANITE_HYBRID: dict[str, Any] = {
     **{"permuted": True, "joined": True, "tiled": False, "whole": _inside("mamba", _TENSORS)},
+    "naming": "granitemoehybrid",
     "names": {
-        **GRANITE_NAMES,
         **{f"ffn_{each}": "shared_mlp.input_linear" for each in ("gate", "gate_shexp")},
-        **{f"ffn_{each}": "shared_mlp.output_linear" for each in ("down", "down_shexp")},
         **_inside("mamba", _MODULES),
     },
 }
 NEMOTRON_H: dict[str, Any] = {
-    **{"permuted": True, "tiled": False, "biased": False},
-    "names": {
-        **{"attn_norm": "norm", "output_norm": "model.norm_f", "attn_output": "mixer.o_proj"},
-        **{f"attn_{each}": f"mixer.{each}_proj" for each in "qkv"},
-        **{f"ffn_{each}": f"mixer.{each}_proj" for each in ("up", "down")},
-        **{f"ffn_{each}_shexp": f"mixer.shared_experts.{each}_proj" for each in ("up", "down")},
-        **{f"ffn_{each}_exps": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
-        **{"ffn_gate_inp": "mixer.gate", **_inside("mixer", _MODULES)},
-    },
+    **{"permuted": True, "tiled": False, "biased": False, "naming": "nemotron_h"},
+    "names": {"output_norm": "model.norm_f", **_inside("mixer", _MODULES)},
     "whole": {**_inside("mixer", _TENSORS), "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
 }

@@ -23,7 +23,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     """What `config.json` of the model would say; raises UnsupportedModelError for an architecture that the house does
     not have, and CheckpointError for metadata that is missing or wrong."""
     metadata = Metadata(files)
-    own = architecture(metadata)
+    own, is_packed = architecture(metadata), any(each.dtype in PACKED_TYPES for each in metadata.tensors.values())
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
         "hidden_size": metadata.whole("embedding_length"),
@@ -41,7 +41,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
         "num_experts": metadata.whole("expert_count") or None,
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "rope_parameters": _rope(metadata, files),
-        "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
+        "quantization_config": {"quant_method": Gguf.method} if is_packed else None,
     }
     if metadata.flag("attention.causal") is False:
         raise UnsupportedModelError(f"{metadata.path}: its tokens see later ones, supported is text that is generated")
@@ -74,10 +74,6 @@ def end_tokens(metadata: Metadata) -> list[int]:
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 
 
-def _is_packed(metadata: Metadata) -> bool:
-    return any(info.dtype in PACKED_TYPES for info in metadata.tensors.values())
-
-
 def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
     """The base and the scaling of the rotary embedding, and the part of a head that is rotated."""
     base = {"rope_theta": metadata.number("rope.freq_base") or 10000.0}
@@ -96,8 +92,7 @@ def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
             "short_factor": short.reshape(-1).tolist(),
         }
         return base | {key: value for key, value in given.items() if value is not None}
-    factors = metadata.values("rope_freqs.weight", files)
-    if factors is not None:
+    if (factors := metadata.values("rope_freqs.weight", files)) is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
     kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
     if kind in (None, "none"):

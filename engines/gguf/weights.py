@@ -24,6 +24,7 @@ from edgellm.engines.gguf.changes import Change
 from edgellm.engines.gguf.encoders import ENCODERS, encoder_tensors
 from edgellm.engines.gguf.metadata import Metadata
 from edgellm.engines.model.config import LARGEST_EXPERTS
+from edgellm.engines.model.named_weights import PUBLISHED
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import Layout
 
@@ -128,8 +129,9 @@ class _Naming:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._architecture: Architecture = architecture(metadata)
-        self._names = {**_MODULES, **_STACKS, **self._architecture.names}
-        self._outside = {**_OUTSIDE, **self._architecture.names}
+        published, own = PUBLISHED[self._architecture.naming], self._architecture.names
+        self._names = {name: published.get(each, each) for name, each in (_MODULES | _STACKS).items()} | dict(own)
+        self._outside = {**_OUTSIDE, **own}
         self._whole = {**_WHOLE, **self._architecture.whole}
         self._layers = metadata.count("block_count") - metadata.count("nextn_predict_layers", 0)
 

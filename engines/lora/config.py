@@ -197,12 +197,9 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
-
-
 def _is_selection(value: Any) -> bool:
-    return value is None or isinstance(value, str) or _is_names(value)
+    are_names = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+    return value is None or isinstance(value, str) or are_names
 
 
 def _is_layers(value: Any) -> bool:

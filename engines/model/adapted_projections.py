@@ -69,8 +69,7 @@ def adapted_projections(specs: Sequence[WeightSpec]) -> list[AdaptedProjection]:
     """Those among a decoder's weights that adapters can change: every linear layer but the embedding and the head."""
     found = []
     for spec in specs:
-        match = _PROJECTION.fullmatch(spec.name)
-        if match:
+        if match := _PROJECTION.fullmatch(spec.name):
             modules = tuple((name.removesuffix(".weight"), shape[0]) for name, shape in spec.parts)
             found.append(AdaptedProjection(match[1], spec.shape[1], modules))
     return found

@@ -1,23 +1,48 @@
-"""Steps of encoders alone that take several operations, for `ProgramGraph`."""
+"""What computes the steps of encoders alone, for `ProgramGraph`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
+from typing import Any, Protocol
 
-from edgellm.engines.model.encoder_steps import AveragePool, EncoderAttention
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    Product,
+    ScaledResidual,
+    Unfold,
+)
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
+from edgellm.engines.model.steps import Norm
 
 #: Scores of attention that are held at a time, in elements: beyond it queries are taken in blocks. At 4,096 patches and
 #: 16 heads all of them would be a gigabyte.
 _MOST_SCORES = 1 << 26
 
 
-def encoder_attention(
-    operations: Operations[Tensor], step: EncoderAttention, value: Tensor, rotary: Tensor | None, mask: Tensor | None
-) -> Tensor:
-    """What the step gives of the values that it names."""
+class Running(Protocol[Tensor]):
+    """What of a `ProgramGraph` computes steps."""
+
+    operations: Operations[Tensor]
+    values: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    to_residual: Callable[[Tensor], Tensor]
+
+    def normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+        """See `ProgramGraph.normed_parts`."""
+
+
+def _attention(graph: Running[Tensor], step: EncoderAttention) -> Tensor:
+    operations, given = graph.operations, graph.values
     heads, size = step.heads, step.head_size
+    value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
+    if step.qk_norms is not None:
+        value = graph.normed_parts(value, step.qk_norms, heads * size)
     count, rows = step.windows
     x = operations.reshape(value, (count, rows, 3 * heads * size))
     rotated, values = operations.split(operations.split_heads(x, 3 * heads), (2 * heads, heads), axis=1)
@@ -32,23 +57,54 @@ def encoder_attention(
     return operations.reshape(operations.merge_heads(context), (1, count * rows, heads * size))
 
 
-def average_pool(operations: Operations[Tensor], step: AveragePool, value: Tensor) -> Tensor:
-    """What the step gives of its value."""
-    size, width = step.size, step.width
+def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
+    """How many queries each the attention of `rows` rows is cut into; `heads` are those of all sequences together."""
+    count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
+    size = -(-rows // max(1, count))
+    return tuple(min(size, rows - start) for start in range(0, rows, size))
+
+
+def _average_pool(graph: Running[Tensor], step: AveragePool) -> Tensor:
+    operations, size, width = graph.operations, step.size, step.width
     squares = step.side // size
 
     def total(x: Tensor) -> Tensor:
         first, *others = operations.split(x, (1,) * size, axis=1)
         return reduce(operations.add, others, first)
 
-    rows = operations.reshape(operations.to_float32(value), (squares, size, step.side * width))
+    rows = operations.reshape(operations.to_float32(graph.values[step.value]), (squares, size, step.side * width))
     columns = total(operations.reshape(total(rows), (squares**2, size, width)))
     mean = operations.scale(operations.reshape(columns, (1, squares**2, width)), 1 / size**2)
     return operations.to_compute(mean)
 
 
-def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
-    """How many queries each the attention of `rows` rows is cut into; `heads` are those of all sequences together."""
-    count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
-    size = -(-rows // max(1, count))
-    return tuple(min(size, rows - start) for start in range(0, rows, size))
+def _prepend(graph: Running[Tensor], step: Prepend) -> Tensor:
+    row = graph.operations.reshape(graph.weights[step.row.name], (1, 1, *step.row.shape))
+    return graph.operations.concatenate((row, graph.values[step.value]), axis=1)
+
+
+def _scaled_residual(graph: Running[Tensor], step: ScaledResidual) -> Tensor:
+    operations, (width,) = graph.operations, step.weight.shape
+    weight = operations.reshape(operations.to_float32(graph.weights[step.weight.name]), (1, 1, width))
+    added = operations.multiply(operations.to_float32(graph.values[step.value]), weight)
+    residual = graph.to_residual(graph.values[step.residual])
+    return operations.add(residual, graph.to_residual(added))
+
+
+def _product(graph: Running[Tensor], step: Product) -> Tensor:
+    operations = graph.operations
+    product = operations.product(graph.values[step.value], graph.weights[step.weight.name])
+    return operations.to_compute(operations.scale(product, step.scale))
+
+
+#: What gives the output of each kind of step.
+ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
+    EncoderAttention: _attention,
+    AveragePool: _average_pool,
+    Prepend: _prepend,
+    ScaledResidual: _scaled_residual,
+    Product: _product,
+    Gather: lambda graph, step: graph.operations.gather_rows(graph.values[step.value], graph.values[step.rows]),
+    DropFirst: lambda graph, step: graph.operations.split(graph.values[step.value], (1, step.rows), axis=1)[1],
+    Unfold: lambda graph, step: graph.operations.unfold(step, graph.values[step.value]),
+}

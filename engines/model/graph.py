@@ -10,17 +10,7 @@ from typing import Any, Generic
 
 from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_graph import average_pool, encoder_attention
-from edgellm.engines.model.encoder_steps import (
-    AveragePool,
-    DropFirst,
-    EncoderAttention,
-    Gather,
-    Prepend,
-    Product,
-    ScaledResidual,
-    Unfold,
-)
+from edgellm.engines.model.encoder_graph import ENCODER_STEPS
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
@@ -57,58 +47,28 @@ class ProgramGraph(Generic[Tensor]):
     """A program's steps as calls on `operations`; `run` makes them."""
 
     def __init__(self, operations: Operations[Tensor], program: Program) -> None:
-        self._operations, self._program = operations, program
-        # Functions, not methods of this object: it would refer to itself, and its values live on when it is done with.
-        cls = type(self)
-        kinds: dict[type, Callable[[Any, Any], None]] = {
-            Scale: cls._scale,
-            Add: cls._add,
-            Normed: cls._normed,
-            NormParts: cls._norm_parts,
-            NormLinear: cls._norm_linear,
-            LinearResidual: cls._linear_residual,
-            Reduce: cls._reduce,
-            Assemble: cls._assemble,
-            AddResidual: cls._linear_residual,
-            Experts: cls._experts,
-            Attention: cls._attention,
-            ShortConvolution: cls._short_convolution,
-            GatedDelta: cls._update_matrices,
-            SelectiveScan: cls._update_matrices,
-            GatedNorm: cls._gated_norm,
-            EncoderAttention: cls._encoder_attention,
-            Gather: cls._gather,
-            Prepend: cls._prepend,
-            DropFirst: cls._drop_first,
-            Reshape: cls._reshape,
-            AveragePool: cls._average_pool,
-            ScaledResidual: cls._scaled_residual,
-            Product: cls._product,
-            Unfold: cls._unfold,
-            SideBySide: cls._side_by_side,
-            UnitNorm: cls._unit_norm,
-            InsertColumns: cls._insert_columns,
-            TokenGate: cls._token_gate,
-        }
-        self._steps = [(kinds[type(step)], step) for step in program.steps]
-        self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual | AddResidual)}
+        self.operations: Operations[Tensor] = operations
+        self._program = program
+        self._steps = [(_RUN[type(step)], step) for step in program.steps]
+        self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
+        residuals = {step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual))}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
-        self._values: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}
         self._kept: dict[str, dict[int, Tensor]] = {}
 
     def run(self) -> None:
         """Take the inputs, compute, and give out the outputs."""
-        operations, program = self._operations, self._program
+        operations, program = self.operations, self._program
         values = {name: operations.input(name, shape, dtype) for name, (shape, dtype) in program.values.items()}
-        values |= {name: self._to_residual(values[name]) for name in self._streams}
-        self._values, self._kept = values, {}
-        self._weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
+        values |= {name: self.to_residual(values[name]) for name in self._streams}
+        self.values, self._kept = values, {}
+        self.weights = {name: operations.weight(name, shape) for name, shape in program.matrices.items()}
         for run, step in self._steps:
-            run(self, step)
+            if (output := run(self, step)) is not None:
+                values[step.output] = output
         for name, parts in self._kept.items():
             ordered = [parts[place] for place in sorted(parts)]
             values[name] = operations.concatenate(ordered, axis=2) if len(ordered) > 1 else ordered[0]
@@ -119,48 +79,48 @@ class ProgramGraph(Generic[Tensor]):
         """x itself where there is no norm."""
         if norm is None:
             return x
-        weight = self._weights[norm.weight.name]
+        weight = self.weights[norm.weight.name]
         if norm.bias is None:
-            return self._operations.rms_norm(x, weight, norm.epsilon, norm.offset)
-        return self._operations.layer_norm(x, weight, self._weights[norm.bias.name], norm.epsilon)
+            return self.operations.rms_norm(x, weight, norm.epsilon, norm.offset)
+        return self.operations.layer_norm(x, weight, self.weights[norm.bias.name], norm.epsilon)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
         """A linear layer, with LoRA adapters where the engine has them."""
-        weights, shape = self._weights, self._program.shape
+        weights, shape = self.weights, self._program.shape
         bias = None if linear.bias is None else weights[linear.bias.name]
-        y = self._operations.linear(x, weights[linear.weight.name], bias)
+        y = self.operations.linear(x, weights[linear.weight.name], bias)
         adapted = self._program.adapted.get(linear.name)
         if adapted is None:
             return y
         a, b = (weights[name] for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
-        return self._operations.adapt(y, x, a, b, self._values[SCALES])
+        return self.operations.adapt(y, x, a, b, self.values[SCALES])
 
     def _input(self, given: Input) -> Tensor:
-        x = self._values[given.value]
+        x = self.values[given.value]
         if len(given.norms) < 2:
             return self._norm(x, given.norms[0]) if given.norms else x
-        return self._normed_parts(x, given.norms)
+        return self.normed_parts(x, given.norms)
 
-    def _normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+    def normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
         """x [B, T, ..] with a part for each norm, and `rest` columns behind them as they are."""
         sizes = [norm.weight.shape[0] for norm in norms]
-        parts = self._operations.split(x, [*sizes, rest] if rest else sizes, axis=2)
+        parts = self.operations.split(x, [*sizes, rest] if rest else sizes, axis=2)
         normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=False)]
-        return self._operations.concatenate(normed + parts[len(norms) :], axis=2)
+        return self.operations.concatenate(normed + parts[len(norms) :], axis=2)
 
     def _keep(self, keep: Keep, x: Tensor) -> None:
         self._kept.setdefault(keep.target, {})[keep.place] = x
-        self._values[keep.target] = x
+        self.values[keep.target] = x
 
-    def _norm_linear(self, step: NormLinear) -> None:
-        operations = self._operations
+    def _norm_linear(self, step: NormLinear) -> Tensor:
+        operations = self.operations
         inputs = [self._input(given) for given in step.inputs]
         if step.keep is not None:
             raw = step.keep.raw
-            self._keep(step.keep, operations.to_compute(self._values[step.inputs[-1].value]) if raw else inputs[-1])
+            self._keep(step.keep, operations.to_compute(self.values[step.inputs[-1].value]) if raw else inputs[-1])
         x = operations.concatenate(inputs, axis=2) if len(inputs) > 1 else inputs[0]
         if step.selects:
-            x = operations.gather_rows(x, self._values["last_token_ids"])
+            x = operations.gather_rows(x, self.values["last_token_ids"])
         y = self._linear(operations.to_compute(x), step.linear)
         if step.activation is not None:
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
@@ -169,17 +129,11 @@ class ProgramGraph(Generic[Tensor]):
         if step.cap:
             y = operations.activation(operations.scale(operations.to_float32(y), 1 / step.cap), "tanh")
             y = operations.scale(y, step.cap)
-        self._values[step.output] = y
+        return y
 
-    def _reduce(self, step: Reduce) -> None:
-        self._values[step.output] = self._operations.reduce(self._values[step.value])
-
-    def _assemble(self, step: Assemble) -> None:
-        self._values[step.output] = self._operations.assemble(self._values[step.value])
-
-    def _linear_residual(self, step: LinearResidual | AddResidual) -> None:
-        operations, values = self._operations, self._values
-        y, residual = values[step.value], self._to_residual(values[step.residual])
+    def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
+        operations, values = self.operations, self.values
+        y, residual = values[step.value], self.to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
@@ -187,25 +141,25 @@ class ProgramGraph(Generic[Tensor]):
         if isinstance(step, LinearResidual):
             y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
             y = self._linear(y, step.linear)
-        y = self._to_residual(y)
+        y = self.to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         if step.norm is not None:
-            y = self._to_residual(self._norm(y, step.norm))
+            y = self.to_residual(self._norm(y, step.norm))
         y = operations.add(residual, y)
-        values[step.output] = y if step.factor is None else operations.multiply(y, self._weights[step.factor.name])
+        return y if step.factor is None else operations.multiply(y, self.weights[step.factor.name])
 
-    def _experts(self, step: Experts) -> None:
-        operations, weights = self._operations, self._weights
+    def _experts(self, step: Experts) -> Tensor:
+        operations, weights = self.operations, self.weights
         if step.keep is not None:
-            self._keep(step.keep, operations.to_compute(self._values[step.residual]))
+            self._keep(step.keep, operations.to_compute(self.values[step.residual]))
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]
         layers = step.gate_up, step.down
         biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
-        y = self._to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        y = self.to_residual(operations.experts(step, x, scores, correction, gate_up, down))
         if step.shared:
             first, second, *gates = step.shared
             sums, is_gated = self._linear(x, first), step.mixture.gated
@@ -214,19 +168,17 @@ class ProgramGraph(Generic[Tensor]):
             for gate in gates:
                 share = operations.activation(operations.to_float32(self._linear(x, gate)), "sigmoid")
                 of_all = operations.multiply(of_all, share)
-            y = operations.add(y, self._to_residual(of_all))
+            y = operations.add(y, self.to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        if step.adds:
-            y = operations.add(self._to_residual(self._values[step.residual]), y)
-        self._values[step.output] = y
+        return operations.add(self.to_residual(self.values[step.residual]), y) if step.adds else y
 
-    def _attention(self, step: Attention) -> None:
-        operations, given = self._operations, self._values
+    def _attention(self, step: Attention) -> Tensor | None:
+        operations, given = self.operations, self.values
         heads, kv_heads, size = step.heads
         if not heads:
             self._write_rows(step)
-            return
+            return None
         projected, gate = given[step.value], None
         if step.gated:
             pairs, rest = operations.split(projected, (2 * heads * size, 2 * kv_heads * size), axis=2)
@@ -252,7 +204,7 @@ class ProgramGraph(Generic[Tensor]):
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values, *scales = self._update_rows(step, key, value)
-        scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self._weights[step.sinks.name])
+        scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
         if step.looks_ahead:
             seen = given[LAST_SEEN]
             context = operations.attention_ahead(query, keys, values, start, seen, step.window, scoring, *scales)
@@ -262,12 +214,12 @@ class ProgramGraph(Generic[Tensor]):
             context = operations.window_attention(query, keys, values, mask, start, step.window, scoring, *scales)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
-        given[step.output] = operations.merge_heads(context)
+        return operations.merge_heads(context)
 
     def _write_rows(self, step: Attention) -> None:
         """Keys and values of a step without query heads."""
-        operations, kv_heads = self._operations, step.heads[1]
-        both = operations.split_heads(self._values[step.value], 2 * kv_heads)
+        operations, kv_heads = self.operations, step.heads[1]
+        both = operations.split_heads(self.values[step.value], 2 * kv_heads)
         key, value = operations.split(both, (kv_heads, kv_heads), axis=1)
         key = self._norm(key, step.k_norm)
         self._update_rows(
@@ -276,7 +228,7 @@ class ProgramGraph(Generic[Tensor]):
 
     def _update_rows(self, step: Attention, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The layer's rows, and their scales if they have such, with new keys and values."""
-        operations, given, names = self._operations, self._values, self._state_names[id(step)]
+        operations, given, names = self.operations, self.values, self._state_names[id(step)]
         start, wraps = given["kvcache_start_index"], step.window is not None
         keys, values, *scales = (given[name] for name in names)
         key_scales, value_scales = scales or (None, None)
@@ -289,7 +241,7 @@ class ProgramGraph(Generic[Tensor]):
     def _rotary_rows(self, step: Attention, further: int = 0) -> Tensor:
         """The columns of the rotary rows that the layer takes, or those so many `further` on; cut once for all layers
         that take the same."""
-        name, given = "rope_rotary_cos_sin", self._values
+        name, given = "rope_rotary_cos_sin", self.values
         width = self._program.inputs[name][0][-1]
         if width == step.rotary:
             return given[name]
@@ -297,22 +249,22 @@ class ProgramGraph(Generic[Tensor]):
         part = f"{name}.{first}"
         if part not in given:
             sizes = [size for size in (first, step.rotary, width - first - step.rotary) if size]
-            given[part] = self._operations.split(given[name], sizes, axis=2)[1 if first else 0]
+            given[part] = self.operations.split(given[name], sizes, axis=2)[1 if first else 0]
         return given[part]
 
     def _short_convolution(self, step: ShortConvolution) -> None:
-        given, (columns,) = self._values, self._state_names[id(step)]
-        weight, bias = self._weights[step.weight.name], None if step.bias is None else self._weights[step.bias.name]
+        given, (columns,) = self.values, self._state_names[id(step)]
+        weight, bias = self.weights[step.weight.name], None if step.bias is None else self.weights[step.bias.name]
         (kept,) = step.state(self._program.shape).kept_names
-        given[step.output], given[kept] = self._operations.short_convolution(
+        given[step.output], given[kept] = self.operations.short_convolution(
             step, given[step.value], given[columns], weight, bias, given.get("node_parents"), given.get("state_tokens")
         )
         self._say_committed(step)
 
     def _update_matrices(self, step: GatedDelta) -> None:
-        given, weights, (matrices,) = self._values, self._weights, self._state_names[id(step)]
+        given, weights, (matrices,) = self.values, self.weights, self._state_names[id(step)]
         _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
-        given[step.output], given[kept] = self._operations.update_matrices(
+        given[step.output], given[kept] = self.operations.update_matrices(
             step,
             given[step.value],
             given[step.gates],
@@ -325,106 +277,83 @@ class ProgramGraph(Generic[Tensor]):
         )
         self._say_committed(step)
 
-    def _gated_norm(self, step: GatedNorm) -> None:
-        operations, value = self._operations, self._values[step.value]
+    def _gated_norm(self, step: GatedNorm) -> Tensor:
+        operations, value = self.operations, self.values[step.value]
         width = self._program.kinds[step.value][0][-1]
         ends = [size for size in (step.first, width) if size]
-        gate = operations.split(self._values[step.gate], ends, axis=2)[len(ends) - 1]
+        gate = operations.split(self.values[step.gate], ends, axis=2)[len(ends) - 1]
         gate = operations.activation(operations.to_float32(gate), "silu")
         if step.gates_first:
             parts = operations.split_heads(operations.multiply(value, gate), step.heads)
-            weight = operations.reshape(self._weights[step.norm.weight.name], (step.heads, 1, width // step.heads))
+            weight = operations.reshape(self.weights[step.norm.weight.name], (step.heads, 1, width // step.heads))
             normed = operations.merge_heads(operations.rms_norm(parts, weight, step.norm.epsilon, 0.0))
-            self._values[step.output] = operations.to_compute(normed)
-            return
+            return operations.to_compute(normed)
         normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
-        self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
+        return operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
 
     def _say_committed(self, step: Stateful) -> None:
         """Give out the states of a step that took its tokens into them."""
         if "state_tokens" in self._program.inputs:
             for name in self._state_names[id(step)]:
-                self._operations.output(PRESENT + name, self._values[name])
+                self.operations.output(PRESENT + name, self.values[name])
 
-    def _encoder_attention(self, step: EncoderAttention) -> None:
-        given = self._values
-        value, rotary, mask = given[step.value], given.get(step.rotary or ""), given.get(step.mask or "")
-        if step.qk_norms is not None:
-            value = self._normed_parts(value, step.qk_norms, step.heads * step.head_size)
-        given[step.output] = encoder_attention(self._operations, step, value, rotary, mask)
-
-    def _scale(self, step: Scale) -> None:
-        residual = self._to_residual(self._values[step.value])
-        self._values[step.output] = self._operations.scale(residual, step.factor)
-
-    def _add(self, step: Add) -> None:
-        operations, other = self._operations, step.other
+    def _add(self, step: Add) -> Tensor:
+        operations, other = self.operations, step.other
         if isinstance(other, WeightSpec):
-            added = operations.reshape(self._weights[other.name], (1, *other.shape))
+            added = operations.reshape(self.weights[other.name], (1, *other.shape))
         else:
-            added = self._to_residual(self._values[other])
-        self._values[step.output] = operations.add(self._values[step.value], added)
+            added = self.to_residual(self.values[other])
+        return operations.add(self.values[step.value], added)
 
-    def _normed(self, step: Normed) -> None:
-        self._values[step.output] = self._norm(self._values[step.value], step.norm)
-
-    def _norm_parts(self, step: NormParts) -> None:
+    def _norm_parts(self, step: NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]
         rest = width - sum(norm.weight.shape[0] for norm in step.norms)
-        self._values[step.output] = self._normed_parts(self._values[step.value], step.norms, rest)
+        return self.normed_parts(self.values[step.value], step.norms, rest)
 
-    def _unit_norm(self, step: UnitNorm) -> None:
-        operations, width = self._operations, self._program.kinds[step.value][0][-1]
-        before, x = operations.split(self._values[step.value], (step.first, width - step.first), axis=2)
+    def _unit_norm(self, step: UnitNorm) -> Tensor:
+        operations, width = self.operations, self._program.kinds[step.value][0][-1]
+        before, x = operations.split(self.values[step.value], (step.first, width - step.first), axis=2)
         parts = operations.split_heads(x, (width - step.first) // step.size)
         normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
-        self._values[step.output] = operations.concatenate((before, normed), axis=2)
+        return operations.concatenate((before, normed), axis=2)
 
-    def _insert_columns(self, step: InsertColumns) -> None:
+    def _insert_columns(self, step: InsertColumns) -> Tensor:
         width, all_columns = (self._program.kinds[name][0][-1] for name in (step.value, step.into))
-        behind = self._operations.split(self._values[step.into], (width, all_columns - width), axis=2)[1]
-        self._values[step.output] = self._operations.concatenate((self._values[step.value], behind), axis=2)
+        behind = self.operations.split(self.values[step.into], (width, all_columns - width), axis=2)[1]
+        return self.operations.concatenate((self.values[step.value], behind), axis=2)
 
-    def _token_gate(self, step: TokenGate) -> None:
-        operations, (gate, *taken) = self._operations, (self._values[each] for each in step.reads)
+    def _token_gate(self, step: TokenGate) -> Tensor:
+        operations, (gate, *taken) = self.operations, (self.values[each] for each in step.reads)
         width, whole = (self._program.kinds[each][0][-1] for each in step.reads[:2])
         sizes = (step.first, width, whole - step.first - width)
         projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
         rows = operations.scale(rows, step.scale)
         through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
         gate = operations.activation(operations.to_float32(gate), step.activation)
-        self._values[step.output] = operations.to_compute(operations.multiply(gate, through))
+        return operations.to_compute(operations.multiply(gate, through))
 
-    def _gather(self, step: Gather) -> None:
-        self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])
 
-    def _prepend(self, step: Prepend) -> None:
-        row = self._operations.reshape(self._weights[step.row.name], (1, 1, *step.row.shape))
-        self._values[step.output] = self._operations.concatenate((row, self._values[step.value]), axis=1)
-
-    def _drop_first(self, step: DropFirst) -> None:
-        self._values[step.output] = self._operations.split(self._values[step.value], (1, step.rows), axis=1)[1]
-
-    def _reshape(self, step: Reshape) -> None:
-        self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
-
-    def _scaled_residual(self, step: ScaledResidual) -> None:
-        operations, (width,) = self._operations, step.weight.shape
-        weight = operations.reshape(operations.to_float32(self._weights[step.weight.name]), (1, 1, width))
-        added = operations.multiply(operations.to_float32(self._values[step.value]), weight)
-        residual = self._to_residual(self._values[step.residual])
-        self._values[step.output] = operations.add(residual, self._to_residual(added))
-
-    def _average_pool(self, step: AveragePool) -> None:
-        self._values[step.output] = average_pool(self._operations, step, self._values[step.value])
-
-    def _product(self, step: Product) -> None:
-        operations = self._operations
-        product = operations.product(self._values[step.value], self._weights[step.weight.name])
-        self._values[step.output] = operations.to_compute(operations.scale(product, step.scale))
-
-    def _unfold(self, step: Unfold) -> None:
-        self._values[step.output] = self._operations.unfold(step, self._values[step.value])
-
-    def _side_by_side(self, step: SideBySide) -> None:
-        self._values[step.output] = self._operations.concatenate([self._values[each] for each in step.values], axis=2)
+#: What computes each kind of step: it gives the step's output, or puts out nothing and returns None.
+_RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
+    **ENCODER_STEPS,
+    Scale: lambda graph, step: graph.operations.scale(graph.to_residual(graph.values[step.value]), step.factor),
+    Add: ProgramGraph._add,
+    Normed: lambda graph, step: graph._norm(graph.values[step.value], step.norm),
+    NormParts: ProgramGraph._norm_parts,
+    NormLinear: ProgramGraph._norm_linear,
+    LinearResidual: ProgramGraph._linear_residual,
+    Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
+    AddResidual: ProgramGraph._linear_residual,
+    Experts: ProgramGraph._experts,
+    Attention: ProgramGraph._attention,
+    ShortConvolution: ProgramGraph._short_convolution,
+    GatedDelta: ProgramGraph._update_matrices,
+    SelectiveScan: ProgramGraph._update_matrices,
+    GatedNorm: ProgramGraph._gated_norm,
+    Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
+    SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
+    UnitNorm: ProgramGraph._unit_norm,
+    InsertColumns: ProgramGraph._insert_columns,
+    TokenGate: ProgramGraph._token_gate,
+}

@@ -4,6 +4,7 @@ and the norms behind these."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
@@ -33,9 +34,7 @@ class ShortConvolution(Stateful):
     def state(self, shape: EngineShape) -> ConvColumns:
         return ConvColumns(self.index, self.channels, self.width)
 
-    @property
-    def title(self) -> str:
-        return f"the short convolution of layer {self.index}"
+    called: ClassVar[str] = "the short convolution of layer {0.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (rows_like(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
@@ -64,9 +63,7 @@ class GatedDelta(Stateful):
     def state(self, shape: EngineShape) -> DeltaMatrix:
         return DeltaMatrix(self.index, self.heads, self.sizes)
 
-    @property
-    def title(self) -> str:
-        return f"the gated delta rule of layer {self.index}"
+    called: ClassVar[str] = "the gated delta rule of layer {0.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (rows_like(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
@@ -86,9 +83,7 @@ class SelectiveScan(GatedDelta):
     def state(self, shape: EngineShape) -> SpaceMatrix:
         return SpaceMatrix(self.index, self.heads, self.sizes)
 
-    @property
-    def title(self) -> str:
-        return f"the selective scan of layer {self.index}"
+    called: ClassVar[str] = "the selective scan of layer {0.index}"
 
 
 @dataclass(frozen=True)

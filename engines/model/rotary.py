@@ -97,8 +97,7 @@ def inverse_frequencies(config: DecoderConfig, context: int) -> tuple[np.ndarray
         return _unscaled(config.rope_theta, config.rotary_dim), 1.0
     if kind not in tuple(SCALINGS):
         raise CheckpointError(f"the rotary scaling is {kind!r}, expected default, {', '.join(SCALINGS)}")
-    problems = scaling_problems(scaling, config.rotary_dim)
-    if problems:
+    if problems := scaling_problems(scaling, config.rotary_dim):
         raise CheckpointError(f"the rotary scaling {kind!r} cannot be used: {'; '.join(problems)}")
     return SCALINGS[kind](config, scaling, context)
 

@@ -273,10 +273,6 @@ class SpaceMatrix(DeltaMatrix):
     rows, gates, scans = "space_rows", "space_gates", True
 
 
-def _convolution(config: DecoderConfig, index: int) -> list[RecurrentState]:
-    return [ConvColumns(index, config.hidden_size, config.conv_width)]
-
-
 def _delta(config: DecoderConfig, index: int, matrix_kind: type[DeltaMatrix] = DeltaMatrix) -> list[RecurrentState]:
     key_heads, value_heads, key_size, value_size = config.delta_heads
     matrix = matrix_kind(index, (key_heads, value_heads), (key_size, value_size))
@@ -285,7 +281,7 @@ def _delta(config: DecoderConfig, index: int, matrix_kind: type[DeltaMatrix] = D
 
 #: The states of a layer without KV rows, by its kind.
 _OTHERS: dict[str, Callable[[DecoderConfig, int], list[RecurrentState]]] = {
-    "convolution": _convolution,
+    "convolution": lambda config, index: [ConvColumns(index, config.hidden_size, config.conv_width)],
     "delta": _delta,
     "mamba": partial(_delta, matrix_kind=SpaceMatrix),
     "mlp": lambda config, index: [],

@@ -51,10 +51,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Input:
-    """A value that a linear layer takes, normed before where it has norms; several stand side by side.
-
-    `parts`: so many equal parts of it are normed each by its own of `norms`.
-    """
+    """A value that a linear layer takes, normed part after part where it has norms; several stand side by side."""
 
     value: str
     norms: tuple[Norm, ...] = ()
@@ -81,6 +78,8 @@ class Step:
     """
 
     output: str
+    #: What messages call it, by its own fields.
+    called: ClassVar[str] = "the step {0.__class__.__name__} to {0.output}"
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
@@ -111,7 +110,7 @@ class Step:
     @property
     def title(self) -> str:
         """The step in a few words, for messages."""
-        return f"the step {type(self).__name__} to {self.output}"
+        return self.called.format(self)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         """Shape and dtype of what it writes in a decoder, by name, where `kinds` are those of what it reads and
@@ -238,9 +237,7 @@ class NormLinear(Step):
     selects: bool = field(default=False, metadata=READS_SELECTED)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
 
-    @property
-    def title(self) -> str:
-        return f"the linear layer {self.linear.name}"
+    called: ClassVar[str] = "the linear layer {0.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         of_keep = kinds[self.inputs[-1].value][0]
@@ -264,9 +261,7 @@ class LinearResidual(Step):
     gated: ClassVar[bool] = False
     activation: ClassVar[None] = None
 
-    @property
-    def title(self) -> str:
-        return f"the linear layer {self.linear.name}"
+    called: ClassVar[str] = "the linear layer {0.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
@@ -335,9 +330,7 @@ class Experts(Step):
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
     adds: bool = field(default=True, metadata=ADDED_LATER)
 
-    @property
-    def title(self) -> str:
-        return f"the mixture of experts {self.router.name}"
+    called: ClassVar[str] = "the mixture of experts {0.router.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.residual][0]
@@ -388,9 +381,7 @@ class Attention(Stateful):
             return rows
         return WindowRows(rows.index, rows.heads, rows.size, rows.dtype, self.window, shape.window_rows)
 
-    @property
-    def title(self) -> str:
-        return f"the attention of layer {self.index}"
+    called: ClassVar[str] = "the attention of layer {0.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (rows_like(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}

@@ -20,7 +20,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
-from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError, explained
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
@@ -113,14 +113,9 @@ def quantize_checkpoint(
     with Checkpoint.open(source) as checkpoint:
         is_head = is_eagle_head(checkpoint)
         run = _Run(checkpoint, target, options, force, progress, arithmetic)
-        try:
+        advice = "" if is_head else ". The layers that were done are kept: give the command again to go on"
+        with explained(f"{target} was not written", CheckpointError, advice, names_file=True):
             report = run.head() if is_head else run.model(texts, restart)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} was not written: {error.strerror or error}"
-                + (f" ({error.filename})" if error.filename else "")
-                + ("" if is_head else ". The layers that were done are kept: give the command again to go on")
-            ) from error
     report.seconds = time.perf_counter() - started
     return report
 

@@ -11,7 +11,7 @@ import re
 from functools import cache
 from itertools import accumulate
 
-from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode import contract
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput
@@ -30,18 +30,14 @@ CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 class KeptArgument(ctypes.Structure):
     """`Kept` of common.cuh."""
 
-    _fields_ = [("target", ctypes.c_void_p), ("stride", ctypes.c_int), ("raw", ctypes.c_int)]
+    _fields_ = members("void* target", "int stride raw")
 
 
 class AdaptersArgument(ctypes.Structure):
     """`Adapters` of common.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a", "b", "scales", "low", "next_low")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("places", "modules", "rank", "tokens", "next_words", "low_units", "low_blocks")
-        ),
+        *members("void* a b scales low next_low", "int places modules rank tokens next_words low_units low_blocks"),
         ("ends", ctypes.c_int * (contract.MAX_FUSED - 1)),
     ]
 
@@ -50,9 +46,7 @@ class LinearArgument(ctypes.Structure):
     """`Linear` of common.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("batch", "rows", "columns", "steps", "first", "width")),
+        *members("void* weight bias", "float scale", "int batch rows columns steps first width"),
         ("adapters", AdaptersArgument),
     ]
 
@@ -60,11 +54,7 @@ class LinearArgument(ctypes.Structure):
 class NormedArgument(ctypes.Structure):
     """`NormedInput` of activations.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("values", "weight")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
-        *((name, ctypes.c_int) for name in ("stride", "is_float")),
-    ]
+    _fields_ = members("void* values weight", "float epsilon offset", "int stride is_float")
 
 
 #: What every source of this folder asserts or takes.
@@ -128,8 +118,7 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
     sequences, places = adapters.scales.shape
     modules, outputs, columns = adapters.modules, linear.width, linear.weight.shape[1]
     rank, rest = divmod(adapters.a.shape[0], places * len(modules))
-    reason = contract.adapters_refusal(places, rank, modules)
-    if reason is not None:
+    if (reason := contract.adapters_refusal(places, rank, modules)) is not None:
         raise KernelError(reason)
     sizes = (places * len(modules) * rank, columns), (places * len(modules) * rank, outputs)
     words = contract.low_words(batch, places, len(modules), rank)

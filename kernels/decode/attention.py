@@ -10,7 +10,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, decode_kernel
 from edgellm.kernels.decode.contract import (
     MAX_TOKENS,
@@ -55,19 +55,14 @@ _TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn"
 class _Attention(ctypes.Structure):
     """`Arguments` of attention_block.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos_sin", "start_index", "mask")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k_scale", "v_scale", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("context", "partial", "counters")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset", "scale", "inverse_size", "cap", "inverse_cap")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "tile_tokens", "tile_inverse", "size", "rotary")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")
-        ),
-        *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
-        *((name, ctypes.c_int) for name in ("rotary_columns", "query_columns", "window", "window_bits")),
-    ]
+    _fields_ = members(
+        "void* qkv q_norm k_norm cos_sin start_index mask k_cache v_cache k_scale v_scale sinks",
+        "void* context partial counters",
+        "float epsilon offset scale inverse_size cap inverse_cap",
+        "int group group_inverse tile_tokens tile_inverse size rotary kv_rows tokens token_blocks mask_keys masks_all",
+        "int span_bits states slot_bits row_tiles stages in_cluster split_bits",
+        "int rotary_columns query_columns window window_bits",
+    )
 
 
 class AttentionShape(NamedTuple):
@@ -276,8 +271,7 @@ def attention_launch(
     rotary, cos_sin = (rotary if weights.rotary else 0), step.rope_rotary_cos_sin
     further = weights.query_columns
     int8 = step.k_scale is not None
-    refusal = attention_refusal(heads, kv_heads, size, int8)
-    if refusal is not None:
+    if (refusal := attention_refusal(heads, kv_heads, size, int8)) is not None:
         raise KernelError(refusal)
     window = step.window or 0
     if window and (kv_rows % KEY_TILE or window + tokens - 1 > kv_rows or step.masks_all):

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode import contract, geometries
 from edgellm.kernels.decode.arguments import (
     THREADS,
@@ -45,8 +45,7 @@ class NormLinearArgument(ctypes.Structure):
         ("inputs", NormedArgument * 2),
         ("linear", LinearArgument),
         ("kept", KeptArgument),
-        ("output", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("next_early", "activation")),
+        *members("void* output", "int next_early activation"),
     ]
 
 
@@ -56,8 +55,7 @@ class _LinearResidual(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("kept", KeptArgument),
-        *((name, ctypes.c_void_p) for name in ("input", "residual", "output", "selected")),
-        *((name, ctypes.c_int) for name in ("residual_float", "tokens", "stage")),
+        *members("void* input residual output selected", "int residual_float tokens stage"),
     ]
 
 
@@ -67,8 +65,7 @@ class _Norm(ctypes.Structure):
     _fields_ = [
         ("input", NormedArgument),
         ("kept", KeptArgument),
-        *((name, ctypes.c_void_p) for name in ("output", "order", "scales")),
-        *((name, ctypes.c_int) for name in ("stride", "width", "begin", "steps", "next_early")),
+        *members("void* output order scales", "int stride width begin steps next_early"),
     ]
 
 
@@ -77,9 +74,7 @@ class _NormResidual(ctypes.Structure):
 
     _fields_ = [
         ("input", NormedArgument),
-        *((name, ctypes.c_void_p) for name in ("residual", "selected", "output")),
-        *((name, ctypes.c_int) for name in ("width", "tokens", "adds_float")),
-        ("factor", ctypes.c_void_p),
+        *members("void* residual selected output", "int width tokens adds_float", "void* factor"),
     ]
 
 

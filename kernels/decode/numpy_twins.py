@@ -6,9 +6,13 @@ Each method returns a `NumpyLaunch`, which computes when it is called, so that w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from inspect import signature
+from typing import ParamSpec
 
 import numpy as np
 
+from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import (
     TOKEN_SHARE,
     AttentionScratch,
@@ -39,6 +43,32 @@ class NumpyLaunch:
         """There is nothing to overlap."""
 
 
+_Parameters = ParamSpec("_Parameters")
+
+
+def launched(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
+    """A twin that gives a launch of what its body computes."""
+    return wraps(compute)(lambda *given, **named: NumpyLaunch(partial(compute, *given, **named)))
+
+
+def checked_launch(check: Contracts) -> Callable[[Callable[_Parameters, None]], Callable[_Parameters, NumpyLaunch]]:
+    """`launched`, of a method whose arguments are checked before as the contract of the kernel of its name says."""
+
+    def checked(compute: Callable[_Parameters, None]) -> Callable[_Parameters, NumpyLaunch]:
+        called = signature(compute)
+
+        @wraps(compute)
+        def prepare(*given: _Parameters.args, **named: _Parameters.kwargs) -> NumpyLaunch:
+            bound = called.bind(*given, **named)
+            bound.apply_defaults()
+            check(compute.__name__, *bound.args[1:])
+            return NumpyLaunch(partial(compute, *bound.args))
+
+        return prepare
+
+    return checked
+
+
 class NumpyTiledKernels:
     """The twins of `CudaTiledKernels`: x is [R, K] or [R, padded_columns(K)]."""
 
@@ -51,6 +81,7 @@ class NumpyTiledKernels:
         activation_number(activation)
         return NumpyLaunch(lambda: write(output, gated(product(x, linear), activation)))
 
+    @launched
     def linear_residual(
         self,
         x: np.ndarray,
@@ -60,25 +91,19 @@ class NumpyTiledKernels:
         scale: float = 1.0,
         kept: Kept | None = None,
         selected: np.ndarray | None = None,
-    ) -> NumpyLaunch:
+    ) -> None:
         """`output` [R, N] = residual [R, N] (None: 0) + scale (x weight^T + bias); the residual is kept.
 
         With `selected` [B, 1] int32, x and residual have T rows a sequence, of which it names the one that goes into
         the B rows of the output.
         """
-
-        def compute() -> None:
-            inputs = rows_of(x)
-            before = (
-                np.zeros((len(inputs), linear.weight.shape[0]), np.float32) if residual is None else rows_of(residual)
-            )
-            if selected is not None:
-                chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
-                inputs, before = inputs[chosen], before[chosen]
-            keep(kept, before, before)
-            _write_rows(output, linear, before + scaled(product(inputs, linear), scale))
-
-        return NumpyLaunch(compute)
+        inputs = rows_of(x)
+        before = np.zeros((len(inputs), linear.weight.shape[0]), np.float32) if residual is None else rows_of(residual)
+        if selected is not None:
+            chosen = np.arange(selected.size) * (len(inputs) // selected.size) + selected.reshape(-1)
+            inputs, before = inputs[chosen], before[chosen]
+        keep(kept, before, before)
+        _write_rows(output, linear, before + scaled(product(inputs, linear), scale))
 
     def low_products(self, x: np.ndarray, linear: LinearWeights, selected: np.ndarray | None = None) -> NumpyLaunch:
         """The products in front of a packed layer with LoRA adapters: x a^T * scales, of all rows or those `selected`,
@@ -93,6 +118,7 @@ class NumpyDecodeKernels:
         """Any layer."""
         return True
 
+    @launched
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],
@@ -101,15 +127,11 @@ class NumpyDecodeKernels:
         scale: float = 1.0,
         kept: Kept | None = None,
         next_early: bool = True,
-    ) -> NumpyLaunch:
+    ) -> None:
         """`output` [R, N] = scale (x weight^T + bias), x [R, K] the normed inputs side by side; the last is kept."""
-
-        def compute() -> None:
-            parts = [normalized(each) for each in inputs]
-            _write_rows(output, linear, scaled(product(np.concatenate(parts, axis=1), linear), scale))
-            keep(kept, selected_columns(inputs[-1]), parts[-1])
-
-        return NumpyLaunch(compute)
+        parts = [normalized(each) for each in inputs]
+        _write_rows(output, linear, scaled(product(np.concatenate(parts, axis=1), linear), scale))
+        keep(kept, selected_columns(inputs[-1]), parts[-1])
 
     def norm_gate_up(
         self, normed: NormedInput, linear: LinearWeights, activation: str, output: np.ndarray
@@ -150,6 +172,7 @@ class NumpyDecodeKernels:
         activation_number(activation)
         return NumpyLaunch(lambda: write(output, gated(rows_of(gates_and_ups), activation)))
 
+    @launched
     def norm_residual(
         self,
         normed: NormedInput,
@@ -157,42 +180,30 @@ class NumpyDecodeKernels:
         output: np.ndarray,
         selected: np.ndarray | None = None,
         factor: np.ndarray | None = None,
-    ) -> NumpyLaunch:
+    ) -> None:
         """`output` [R, N] float32 = residual [R, N] + the normed input, not rounded; all times a `factor` [1] float32.
 
         With `selected` [B, 1] int32 the residual has T rows a sequence, of which it names the one that the B rows get.
         """
+        before = rows_of(residual)
+        if selected is not None:
+            before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
+        write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
 
-        def compute() -> None:
-            before = rows_of(residual)
-            if selected is not None:
-                before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
-            write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
-
-        return NumpyLaunch(compute)
-
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> NumpyLaunch:
+    @launched
+    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> None:
         """Each part, columns of one array [R, C] float32, is normed where it is, not rounded; other columns stay.
 
         No two parts have a column in common."""
+        for part in parts:
+            selected_columns(part)[...] = normalized(part)
 
-        def compute() -> None:
-            for part in parts:
-                selected_columns(part)[...] = normalized(part)
-
-        return NumpyLaunch(compute)
-
-    def unit_norm(
-        self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True
-    ) -> NumpyLaunch:
+    @launched
+    def unit_norm(self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True) -> None:
         """Columns `first` on of `values` [R, C] float32, part after part of `size`, are divided where they are by
         sqrt(mean of their squares + epsilon)."""
-
-        def compute() -> None:
-            parts = rows_of(values)[:, first:].reshape(len(rows_of(values)), -1, size)
-            rows_of(values)[:, first:] = rms_norm(parts, np.float32(1), epsilon, 0.0).reshape(len(parts), -1)
-
-        return NumpyLaunch(compute)
+        parts = rows_of(values)[:, first:].reshape(len(rows_of(values)), -1, size)
+        rows_of(values)[:, first:] = rms_norm(parts, np.float32(1), epsilon, 0.0).reshape(len(parts), -1)
 
     def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
@@ -218,6 +229,7 @@ class NumpyDecodeKernels:
 
         return NumpyLaunch(compute)
 
+    @launched
     def norm(
         self,
         normed: NormedInput,
@@ -226,7 +238,7 @@ class NumpyDecodeKernels:
         kept: Kept | None = None,
         next_early: bool = True,
         arranged: InputPermutation | None = None,
-    ) -> NumpyLaunch:
+    ) -> None:
         """Columns `column` on of `output` [R, C] compute get the normed input, all behind them zeros.
 
         `arranged`: whole rows, once they are normed and rounded; without a norm, the output may be the input itself.
@@ -234,15 +246,11 @@ class NumpyDecodeKernels:
         Of parts side by side the first is launched first, so that zeros stand behind the last alone. The device sums
         squares in the slices of the C columns, as where one kernel norms parts that stand side by side.
         """
-
-        def compute() -> None:
-            before, own = selected_columns(normed).copy(), rows_of(output)
-            values = before if normed.weight is None else normalized(normed)
-            own[:, column:] = 0
-            own[:, column : column + values.shape[1]] = values if arranged is None else _arranged(values, arranged)
-            keep(kept, before, values)
-
-        return NumpyLaunch(compute)
+        before, own = selected_columns(normed).copy(), rows_of(output)
+        values = before if normed.weight is None else normalized(normed)
+        own[:, column:] = 0
+        own[:, column : column + values.shape[1]] = values if arranged is None else _arranged(values, arranged)
+        keep(kept, before, values)
 
 
 def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, context: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 from typing import Any
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
     KeptArgument,
@@ -61,8 +61,7 @@ class TiledLinear(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("kept", KeptArgument),
-        *((name, ctypes.c_void_p) for name in ("input", "residual", "output", "selected")),
-        *((name, ctypes.c_int) for name in ("stride", "stages", "residual_float", "activation", "tokens")),
+        *members("void* input residual output selected", "int stride stages residual_float activation tokens"),
     ]
 
 

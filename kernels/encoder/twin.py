@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, NumpyTiledKernels, product
+from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, checked_launch, launched, product
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels
 
 _check = Contracts(EncoderKernels, np.ndarray)
@@ -21,94 +21,68 @@ _NAMES = {number: name for name, number in ACTIVATIONS.items()}
 class NumpyEncoder:
     """See `edgellm.kernels.encoder.contract.EncoderKernels`."""
 
+    @checked_launch(_check)
     def norm(self, values, weight, bias, epsilon, offset, output, next_early=True):
-        _check("norm", values, weight, bias, epsilon, offset, output, next_early)
+        x = values if bias is None else values - values.mean(axis=-1, keepdims=True)
+        normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
+        _write(output, normed * (weight + np.float32(offset)) if bias is None else normed * weight + bias)
 
-        def compute() -> None:
-            x = values if bias is None else values - values.mean(axis=-1, keepdims=True)
-            normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
-            _write(output, normed * (weight + np.float32(offset)) if bias is None else normed * weight + bias)
+    @checked_launch(_check)
+    def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> None:
+        _write(output, activated(values, _NAMES[activation]))
 
-        return NumpyLaunch(compute)
+    @checked_launch(_check)
+    def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> None:
+        chosen = values[: len(output)] if rows is None else values[np.clip(rows, 0, len(values) - 1)]
+        _write(output[:, column:], chosen)
 
-    def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> NumpyLaunch:
-        _check("activate", values, activation, output)
-        return NumpyLaunch(lambda: _write(output, activated(values, _NAMES[activation])))
+    @checked_launch(_check)
+    def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> None:
+        np.copyto(output, values + other)
 
-    def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> NumpyLaunch:
-        _check("copy_rows", values, rows, output, column)
+    @checked_launch(_check)
+    def add_scaled_rows(self, values, other, scale, output):
+        np.copyto(output, values + other * scale)
 
-        def compute() -> None:
-            chosen = values[: len(output)] if rows is None else values[np.clip(rows, 0, len(values) - 1)]
-            _write(output[:, column:], chosen)
+    @checked_launch(_check)
+    def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> None:
+        squares = values.reshape(side // size, size, side // size, size, -1)
+        columns = reduce(np.add, (squares[:, row] for row in range(size)))
+        total = reduce(np.add, (columns[:, :, column] for column in range(size)))
+        np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
 
-        return NumpyLaunch(compute)
+    @checked_launch(_check)
+    def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:
+        np.copyto(output, values @ weight * np.float32(scale))
 
-    def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> NumpyLaunch:
-        _check("add_rows", values, other, output)
-        return NumpyLaunch(lambda: np.copyto(output, values + other))
+    @checked_launch(_check)
+    def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> None:
+        _, count, rows, size = heads.shape
+        np.copyto(heads, qkv.reshape(rows, 3, count, size).transpose(1, 2, 0, 3))
+        if rotary is not None:
+            cosine, sine = np.split(rotary, 2, axis=1)
+            low, high = np.split(heads[:2], 2, axis=-1)
+            heads[:2] = np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
 
-    def add_scaled_rows(
-        self, values: np.ndarray, other: np.ndarray, scale: np.ndarray, output: np.ndarray
-    ) -> NumpyLaunch:
-        """A sum, one part of it scaled; see the contract."""
-        _check("add_scaled_rows", values, other, scale, output)
-        return NumpyLaunch(lambda: np.copyto(output, values + other * scale))
-
-    def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> NumpyLaunch:
-        _check("average_pool", values, side, size, output)
-
-        def compute() -> None:
-            squares = values.reshape(side // size, size, side // size, size, -1)
-            columns = reduce(np.add, (squares[:, row] for row in range(size)))
-            total = reduce(np.add, (columns[:, :, column] for column in range(size)))
-            np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
-
-        return NumpyLaunch(compute)
-
-    def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> NumpyLaunch:
-        _check("product", values, weight, scale, output)
-        return NumpyLaunch(lambda: np.copyto(output, values @ weight * np.float32(scale)))
-
-    def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> NumpyLaunch:
-        _check("prepare_heads", qkv, rotary, heads)
-
-        def compute() -> None:
-            _, count, rows, size = heads.shape
-            np.copyto(heads, qkv.reshape(rows, 3, count, size).transpose(1, 2, 0, 3))
-            if rotary is not None:
-                cosine, sine = np.split(rotary, 2, axis=1)
-                low, high = np.split(heads[:2], 2, axis=-1)
-                heads[:2] = np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
-
-        return NumpyLaunch(compute)
-
+    @checked_launch(_check)
     def attention(self, heads, window, visible, scale, context):
-        _check("attention", heads, window, visible, scale, context)
-
-        def compute() -> None:
-            step = max(1, _MOST_SCORES // (heads.shape[1] * window))
-            for begin in range(0, len(context), window):
-                own = np.arange(begin, begin + window)
-                seen = own if visible is None else own[visible[own]]
-                for first in range(begin, begin + window, step):
-                    chosen = slice(first, min(first + step, begin + window))
-                    _attend(heads, chosen, seen, scale, context[chosen])
-
-        return NumpyLaunch(compute)
+        step = max(1, _MOST_SCORES // (heads.shape[1] * window))
+        for begin in range(0, len(context), window):
+            own = np.arange(begin, begin + window)
+            seen = own if visible is None else own[visible[own]]
+            for first in range(begin, begin + window, step):
+                chosen = slice(first, min(first + step, begin + window))
+                _attend(heads, chosen, seen, scale, context[chosen])
 
 
 class NumpyEncoderLinear(NumpyTiledKernels):
     """The twins of linear layers of any number of rows, `CudaPromptLinear`."""
 
-    def activated(self, x: np.ndarray, linear: LinearWeights, activation: int, output: np.ndarray) -> NumpyLaunch:
+    @launched
+    def activated(self, x: np.ndarray, linear: LinearWeights, activation: int, output: np.ndarray) -> None:
         """`output` [R, N] compute = activation(x weight^T + bias), one of `ACTIVATIONS` or `NO_ACTIVATION`."""
-
-        def compute() -> None:
-            sums = product(x, linear)
-            np.copyto(output, sums if activation == NO_ACTIVATION else activated(sums, _NAMES[activation]))
-
-        return NumpyLaunch(compute)
+        sums = product(x, linear)
+        np.copyto(output, sums if activation == NO_ACTIVATION else activated(sums, _NAMES[activation]))
 
 
 def activated(x: np.ndarray, activation: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import ctypes
 import math
 from dataclasses import replace
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     THREADS,
     LinearArgument,
@@ -23,16 +23,7 @@ from edgellm.kernels.decode.arguments import (
     normed_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import (
-    ACTIVATIONS,
-    MAX_TILED_ROWS,
-    SLICES,
-    STEP,
-    Kept,
-    LinearWeights,
-    NormedInput,
-    slice_steps,
-)
+from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_TILED_ROWS, SLICES, STEP, slice_steps
 from edgellm.kernels.decode.geometries import DEEP, NARROW, Geometry, block_share, norm_geometry
 from edgellm.kernels.decode.linear import LINEAR_MACROS, NormLinearArgument
 from edgellm.kernels.decode.packed_rows import packed_rows, packed_rows_kernel
@@ -62,21 +53,19 @@ _ROUNDS = 2
 class _Choice(ctypes.Structure):
     """`Choice` of router.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("scores", "correction", "x", "gate", "ids", "weights", "shared")),
-        *((name, ctypes.c_int) for name in ("experts", "chosen", "columns", "sigmoid", "normalized")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
-    ]
+    _fields_ = members(
+        "void* scores correction x gate ids weights shared",
+        "int experts chosen columns sigmoid normalized",
+        "float epsilon scale",
+    )
 
 
 class _Addition(ctypes.Structure):
     """`Addition` of addition.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("outputs", "weights", "shared", "shared_weights", "residual", "output")),
-        *((name, ctypes.c_int) for name in ("chosen", "width", "residual_float")),
-        ("scale", ctypes.c_float),
-    ]
+    _fields_ = members(
+        "void* outputs weights shared shared_weights residual output", "int chosen width residual_float", "float scale"
+    )
 
 
 class _Product(ctypes.Structure):
@@ -85,10 +74,12 @@ class _Product(ctypes.Structure):
     _fields_ = [
         ("linear", LinearArgument),
         ("addition", _Addition),
-        *((name, ctypes.c_void_p) for name in ("expert_ids", "input", "output", "counters")),
-        ("stride", ctypes.c_ulonglong),
-        *((name, ctypes.c_int) for name in ("experts", "biases", "sharing", "pairs", "most")),
-        ("limit", ctypes.c_float),
+        *members(
+            "void* expert_ids input output counters",
+            "ulonglong stride",
+            "int experts biases sharing pairs most",
+            "float limit",
+        ),
     ]
 
 
@@ -107,22 +98,12 @@ class CudaExperts:
     def __init__(self, module: KernelModule, dtype: str) -> None:
         self.module, self.dtype, self._type = module, dtype, cuda_type(dtype, "kernels of experts")
 
-    def choose(self, scores: DeviceArray, choice: Choice) -> Launch:
-        """See `NumpyExperts.choose`."""
+    def choose(self, scores, choice):
         rows, argument, each = self._choice(scores, choice)
         kernel = decode_kernel("experts/router.cu", f"experts::choose<{self._type}, {each}>", _ROUTER_MACROS)
         return Launch(self.module, kernel, (rows, 1, 1), 32, 0, (argument,))
 
-    def route(
-        self,
-        normed: NormedInput,
-        router: LinearWeights,
-        kept: Kept,
-        scores: DeviceArray,
-        choice: Choice,
-        counters: DeviceArray,
-        next_early: bool = True,
-    ) -> Launch:
+    def route(self, normed, router, kept, scores, choice, counters, next_early=True):
         """See `NumpyExperts.route`, of up to `MAX_ROUTED_ROWS` rows; `next_early` as for `norm_linear`."""
         rows, argument, each = self._choice(scores, choice)
         if rows > MAX_ROUTED_ROWS or normed.weight is None or router.is_packed or router.adapters is not None:
@@ -163,25 +144,18 @@ class CudaExperts:
         )
         return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
 
-    def gate_up(
-        self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, how: Activation, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.gate_up`."""
+    def gate_up(self, x, expert_ids, experts, how, output):
         return self._product(how.kind, x, expert_ids, experts, output, how)
 
-    def down(self, x: DeviceArray, expert_ids: DeviceArray, experts: ExpertWeights, output: DeviceArray) -> Launch:
-        """See `NumpyExperts.down`."""
+    def down(self, x, expert_ids, experts, output):
         return self._product("sums", x, expert_ids, experts, output, None)
 
-    def down_add(
-        self, x: DeviceArray, experts: ExpertWeights, products: DeviceArray, addition: Addition, counters: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.down_add`."""
+    def down_add(self, x, experts, products, addition, counters):
         argument, rows = self._addition(products, addition)
         check_room("counters", counters, rows, counter_words(argument.width))
         return self._product("sums", x, addition.routed.expert_ids, experts, products, None, (argument, counters))
 
-    def add(self, outputs: DeviceArray, addition: Addition) -> Launch:
+    def add(self, outputs, addition):
         """See `NumpyExperts.add`, of up to 65,535 rows."""
         argument, rows = self._addition(outputs, addition)
         kernel = decode_kernel("experts/router.cu", f"experts::add<{self._type}>", _ROUTER_MACROS)
@@ -256,15 +230,11 @@ class CudaExperts:
         assert way is not None  # as `pairs_at_once` says
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
-        groups = pairs if most == 1 else chosen_at_all(rows, chosen, experts.experts)
+        count = experts.experts  # of which rows that choose evenly have pairs of about so many:
+        groups = pairs if most == 1 else min(pairs, math.ceil(count * (1 - (1 - chosen / count) ** rows)))
         # A few more than there is room for would wait until others have ended, and take as long again.
         blocks = max(1, min(way.grid(height, gpu)[0], way.blocks * gpu.multiprocessors // groups))
         return most, (kernel, blocks, needed)
-
-
-def chosen_at_all(rows: int, chosen: int, experts: int) -> int:
-    """Of how many experts rows that choose evenly have pairs, about."""
-    return min(rows * chosen, math.ceil(experts * (1 - (1 - chosen / experts) ** rows)))
 
 
 def dense_geometry(pairs: int, columns: int, gated: bool, shared_limit: int) -> tuple[Geometry, int, int]:

@@ -11,7 +11,7 @@ import ctypes
 from dataclasses import replace
 from functools import cache
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode.arguments import (
     CUDA_TYPES,
     addresses,
@@ -25,7 +25,6 @@ from edgellm.kernels.decode.tiled_linear import TiledLinear, capacity_of
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.experts.contract import (
-    Activation,
     ExpertWeights,
     SortedPairs,
     check_sorted,
@@ -60,26 +59,19 @@ _SORTING_THREADS = 1024
 class _Sorting(ctypes.Structure):
     """`Sorting` of sorted.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("ids", "rows", "which", "expert", "tiles")),
-        *((name, ctypes.c_int) for name in ("pairs", "chosen", "experts", "tile")),
-    ]
+    _fields_ = members("void* ids rows which expert tiles", "int pairs chosen experts tile")
 
 
 class _SortedRows(ctypes.Structure):
     """`SortedRows` of prefill/linear_tiles.cuh."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "target", "expert", "tiles")),
-        ("weight_bytes", ctypes.c_ulonglong),
-        ("bias_elements", ctypes.c_int),
-    ]
+    _fields_ = members("void* source target expert tiles", "ulonglong weight_bytes", "int bias_elements")
 
 
 class _SortedProduct(ctypes.Structure):
     """`SortedProduct` of prompt_rows.cu."""
 
-    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), ("limit", ctypes.c_float)]
+    _fields_ = [("tiled", TiledLinear), ("sorted", _SortedRows), *members("float limit")]
 
 
 SORTING = decode_kernel(
@@ -148,24 +140,17 @@ class CudaSortedExperts(CudaExperts):
         tiling = expert_tiling(rows_of_tiles(pairs, experts), pairs, experts, shape, self.gpu, layout)
         self.module.load(product_kernel(kind, self.dtype, tiling, tiling.stages(self.gpu), layout).source)
 
-    def sort(self, expert_ids: DeviceArray, experts: int, sorted_pairs: SortedPairs) -> Launch:
-        """See `NumpyExperts.sort`."""
+    def sort(self, expert_ids, experts, sorted_pairs):
         chosen, tile = expert_ids.shape[-1], check_sorted(sorted_pairs, expert_ids.size, experts)
         arguments = _Sorting(*addresses(expert_ids, *sorted_pairs), expert_ids.size, chosen, experts, tile)
         shared = _SORTING_THREADS // 32 * experts * 4
         return Launch(self.module, SORTING, (1, 1, 1), _SORTING_THREADS, shared, (arguments,))
 
-    def sorted_gate_up(
-        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, how: Activation, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.sorted_gate_up`."""
+    def sorted_gate_up(self, x, sorted_pairs, experts, how, output):
         pairs = output.size * how.sums // experts.shape[0]
         return self._sorted_product(how.kind, x, sorted_pairs.rows, sorted_pairs, experts, output, pairs, how.limit)
 
-    def sorted_down(
-        self, x: DeviceArray, sorted_pairs: SortedPairs, experts: ExpertWeights, output: DeviceArray
-    ) -> Launch:
-        """See `NumpyExperts.sorted_down`."""
+    def sorted_down(self, x, sorted_pairs, experts, output):
         pairs = output.size // experts.shape[0]
         check_room("x", x, pairs, experts.shape[1])
         return self._sorted_product("sums", x, sorted_pairs.pairs, sorted_pairs, experts, output, pairs, 0.0)

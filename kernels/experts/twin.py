@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyLaunch, gated, product, rows_of, write
+from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyLaunch, gated, launched, product, rows_of, write
 from edgellm.kernels.experts.contract import (
     MAX_PAIRS,
     Activation,
@@ -27,19 +27,16 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight
 class NumpyExperts:
     """See `edgellm.kernels.experts.contract`."""
 
-    def choose(self, scores: np.ndarray, choice: Choice) -> NumpyLaunch:
+    @launched
+    def choose(self, scores: np.ndarray, choice: Choice) -> None:
         """What each row of `scores` [R, E] float32 chooses."""
         routing, routed, correction, shared = choice
-
-        def compute() -> None:
-            ids, weights = chosen_experts(rows_of(scores), routing, correction)
-            write(routed.expert_ids, ids)
-            write(routed.expert_weights, weights)
-            if shared is not None and routed.shared_weights is not None:
-                x, gate = shared
-                write(routed.shared_weights, _sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
-
-        return NumpyLaunch(compute)
+        ids, weights = chosen_experts(rows_of(scores), routing, correction)
+        write(routed.expert_ids, ids)
+        write(routed.expert_weights, weights)
+        if shared is not None and routed.shared_weights is not None:
+            x, gate = shared
+            write(routed.shared_weights, _sigmoid(rows_of(x) @ gate.reshape(-1, 1)))
 
     def route(
         self,
@@ -56,27 +53,21 @@ class NumpyExperts:
         scored = NumpyDecodeKernels().norm_linear([normed], router, scores, 1.0, kept)
         return _one_after_the_other(scored, self.choose(scores, choice))
 
+    @launched
     def gate_up(
         self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, how: Activation, output: np.ndarray
-    ) -> NumpyLaunch:
+    ) -> None:
         """`output` [R, k I] compute = what each row's experts make of x [R, H] by their matrices [2 I, H], or [I, H]
         where they have no gates; `how`: of the sums."""
+        inner = activated(_products(rows_of(x)[:, None], expert_ids, experts), how)
+        write(output, inner.reshape(len(inner), -1))
 
-        def compute() -> None:
-            inner = activated(_products(rows_of(x)[:, None], expert_ids, experts), how)
-            write(output, inner.reshape(len(inner), -1))
-
-        return NumpyLaunch(compute)
-
-    def down(self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, output: np.ndarray) -> NumpyLaunch:
+    @launched
+    def down(self, x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights, output: np.ndarray) -> None:
         """`output` [R, k N] float32 = what each row's experts make of their own x, of [R, k I]."""
-
-        def compute() -> None:
-            given = x.reshape(*expert_ids.reshape(-1, expert_ids.shape[-1]).shape, -1)
-            products = _products(given, expert_ids, experts)
-            write(output, products.reshape(len(products), -1))
-
-        return NumpyLaunch(compute)
+        given = x.reshape(*expert_ids.reshape(-1, expert_ids.shape[-1]).shape, -1)
+        products = _products(given, expert_ids, experts)
+        write(output, products.reshape(len(products), -1))
 
     def down_add(
         self, x: np.ndarray, experts: ExpertWeights, products: np.ndarray, addition: Addition, counters: np.ndarray
@@ -85,21 +76,18 @@ class NumpyExperts:
         multiplied = self.down(x, addition.routed.expert_ids, experts, products)
         return _one_after_the_other(multiplied, self.add(products, addition))
 
-    def add(self, outputs: np.ndarray, addition: Addition) -> NumpyLaunch:
+    @launched
+    def add(self, outputs: np.ndarray, addition: Addition) -> None:
         """The `addition` of what is in `outputs` [R, k N] float32."""
         routed, residual, output, scale, shared = addition
-
-        def compute() -> None:
-            weights = rows_of(routed.expert_weights)
-            each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(residual).shape, np.float32)
-            for place in range(weights.shape[1]):
-                total += weights[:, place, None] * each[:, place]
-            if shared is not None:
-                share = 1 if routed.shared_weights is None else routed.shared_weights.reshape(-1, 1)
-                total += share * rows_of(shared)
-            write(output, rows_of(residual) + np.float32(scale) * total)
-
-        return NumpyLaunch(compute)
+        weights = rows_of(routed.expert_weights)
+        each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(residual).shape, np.float32)
+        for place in range(weights.shape[1]):
+            total += weights[:, place, None] * each[:, place]
+        if shared is not None:
+            share = 1 if routed.shared_weights is None else routed.shared_weights.reshape(-1, 1)
+            total += share * rows_of(shared)
+        write(output, rows_of(residual) + np.float32(scale) * total)
 
     def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
         """`sorted_pairs` of `expert_ids` [R, k] int32. A pair whose id no expert has is in none of the tiles."""

@@ -58,8 +58,7 @@ def _check_resampling(sizes: dict[str, Any]) -> str | None:
 
 
 def _check_patches(sizes: dict[str, Any]) -> str | None:
-    wrong = _check_resampling(sizes)
-    if wrong is not None:
+    if (wrong := _check_resampling(sizes)) is not None:
         return wrong
     rows, columns = resampled_size(sizes)
     patch_size, merge_size = sizes["grid.patch_size"], sizes["grid.merge_size"]

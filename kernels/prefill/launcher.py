@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any, NamedTuple
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
@@ -43,7 +43,7 @@ _PLAIN = AttentionKind()
 class _Division(ctypes.Structure):
     """`Division` of attention.cu."""
 
-    _fields_ = [("span_bits", ctypes.c_int), ("window_bits", ctypes.c_int)]
+    _fields_ = members("int span_bits window_bits")
 
 
 def _padded(size: int) -> int:
@@ -153,10 +153,7 @@ class CudaPrefill(Launcher):
 class _Dequantize(ctypes.Structure):
     """`Dequantize` of dequantize.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "values", "order", "scales")),
-        *((name, ctypes.c_int) for name in ("rows", "columns")),
-    ]
+    _fields_ = members("void* weight values order scales", "int rows columns")
 
 
 @lru_cache

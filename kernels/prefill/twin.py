@@ -6,7 +6,7 @@ import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.heads_twin import heads_made_ready
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, checked_launch
 from edgellm.kernels.prefill.contract import KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
@@ -20,45 +20,39 @@ _QUERY_ROWS = 64
 class NumpyPrefill:
     """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
 
+    @checked_launch(_check)
     def prepare_heads(self, qkv, norms, rotary, rows, row_scales, part, queries):
-        _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
+        batch, kv_heads, _, size = rows.k_cache.shape
+        tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
+        parts = qkv.reshape(batch * tokens, -1, size)
+        query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
+        turns, neighbours = None, part is not None and part.neighbours
+        if rotary is not None:
+            rotation = rotary.reshape(batch * tokens, -1)
+            first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
+            own = first + further
+            turns = rotation[:, own : own + width], rotation[:, first : first + width]
+        weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
+        behind = norms is not None and norms.behind
+        query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
+        if queries is not None:
+            queries[...] = query.reshape(queries.shape)
+        key_scales, value_scales = row_scales or (None, None)
+        for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
+            by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
+            for b, start in enumerate(rows.start.tolist()):
+                if rows.window:
+                    write_ring_rows(b, start, by_sequence[b], cache, scales)
+                else:
+                    write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
 
-        def compute() -> None:
-            batch, kv_heads, _, size = rows.k_cache.shape
-            tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
-            parts = qkv.reshape(batch * tokens, -1, size)
-            query, key, value = np.split(parts, (heads, heads + kv_heads), axis=1)
-            turns, neighbours = None, part is not None and part.neighbours
-            if rotary is not None:
-                rotation = rotary.reshape(batch * tokens, -1)
-                first, width, further, _ = part or RotaryPart(0, rotation.shape[1])
-                own = first + further
-                turns = rotation[:, own : own + width], rotation[:, first : first + width]
-            weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
-            behind = norms is not None and norms.behind
-            query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
-            if queries is not None:
-                queries[...] = query.reshape(queries.shape)
-            key_scales, value_scales = row_scales or (None, None)
-            for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
-                by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
-                for b, start in enumerate(rows.start.tolist()):
-                    if rows.window:
-                        write_ring_rows(b, start, by_sequence[b], cache, scales)
-                    else:
-                        write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
-
-        return NumpyLaunch(compute)
-
+    @checked_launch(_check)
     def causal_attention(self, queries, rows, scale, context, row_scales=None, sinks=None, cap=0.0):
-        given = queries, rows, scale, context, row_scales
-        _check("causal_attention", *given, sinks, cap)
-        return NumpyLaunch(lambda: _causal_attention(*given, sinks=sinks, cap=cap))
+        _causal_attention(queries, rows, scale, context, row_scales, sinks=sinks, cap=cap)
 
+    @checked_launch(_check)
     def attention_ahead(self, queries, rows, scale, context, row_scales, last_seen, cap=0.0):
-        given = queries, rows, scale, context, row_scales, last_seen
-        _check("attention_ahead", *given, cap)
-        return NumpyLaunch(lambda: _causal_attention(*given, cap=cap))
+        _causal_attention(queries, rows, scale, context, row_scales, last_seen, cap=cap)
 
     def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
         """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times

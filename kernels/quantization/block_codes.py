@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -80,7 +80,7 @@ def block_codes(kind: str, data: np.ndarray) -> np.ndarray:
 class _Unblock(ctypes.Structure):
     """`Unblock` of block_codes.cu."""
 
-    _fields_ = [("blocks", ctypes.c_void_p), ("codes", ctypes.c_void_p), ("eights", ctypes.c_longlong)]
+    _fields_ = members("void* blocks codes", "longlong eights")
 
 
 def unblock_kernel(kind: str) -> Kernel:

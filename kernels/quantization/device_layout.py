@@ -211,8 +211,7 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
     """
     format = weight.format
     compute = dtype or format.dtype
-    reason = layout_refusal(format, compute)
-    if reason is not None:
+    if (reason := layout_refusal(format, compute)) is not None:
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
     in_float32 = format.codes == "fp4" or format.minima or format.scaling in ("levels", "powers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -23,12 +23,9 @@ _TILE, _THREADS = 128, 256
 class _Search(ctypes.Structure):
     """`Search` of search.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weights", "factors", "shares", "scales", "zeros", "codes")),
-        ("columns", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "share_count")),
-        ("last", ctypes.c_float),
-    ]
+    _fields_ = members(
+        "void* weights factors shares scales zeros codes", "longlong columns", "int rows share_count", "float last"
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -16,11 +16,7 @@ from edgellm.kernels.quantization.packed_weight import Codes
 class _Shuffle(ctypes.Structure):
     """`Shuffle` of shuffle.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "tails", "data")),
-        ("stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "columns", "tail_bytes")),
-    ]
+    _fields_ = members("void* codes tails data", "longlong stride", "int rows columns tail_bytes")
 
 
 def shuffle_kernel(codes: Codes, bits: int) -> Kernel:

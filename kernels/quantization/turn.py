@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -19,32 +19,13 @@ _TILE_ROWS, _TILE_WORDS, _THREADS = 64, 32, 256
 class _Turn(ctypes.Structure):
     """`Turn` of turn.cu."""
 
-    _fields_ = [
-        ("words", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("rows", ctypes.c_int),
-        ("width", ctypes.c_int),
-    ]
+    _fields_ = members("void* words target", "int rows width")
 
 
 class _Arrange(ctypes.Structure):
     """`Arrange` of turn.cu."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("codes", "target", "order")),
-        ("words", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("columns", "row_bytes")),
-    ]
-
-
-def turn_kernel(arrangement: str) -> Kernel:
-    """The kernel for words that lie as one of `TURNED`."""
-    return _kernel(f"turn<{TURNED.index(arrangement)}>")
-
-
-def arrange_kernel(bits: int) -> Kernel:
-    """The kernel that puts columns of codes of 4 or 8 bits into another order."""
-    return _kernel(f"arrange<{bits}>")
+    _fields_ = members("void* codes target order", "longlong words", "int columns row_bytes")
 
 
 def _kernel(expression: str) -> Kernel:
@@ -71,10 +52,12 @@ def turn(module: KernelModule, words: DeviceArray, target: DeviceArray, arrangem
             f"words {words.dtype} {list(words.shape)} do not become {target.dtype} {list(target.shape)}: expected "
             f"uint32 {list(expected)}"
         )
-    grid = -(-rows // _TILE_ROWS), -(-width // _TILE_WORDS), 1
-    return Launch(
-        module, turn_kernel(arrangement), grid, _THREADS, 0, (_Turn(words.pointer, target.pointer, rows, width),)
+    grid, arguments = (
+        (-(-rows // _TILE_ROWS), -(-width // _TILE_WORDS), 1),
+        (words.pointer, target.pointer, rows, width),
     )
+    kernel = _kernel(f"turn<{TURNED.index(arrangement)}>")
+    return Launch(module, kernel, grid, _THREADS, 0, (_Turn(*arguments),))
 
 
 def arrange(module: KernelModule, codes: DeviceArray, target: DeviceArray, order: DeviceArray) -> Launch:
@@ -93,4 +76,4 @@ def arrange(module: KernelModule, codes: DeviceArray, target: DeviceArray, order
         )
     words = rows * row_bytes // 4
     arguments = _Arrange(codes.pointer, target.pointer, order.pointer, words, columns, row_bytes)
-    return Launch(module, arrange_kernel(bits), (-(-words // _THREADS), 1, 1), _THREADS, 0, (arguments,))
+    return Launch(module, _kernel(f"arrange<{bits}>"), (-(-words // _THREADS), 1, 1), _THREADS, 0, (arguments,))

@@ -177,8 +177,7 @@ def _check_step(sizes: dict[str, Any]) -> str | None:
 
 def _check_convolution(sizes: dict[str, Any]) -> str | None:
     width, channels = sizes["W"], sizes["C"]
-    refusal = convolution_refusal(width)
-    if refusal is not None:
+    if (refusal := convolution_refusal(width)) is not None:
         return refusal
     if sizes["K"] != width - 1:
         return f"columns keeps {sizes['K']} tokens; expected {width - 1} of a convolution that is {width} wide"
@@ -222,10 +221,6 @@ def _check_delta(sizes: dict[str, Any], gates: int = 2) -> str | None:
     if sizes["O"] != heads * sizes["E"]:
         return f"output has {sizes['O']} columns; expected {heads * sizes['E']}"
     return _check_step(sizes) or _check_delta_rows(sizes)
-
-
-def _check_scan(sizes: dict[str, Any]) -> str | None:
-    return _check_delta(sizes, 1)
 
 
 def _check_group_norm(sizes: dict[str, Any]) -> str | None:
@@ -303,7 +298,7 @@ class RecurrentArrays(Protocol):
         not below the first, tokens of a chunk that do not count.
         """
 
-    @limited(_check_scan)
+    @limited(lambda sizes: _check_delta(sizes, 1))
     def selective_scan(
         self,
         rows: Annotated[OwnArray, "BTR float32"],
@@ -371,19 +366,9 @@ class RecurrentArrays(Protocol):
 
 
 class RecurrentKernels(RecurrentArrays, Protocol):
-    """One implementation of all. A call gives what enqueues it, so that a step is prepared once."""
+    """One implementation of all. A call gives what enqueues it, so that a step is prepared once. Commits are as
+    `RecurrentArrays` says, of all layers at once."""
 
-    def commit_columns(  # type: ignore[override]
-        self, layers: Sequence[LayerColumns], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
-
-    def commit_matrices(  # type: ignore[override]
-        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
-
-    def commit_scans(  # type: ignore[override]
-        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
-    ) -> Launchable:
-        """Commits as `RecurrentArrays` says, of all layers at once."""
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]
+    def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable: ...  # type: ignore[override]

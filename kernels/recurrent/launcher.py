@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.errors import KernelError
@@ -19,16 +19,10 @@ from edgellm.kernels.recurrent.contract import (
     MAX_NODES,
     NORM_EPSILON,
     AcceptedPath,
-    Convolution,
-    DeltaGates,
-    GatedHeadNorm,
-    GatedHeads,
-    GroupNorm,
     Launchable,
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
-    ScanGates,
     delta_refusal,
     group_refusal,
     key_heads,
@@ -47,8 +41,7 @@ class _CommitColumns(ctypes.Structure):
     """`CommitColumns` of convolution.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
-        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "channels")),
+        *members("void* indices counts", "uint batch tokens most channels"),
         *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("columns", "inputs")),
     ]
 
@@ -57,8 +50,7 @@ class _CommitMatrices(ctypes.Structure):
     """`CommitMatrices` of delta.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
-        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "row_size", "heads", "values", "keys")),
+        *members("void* indices counts", "uint batch tokens most row_size heads values keys"),
         *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("matrices", "rows", "gates")),
     ]
 
@@ -148,18 +140,7 @@ class CudaRecurrent(Launcher):
     def __init__(self, module: KernelModule) -> None:
         super().__init__(module, RecurrentArrays)
 
-    def short_convolution(
-        self,
-        value: DeviceArray,
-        convolution: Convolution,
-        bias: DeviceArray | None,
-        columns: DeviceArray,
-        output: DeviceArray,
-        parents: DeviceArray | None,
-        kept: DeviceArray | None,
-        state_tokens: DeviceArray | None,
-    ) -> Launch:
-        """Convolve the tokens of a step; see the contract."""
+    def short_convolution(self, value, convolution, bias, columns, output, parents, kept, state_tokens):
         arguments = (value, convolution, bias, columns, output, parents, kept, state_tokens)
         sizes, packed = self._packed("short_convolution", *arguments)
         tokens, batch = sizes["T"], sizes["B"]
@@ -171,32 +152,10 @@ class CudaRecurrent(Launcher):
         grid = (-(-sizes["C"] // _CONVOLUTION_THREADS), tiles, batch)
         return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (packed,))
 
-    def gated_delta(
-        self,
-        rows: DeviceArray,
-        projected: DeviceArray,
-        gates: DeltaGates,
-        matrix: DeviceArray,
-        output: DeviceArray,
-        parents: DeviceArray | None,
-        kept: DeviceArray | None,
-        state_tokens: DeviceArray | None,
-    ) -> Launch:
-        """The gated delta rule over the tokens of a step; see the contract."""
+    def gated_delta(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
         return self._walk("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
 
-    def selective_scan(
-        self,
-        rows: DeviceArray,
-        projected: DeviceArray,
-        gates: ScanGates,
-        matrix: DeviceArray,
-        output: DeviceArray,
-        parents: DeviceArray | None,
-        kept: DeviceArray | None,
-        state_tokens: DeviceArray | None,
-    ) -> Launch:
-        """Mamba-2's state space over the tokens of a step; see the contract."""
+    def selective_scan(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
         return self._walk("selective_scan", rows, projected, gates, matrix, output, parents, kept, state_tokens)
 
     def _walk(self, name: str, *arguments: Any) -> Launch:
@@ -214,37 +173,30 @@ class CudaRecurrent(Launcher):
         grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
 
-    def gated_norm(self, value: DeviceArray, gate: DeviceArray, norm: GatedHeadNorm, output: DeviceArray) -> Launch:
-        """RMS norms of heads, times SiLU of their gates; see the contract."""
+    def gated_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_norm", value, gate, norm, output)
-        refusal = norm_refusal(sizes["E"])
-        if refusal is not None:
+        if (refusal := norm_refusal(sizes["E"])) is not None:
             raise KernelError(f"gated_norm: {refusal}")
         grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
 
-    def gated_group_norm(self, value: DeviceArray, gate: DeviceArray, norm: GroupNorm, output: DeviceArray) -> Launch:
-        """RMS norms of parts of a row behind their gates; see the contract."""
+    def gated_group_norm(self, value, gate, norm, output):
         sizes, packed = self._packed("gated_group_norm", value, gate, norm, output)
-        refusal = group_refusal(sizes["O"] // norm.groups)
-        if refusal is not None:
+        if (refusal := group_refusal(sizes["O"] // norm.groups)) is not None:
             raise KernelError(f"gated_group_norm: {refusal}")
         kernel = gates_kernel("gated_group_norm", gate.dtype, output.dtype)
         return Launch(self._module, kernel, (norm.groups, sizes["T"], sizes["B"]), _WIDE_THREADS, 0, (packed,))
 
-    def separate_gates(self, value: DeviceArray, heads: GatedHeads, qkv: DeviceArray) -> Launch:
-        """Query, key and value heads without the gates; see the contract."""
+    def separate_gates(self, value, heads, qkv):
         sizes, packed = self._packed("separate_gates", value, heads, qkv)
         return self._by_columns(gates_kernel("separate_gates", value.dtype), sizes, "Q", packed)
 
-    def sigmoid_gate(self, value: DeviceArray, heads: GatedHeads, context: DeviceArray) -> Launch:
-        """Gate what attention gives; see the contract."""
+    def sigmoid_gate(self, value, heads, context):
         sizes, packed = self._packed("sigmoid_gate", value, heads, context)
         return self._by_columns(gates_kernel("sigmoid_gate", value.dtype, context.dtype), sizes, "O", packed)
 
     def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable:
-        """Accepted inputs into the columns of all layers; see the contract."""
         sizes = [self._check("commit_columns", layer, accepted) for layer in layers]
 
         def launch(of: dict[str, Any], own: Sequence[LayerColumns]) -> Launch:
@@ -258,11 +210,9 @@ class CudaRecurrent(Launcher):
         return _together(sizes, layers, _MOST_LAYERS, launch)
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
-        """Accepted tokens into the matrices of all layers; see the contract."""
         return self._commit("commit_matrices", layers, accepted)
 
     def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
-        """The same of selective scans; see the contract."""
         return self._commit("commit_scans", layers, accepted)
 
     def _commit(self, name: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from edgellm.kernels.bfloat16 import float32_of, store_rounded
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, checked_launch
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
 from edgellm.kernels.recurrent.contract import (
     NORM_EPSILON,
@@ -22,7 +21,6 @@ from edgellm.kernels.recurrent.contract import (
     DeltaGates,
     GatedHeadNorm,
     GatedHeads,
-    GroupNorm,
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
@@ -38,103 +36,47 @@ _LANES, _EACH, _THREADS = 16, 4, 256
 class NumpyRecurrent:
     """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; bfloat16 arrays hold its bits as uint16."""
 
-    def short_convolution(
-        self,
-        value: np.ndarray,
-        convolution: Convolution,
-        bias: np.ndarray | None,
-        columns: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """Convolve the tokens of a step; see the contract."""
-        _check("short_convolution", value, convolution, bias, columns, output, parents, kept, state_tokens)
+    @checked_launch(_check)
+    def short_convolution(self, value, convolution, bias, columns, output, parents, kept, state_tokens):
+        result, inputs = convolved(value, convolution, bias, columns, parents)
+        store_rounded(result, output)
+        if kept is not None:
+            kept[...] = inputs
+        if state_tokens is not None:
+            take_columns(columns, inputs, _chain(inputs.shape[1], state_tokens))
 
-        def compute() -> None:
-            result, inputs = convolved(value, convolution, bias, columns, parents)
-            store_rounded(result, output)
-            if kept is not None:
-                kept[...] = inputs
-            if state_tokens is not None:
-                take_columns(columns, inputs, _chain(inputs.shape[1], state_tokens))
+    @checked_launch(_check)
+    def gated_delta(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
+        _take(rows, delta_gates(projected, gates), matrix, output, parents, kept, state_tokens)
 
-        return NumpyLaunch(compute)
+    @checked_launch(_check)
+    def selective_scan(self, rows, projected, gates, matrix, output, parents, kept, state_tokens):
+        _take(rows, scan_gates(projected, gates), matrix, output, parents, kept, state_tokens, gates.skip)
 
-    def gated_delta(
-        self,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        gates: DeltaGates,
-        matrix: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """The gated delta rule over the tokens of a step; see the contract."""
-        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        _check("gated_delta", *arguments)
-        return NumpyLaunch(lambda: _take(arguments, delta_gates(projected, gates), None))
+    @checked_launch(_check)
+    def gated_norm(self, value, gate, norm, output):
+        store_rounded(gated_head_norm(value, gate, norm), output)
 
-    def selective_scan(
-        self,
-        rows: np.ndarray,
-        projected: np.ndarray,
-        gates: ScanGates,
-        matrix: np.ndarray,
-        output: np.ndarray,
-        parents: np.ndarray | None,
-        kept: np.ndarray | None,
-        state_tokens: np.ndarray | None,
-    ) -> NumpyLaunch:
-        """Mamba-2's state space over the tokens of a step; see the contract."""
-        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
-        _check("selective_scan", *arguments)
-        return NumpyLaunch(lambda: _take(arguments, scan_gates(projected, gates), gates.skip))
+    @checked_launch(_check)
+    def gated_group_norm(self, value, gate, norm, output):
+        gates = float32_of(gate[..., norm.first : norm.first + value.shape[-1]])
+        parts = (value * silu(gates)).reshape(*value.shape[:-1], norm.groups, -1)
+        mean = ordered_sum(parts, parts, _THREADS) / np.float32(parts.shape[-1])
+        normed = parts * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None]
+        store_rounded(normed.reshape(value.shape) * float32_of(norm.weight), output)
 
-    def gated_norm(self, value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm, output: np.ndarray) -> NumpyLaunch:
-        """RMS norms of heads, times SiLU of their gates; see the contract."""
-        _check("gated_norm", value, gate, norm, output)
-        return NumpyLaunch(lambda: store_rounded(gated_head_norm(value, gate, norm), output))
+    @checked_launch(_check)
+    def separate_gates(self, value, heads, qkv):
+        queries, rest = heads.heads * heads.size, 2 * heads.heads * heads.size
+        qkv[..., :queries] = _gated_queries(value, heads)[..., 0, :].reshape(*value.shape[:-1], queries)
+        qkv[..., queries:] = value[..., rest:]
 
-    def gated_group_norm(self, value: np.ndarray, gate: np.ndarray, norm: GroupNorm, output: np.ndarray) -> NumpyLaunch:
-        """RMS norms of parts of a row behind their gates; see the contract."""
-        _check("gated_group_norm", value, gate, norm, output)
-
-        def compute() -> None:
-            gates = float32_of(gate[..., norm.first : norm.first + value.shape[-1]])
-            parts = (value * silu(gates)).reshape(*value.shape[:-1], norm.groups, -1)
-            mean = ordered_sum(parts, parts, _THREADS) / np.float32(parts.shape[-1])
-            normed = parts * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None]
-            store_rounded(normed.reshape(value.shape) * float32_of(norm.weight), output)
-
-        return NumpyLaunch(compute)
-
-    def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
-        """Query, key and value heads without the gates; see the contract."""
-        _check("separate_gates", value, heads, qkv)
-
-        def compute() -> None:
-            queries, rest = heads.heads * heads.size, 2 * heads.heads * heads.size
-            qkv[..., :queries] = _gated_queries(value, heads)[..., 0, :].reshape(*value.shape[:-1], queries)
-            qkv[..., queries:] = value[..., rest:]
-
-        return NumpyLaunch(compute)
-
-    def sigmoid_gate(self, value: np.ndarray, heads: GatedHeads, context: np.ndarray) -> NumpyLaunch:
-        """Gate what attention gives; see the contract."""
-        _check("sigmoid_gate", value, heads, context)
-
-        def compute() -> None:
-            gates = float32_of(_gated_queries(value, heads)[..., 1, :]).reshape(context.shape)
-            store_rounded(float32_of(context) * sigmoid(gates), context)
-
-        return NumpyLaunch(compute)
+    @checked_launch(_check)
+    def sigmoid_gate(self, value, heads, context):
+        gates = float32_of(_gated_queries(value, heads)[..., 1, :]).reshape(context.shape)
+        store_rounded(float32_of(context) * sigmoid(gates), context)
 
     def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> NumpyLaunch:
-        """AcceptedPath inputs into the columns of all layers; see the contract."""
         for layer in layers:
             _check("commit_columns", layer, accepted)
 
@@ -145,11 +87,9 @@ class NumpyRecurrent:
         return NumpyLaunch(compute)
 
     def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
-        """Accepted tokens into the matrices of all layers; see the contract."""
         return _commit("commit_matrices", layers, accepted, scans=False)
 
     def commit_scans(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
-        """The same of selective scans; see the contract."""
         return _commit("commit_scans", layers, accepted, scans=True)
 
 
@@ -166,9 +106,8 @@ def _commit(kernel: str, layers: Sequence[LayerMatrices], accepted: AcceptedPath
     return NumpyLaunch(compute)
 
 
-def _take(arguments: tuple[Any, ...], gates: np.ndarray, skip: np.ndarray | None) -> None:
+def _take(rows, gates, matrix, output, parents, kept, state_tokens, skip=None):
     """A step of a delta rule or, with `skip`, of a scan, from the kernel's arguments and the gates that it makes."""
-    rows, _, _, matrix, output, parents, kept, state_tokens = arguments
     if kept is not None:
         kept[...] = gates
         output[...] = delta_nodes(rows, gates, matrix, parents, skip)

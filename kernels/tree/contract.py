@@ -156,10 +156,6 @@ def _check_rows(sizes: dict[str, Any]) -> str | None:
     return None
 
 
-def _check_expansion(sizes: dict[str, Any]) -> str | None:
-    return _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1) or _check_rows(sizes)
-
-
 def _check_block_expansion(sizes: dict[str, Any]) -> str | None:
     level, rows = sizes["level.number"], sizes["n"]
     if rows <= level:
@@ -198,7 +194,7 @@ class TreeKernels(Protocol):
         """Bytes of workspace that `expand_frontier` needs for `batch` sequences, at every level, or `expand_block` for
         `block_rows` rows of each; may be 0."""
 
-    @limited(_check_expansion)
+    @limited(lambda sizes: _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1) or _check_rows(sizes))
     def expand_frontier(
         self, level: Level, logits: Annotated[OwnArray, "BnU float32"], candidates: Candidates, expansion: Expansion
     ) -> None:

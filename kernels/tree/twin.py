@@ -246,8 +246,7 @@ def _same_candidates(known: list[tuple[int, int]], candidates: Candidates, last_
 def _select_nodes(scores: np.ndarray, selected: np.ndarray, same: list[int], room: int) -> None:
     """Write the best of `scores` [n] float32 in ascending order of place to `selected` [S], -1 behind: at most `room`,
     and none of those that given nodes are the `same` as (-1: none)."""
-    excluded = [candidate for candidate in same if candidate >= 0]
-    if excluded:
+    if excluded := [candidate for candidate in same if candidate >= 0]:
         scores = scores.copy()
         scores[excluded] = _MINUS_INFINITY
     places = _best_candidates(scores, min(selected.size, room)) if room else np.zeros(0, np.int32)

@@ -305,8 +305,7 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     if step.activation is None and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
         return f"kernels put {step.output} out in float32 alone"
     adapted = program.adapted.get(step.linear.name)
-    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
-    if refused:
+    if refused := adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted)):
         return refused
     if (columns := step.linear.weight.shape[1]) % 8:
         return f"widths must be multiples of 8, not {columns}"
