@@ -120,11 +120,11 @@ class DecodingRunner:
         """Seconds spent so far in each stage of rounds, by name; empty where stages cannot be timed."""
         return self._steps.seconds
 
-    def start(self, slot: int, prompt_ids: Sequence[int], *others: Any, **more: Any) -> Readback:
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, *others: Any, **more: Any) -> Readback:
         """Starts as `BaseEngineRunner.start` does; the first `reused` rows must be there in the base and in the
         draft."""
         self.draft.start(slot, len(prompt_ids))
-        return self.base.start(slot, prompt_ids, *others, **more)
+        return self.base.start(slot, prompt_ids, reused, *others, **more)
 
     def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
         """What a slot holds on the device of a sequence that goes on from there, and `resume` cannot make anew: `rows`

@@ -196,7 +196,9 @@ def test_empty_parts_of_a_user_are_refused() -> None:
             checked_messages([{"role": "user", "content": content}])
     for kind in MEDIA_PARTS:
         shown, found = [{"type": kind, "path": "a.png"}], [{"type": MEDIA_PARTS[kind]}]
-        assert checked_messages([{"role": "user", "content": shown}], ("image", "audio"))[0]["content"] == found
+        assert (
+            checked_messages([{"role": "user", "content": shown}], ("image", "audio", "video"))[0]["content"] == found
+        )
 
 
 def test_further_templates_are_read_from_their_folder(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_engines_of_large_models_share_rows_among_as_many(threads, monkeypatch: 
     threads[1](2)
     asked = []
     monkeypatch.setattr(blas_threads, "NumpyOperations", lambda *arguments: asked.append(arguments[3]))
-    monkeypatch.setattr(blas_threads, "ProgramGraph", lambda operations, program: None)
+    monkeypatch.setattr(blas_threads, "ProgramGraph", lambda operations, program: SimpleNamespace(run=None))
     config = decoder_config(json.loads((golden_folder("decoder") / "qwen3" / "config.json").read_text()))
     for limit in (1, blas_threads._SMALL_MODEL):
         monkeypatch.setattr(blas_threads, "_SMALL_MODEL", limit)
