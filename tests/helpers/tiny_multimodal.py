@@ -44,6 +44,15 @@ _QWEN_VISION = {
     "temporal_patch_size": 2,
     "out_hidden_size": 64,
 }
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "vision_use_head": False,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _QWEN
     | {
@@ -121,16 +130,7 @@ WHOLE_IMAGES: dict[str, dict[str, Any]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
             "max_position_embeddings": 1024,
         },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "vision_use_head": False,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 4,
-        },
+        "vision_config": _SIGLIP | {"image_size": 32},
     }
 }
 PREPROCESSORS["gemma3"] = {
@@ -174,16 +174,7 @@ WHOLE_PROMPTS: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
         },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "vision_use_head": False,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 12,
-            "patch_size": 4,
-        },
+        "vision_config": _SIGLIP | {"image_size": 12},
     }
 }
 PREPROCESSORS["paligemma"] = PREPROCESSORS["llava"] | {"image_seq_length": 9}

@@ -205,3 +205,12 @@ def open_eagle() -> Callable[..., object]:
     """(directory, backend="numpy") to a context manager that gives an `DecodingRunner`; "fixed" is `FixedShapeBackend`,
     "fixed on sm_90" the same with the choice of that GPU."""
     return _open_eagle
+
+
+@pytest.fixture(scope="module", params=["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def runner(
+    request: pytest.FixtureRequest, directory: EngineDirectory, open_eagle: Callable[..., object]
+) -> Iterator[DecodingRunner]:
+    """Of a module's `directory`, on every backend."""
+    with open_eagle(directory, request.param) as opened:
+        yield opened

@@ -4,7 +4,7 @@ steps are captured: the rows of a step are there before it runs, whoever chose i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,6 @@ def directory(
     checkpoint = make_checkpoint(folder / "model", 4, **WINDOWED["gemma4"])
     build_engine_directory(checkpoint, folder / "engines", LIMITS, [], "bfloat16", draft=make_draft(folder / "draft"))
     return EngineDirectory.open(folder / "engines")
-
-
-@pytest.fixture(scope="module", params=["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def runner(
-    request: pytest.FixtureRequest, directory: EngineDirectory, open_eagle: Callable[..., object]
-) -> Iterator[DecodingRunner]:
-    with open_eagle(directory, request.param) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("values", [GREEDY, DRAWN], ids=["greedy", "drawn"])

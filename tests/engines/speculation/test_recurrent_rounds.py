@@ -47,14 +47,6 @@ def directory(
     return EngineDirectory.open(target)
 
 
-@pytest.fixture(scope="module", params=["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def runner(
-    request: pytest.FixtureRequest, directory: EngineDirectory, open_eagle: Callable[..., object]
-) -> Iterator[DecodingRunner]:
-    with open_eagle(directory, request.param) as opened:
-        yield opened
-
-
 @pytest.fixture(scope="module")
 def expected(runner: DecodingRunner, on_numpy: list[list[int]]) -> list[list[int]]:
     """What each prompt is answered with alone, plainly: by NumPy, or by the GPU itself."""
