@@ -40,7 +40,7 @@ LIMITS = {
     "lora": 94_000,
     "losses": 10_000,
     "mmproj": 4_000,
-    "mtp": 19_000,
+    "mtp": 22_000,
     "policy": 2_000,
     "published": 26_000,
     "quantized": 205_000,

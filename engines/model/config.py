@@ -34,7 +34,7 @@ DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = (
     *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
-    "nemotron_h",
+    *("nemotron_h", "nemotron_h_mtp"),
 )
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).

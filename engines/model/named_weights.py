@@ -15,7 +15,7 @@ _GRANITE_EXPERTS = {
 }
 #: By `DecoderConfig.naming`, what a checkpoint calls a module, or a tensor without an ending, otherwise than Llama's; *
 #: stands for an expert's number.
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {},
     "lfm2": {
         "norm": "embedding_norm",
@@ -55,6 +55,12 @@ PUBLISHED = {
         "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
     },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+}
+#: Nemotron-H's head for multi-token prediction: its attention is the first "layer" there, its mixture the second.
+PUBLISHED["nemotron_h_mtp"] = {
+    **{name: f"{int(name.startswith('mlp'))}.{own}" for name, own in PUBLISHED["nemotron_h"].items()},
+    **{"pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm", "fc": "0.eh_proj"},
+    **{"post_attention_layernorm": "1.norm", "norm": "1.final_layernorm"},
 }
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
 

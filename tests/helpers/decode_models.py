@@ -296,6 +296,10 @@ DRAFTS = {
     **BLOCKS,
     "mtp": mtp_draft(GATED, 53),
     "mtp_of_all_tokens": mtp_draft(replace(GATED, tie_word_embeddings=True)),
+    "mtp_of_experts": mtp_draft(
+        replace(MIXED["nemotron_h"], naming="nemotron_h", lone_parts=True, nope_layers=tuple(range(LLAMA.num_layers))),
+        53,
+    ),
     "eagle1": EAGLE1,
     "eagle1_with_biases": replace(EAGLE1, fc_bias=True, decoder=replace(EAGLE1.decoder, attention_bias=True)),
     "each_feature_normed": replace(EAGLE3, generation="3.1", feature_norm="each", feed_back_normed=True),
