@@ -2,8 +2,8 @@
 
     python tools/goldens/make_published.py tests/goldens/published CONFIGS
 
-CONFIGS is a folder with files `NAME_config.json` as published; `*_hf_quant_config.json` are left out, as are models
-that differ from others there in their packed weights alone. Of each the table has the fields that say what is computed,
+CONFIGS is a folder with files `NAME_config.json` as published, whose rows join those of the table; `*_hf_quant_config.json`
+are left out, as are models that differ from others there in their packed weights alone. Of each the table has the fields that say what is computed,
 and how many parameters the language model has by transformers' own class, where this project has the family; so does
 it of the configuration that transformers' class of each of these families has by itself. Needs torch and transformers.
 """
@@ -30,6 +30,7 @@ _FAMILIES = (
         "gemma2",
         "gemma3_text",
         "gemma4_text",
+        "gemma4_unified_text",
         "starcoder2",
         "lfm2",
         "qwen3_5_text",
@@ -38,7 +39,7 @@ _FAMILIES = (
     "hunyuan_v1_dense",
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     "nemotron_h",
-    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5", "paligemma"),
+    *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "paligemma"),
     *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
 )
 #: What changes nothing, or is not the language model's.
@@ -82,9 +83,11 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("configs", type=Path)
     arguments = parser.parse_args()
-    table: dict[str, dict[str, Any]] = {"published": {}, "defaults": {}}
+    target = arguments.directory / "configs.json.xz"
+    known_rows = json.loads(lzma.decompress(target.read_bytes()))["published"] if target.exists() else {}
+    table: dict[str, dict[str, Any]] = {"published": known_rows, "defaults": {}}
     for path in sorted(arguments.configs.rglob("*_config.json")):
-        name = path.name.removesuffix("_config.json").partition("--")[2]
+        name = path.name.removesuffix("_config.json").partition("--")[2]  # OWNER--NAME
         if not name or path.name.endswith("_hf_quant_config.json") or any(packed in name for packed in _PACKED):
             continue
         config, count = json.loads(path.read_text()), None
@@ -97,7 +100,6 @@ def main() -> None:
         count = None if family in _UNMADE else parameters_of(default)
         table["defaults"][family] = {"config": fields_of(default.to_dict()), "parameters": count}
     text = json.dumps(table, separators=(",", ":"), sort_keys=True, default=str).encode()
-    target = arguments.directory / "configs.json.xz"
     target.write_bytes(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
     print({kind: len(rows) for kind, rows in table.items()}, target.stat().st_size)
 

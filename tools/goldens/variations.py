@@ -663,6 +663,18 @@ VARIATIONS = {
         dtype="bfloat16",
         **_LONG,
     ),
+    "gemma4_unified": Variation(
+        "gemma4_unified_text",
+        {
+            **_GEMMA4,
+            "layer_types": _BOTH,
+            **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        },
+        rope=_GEMMA4_ROPE,
+        dtype="bfloat16",
+        seed=3790,
+        **_LONG,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

@@ -38,6 +38,7 @@ WINDOWS = (
     "gemma3_old_layout",
     "gemma4",
     "gemma4_plain",
+    "gemma4_unified",
     "mistral_window_5",
     "phi3_window_7",
     "qwen2_window_7",
