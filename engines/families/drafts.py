@@ -104,7 +104,7 @@ _OTHER_DRAFTS = (
     ),
     DraftKind(
         "Gemma 4 assistant",
-        "only reads its base's keys and values, at one position for all it guesses: attention here writes rows of its own",
+        "only reads keys and values of its base, at one position for all it guesses, where attention here writes rows",
         "assistantforcausallm",
         keys=("backbone_hidden_size",),
         tensors=("pre_projection.", "masked_embedding."),
