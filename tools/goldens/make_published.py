@@ -2,10 +2,11 @@
 
     python tools/goldens/make_published.py tests/goldens/published CONFIGS
 
-CONFIGS is a folder with files `NAME_config.json` as published, whose rows join those of the table; `*_hf_quant_config.json`
-are left out, as are models that differ from others there in their packed weights alone. Of each the table has the fields that say what is computed,
-and how many parameters the language model has by transformers' own class, where this project has the family; so does
-it of the configuration that transformers' class of each of these families has by itself. Needs torch and transformers.
+CONFIGS is a folder with files `OWNER--NAME_config.json` as published, whose rows join those of the table;
+`*_hf_quant_config.json` are left out, as are models that differ from others there in their packed weights alone. Of
+each the table has the fields that say what is computed, and how many parameters the language model has by transformers'
+own class, where this project has the family; so does it of the configuration that transformers' class of each of these
+families has by itself. Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def main() -> None:
     known_rows = json.loads(lzma.decompress(target.read_bytes()))["published"] if target.exists() else {}
     table: dict[str, dict[str, Any]] = {"published": known_rows, "defaults": {}}
     for path in sorted(arguments.configs.rglob("*_config.json")):
-        name = path.name.removesuffix("_config.json").partition("--")[2]  # OWNER--NAME
+        name = path.name.removesuffix("_config.json").partition("--")[2]
         if not name or path.name.endswith("_hf_quant_config.json") or any(packed in name for packed in _PACKED):
             continue
         config, count = json.loads(path.read_text()), None
