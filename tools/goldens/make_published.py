@@ -52,6 +52,8 @@ _LEFT_OUT = (
 _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
 #: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
 _UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
+#: What corrects a mixture's choice: buffers in transformers, weights here.
+_CORRECTIONS = ("correction_bias", "expert_bias")
 _OF_ENCODERS = (
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
     *("audio_tower", "embed_audio", "mtp"),
@@ -70,7 +72,7 @@ def parameters_of(config: transformers.PretrainedConfig) -> int:
     kind = next((each for each in kinds if type(config) in each._model_mapping), transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         model = kind.from_config(config)
-    corrections = (each for each in model.named_buffers() if each[0].endswith("correction_bias"))  # of choices: weights
+    corrections = (each for each in model.named_buffers() if each[0].endswith(_CORRECTIONS))
     return sum(
         tensor.numel()
         for name, tensor in (*model.named_parameters(), *corrections)
