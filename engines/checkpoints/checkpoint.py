@@ -229,8 +229,8 @@ class Checkpoint:
         module, is_table = name.removesuffix(_WEIGHT), name.endswith(_TABLES)
         if is_table and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
             return None
-        names = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-        names = published_names(module) if self._is_wrapped else names
+        alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
+        names = published_names(module) if self._is_wrapped else alone
         return self.quantization.layout((*names, TABLE_CLASS) if is_table else names)
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
