@@ -60,7 +60,8 @@ class Mixture:
 
     `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
     are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate). Experts that are
-    not `gated`, the one of all tokens among them, give down(relu(up)^2).
+    not `gated`, the one of all tokens among them, give down(relu(up)^2). With a `latent_size` those that are chosen
+    take and give rows of that width, to which a layer leads and from which another leads back.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -77,6 +78,7 @@ class Mixture:
     limit: float = field(default=0.0, metadata=ADDED_LATER)
     shared_gate: bool = field(default=True, metadata=ADDED_LATER)
     gated: bool = field(default=True, metadata=ADDED_LATER)
+    latent_size: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def routing(self) -> Routing:

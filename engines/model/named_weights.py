@@ -53,6 +53,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
         **{f"mlp.experts.*.{each}_proj": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
         "mlp.gate": "mixer.gate",
         "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
+        **{f"mlp.fc{number}_latent_proj": f"mixer.fc{number}_latent_proj" for number in (1, 2)},
     },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 }

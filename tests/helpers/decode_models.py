@@ -153,6 +153,12 @@ MIXED = {
     ),
     "qwen3_5_moe": replace(RECURRENT["delta_nets_of_two_products"], mixture=Mixture(6, 2, 24, shared_size=40)),
     "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40, shared_gate=False)),
+    "latent_experts": replace(
+        LLAMA,
+        hidden_act="relu_squared",
+        gated_mlp=False,
+        mixture=Mixture(6, 3, 24, "sigmoid", True, shared_size=40, shared_gate=False, gated=False, latent_size=16),
+    ),
     "nemotron_h": replace(
         LLAMA,
         hidden_act="relu_squared",

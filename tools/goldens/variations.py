@@ -675,6 +675,23 @@ VARIATIONS = {
         seed=3790,
         **_LONG,
     ),
+    "nemotron_h_latent": Variation(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 16,
+            "moe_latent_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        dtype="bfloat16",
+        seed=3770,
+        generated=64,
+        length=19,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from checkpoint_tensors import read_tensor
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
-from edgellm.engines.model.config import Mixture
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from tools.demo_model.describe import describe_in_place
@@ -107,7 +105,7 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
         (lambda v: v["config"].update(attention_scale="1"), r"'attention_scale' is \"1\", expected a number or null"),
         (lambda v: v["config"].update(sliding_window=8), r"'kv_capacity' is \d+, by sliding_window expected at most 8"),
         (
-            lambda v: v["config"].update(mixture=asdict(Mixture(6, 2, 24, shared_size=8, limit=1.0)), post_norms=True),
+            lambda v: v["config"].update(mixture={"experts": 6, "chosen": 2, "size": 24}, post_norms=True),
             r"'post_norms' is (true|True), expected none of it where there is a 'mixture'",
         ),
         (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number from 1 to 8"),

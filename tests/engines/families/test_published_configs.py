@@ -22,8 +22,6 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "gemma-4-26B-A4B": (UnsupportedModelError, "enable_moe_block is true, .* which is not supported: take Gemma 4 E2B"),
     **dict.fromkeys(("smolvlm", "idefics3"), (CheckpointError, "image_token_id is 128257, expected a token id from 0")),
     "llava": (CheckpointError, "image_token_index is 32000, expected a token id from 0 to 31999"),
-    "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": (UnsupportedModelError, "moe_latent_size is 2048, supported are experts"),
-    "NVIDIA-Nemotron-3-Super-120B-A12B": (UnsupportedModelError, "moe_latent_size is 1024, supported are experts"),
 }
 
 
