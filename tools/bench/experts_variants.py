@@ -141,7 +141,7 @@ def kernels_of(variant: Variant, bench: Bench, rows: int) -> Iterator[None]:
         return Launch(module, patched(kernel, variant), grid, threads, shared_bytes, given)
 
     patches = patch.object(launcher, "packed_rows", chosen), patch.object(launcher, "Launch", launch)
-    with patches[0], patches[1], bench.kernels.module.side_by_side():
+    with patches[0], patches[1]:
         yield
 
 
@@ -157,6 +157,8 @@ class Tried:
         """Those of a layer whose router chooses, and of all layers."""
         bench = self.bench
         with kernels_of(variant, bench, self.step.rows):
+            with bench.kernels.module.side_by_side():  # compiles; launches that are made meanwhile cannot run
+                self.routed.launches(0)
             every = [self.routed.launches(0), *(self.step.launches(number) for number in range(LAYERS))]
         for own, layer in zip(every, (bench.layers[0], *bench.layers), strict=True):
             addition, layout = own["gate_up"]._arguments[0].addition, layer.down.layout
