@@ -96,6 +96,8 @@ class Checkpoint:
         self._layouts = {
             name: found for file in files if isinstance(file, GgufWeights) for name, found in file.layouts.items()
         }
+        #: What `quantization` says of modules: of each expert it is asked again and again, and it may have long lists.
+        self._asked: dict[str, Layout | None] = {}
         self._is_multimodal = is_multimodal(config)
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
@@ -229,8 +231,10 @@ class Checkpoint:
         module = name.removesuffix(_WEIGHT)
         if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
             return None
-        alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-        return self.quantization.layout(published_names(module) if self._is_wrapped else alone)
+        if module not in self._asked:
+            alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
+            self._asked[module] = self.quantization.layout(published_names(module) if self._is_wrapped else alone)
+        return self._asked[module]
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""

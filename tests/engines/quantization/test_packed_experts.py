@@ -18,6 +18,7 @@ from tiny_families import MIXTURES
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -194,6 +195,14 @@ def test_stacks_of_8_bit_floats_are_read_as_published_and_as_transformers_writes
         runner.start(0, golden.token_ids, 0, SamplingValues(), golden.placed()).wait()
         found.append(runner.logits(0).copy())
     assert_close(*found)
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (65, 64), (3, 5), (1, 33)])
+def test_what_lies_turned_is_copied_in_order(shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(3).integers(0, 256, shape[::-1], np.uint8).T
+    found = contiguous(values)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, values)
 
 
 def test_stacks_are_refused_where_a_block_has_gates_and_ups(tmp_path: Path) -> None:
