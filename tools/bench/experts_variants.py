@@ -267,7 +267,8 @@ def main() -> None:
     device = CudaDevice()
     bench = Bench(device, KernelModule(device.gpu, device.stream), options, "int4")
     for rows in options.rows:
-        tried, tries = Tried(bench, rows), variants(rows, bench.hidden, bench.size)
+        tried, in_clusters = Tried(bench, rows), bench.chosen == _CLUSTER and bench.experts % (8 * _CLUSTER) == 0
+        tries = [each for each in variants(rows, bench.hidden, bench.size) if each.routes < 2 or in_clusters]
         tried.compile(tries)
         print(f"{rows} rows compiled behind {time.monotonic() - begun:.1f} s", flush=True)
         for variant in (*tries, Variant()):
