@@ -10,7 +10,7 @@ of all layers), and of its kernels. Nothing of what is tried is in the kernels t
 - row adds: of one row, a block of downs has its columns of all experts and adds them, without a word to other blocks.
 - asks: gates and ups ask the second-level cache for the same experts' downs, 1 when their own weights are under way, 2
   when they have been multiplied.
-- releases: who comes last is found by one instruction in place of two fences and an atomic.
+- fences: who comes last is found by an atomic between two fences, in place of one instruction.
 - routes: of one row, each block of gates and ups chooses for itself, 1 by the scores of a router without a last block,
   2 in clusters of eight blocks that score, too: two launches in place of three. With `ahead`, downs read what was
   chosen before gates and ups end, and again behind that, lest it was another choice. `blocks` are those of a pair.
@@ -42,15 +42,15 @@ from edgellm.kernels.experts import launcher
 from edgellm.kernels.experts.launcher import expert_bytes
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-#: Edits of experts/addition.cuh and of experts/packed_rows.cu: what stands there, what stands in its place.
-_RELEASES = {
-    """        __threadfence();
-        is_last = atomicInc(counter, count - 1) == count - 1;
-        __threadfence();
-""": """        unsigned before;
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
-        is_last = before == count - 1;
+#: Edits of shared/last_of.cuh and of experts/packed_rows.cu: what stands there, what stands in its place.
+_FENCES = {
+    """    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(total - 1)
+                 : "memory");
+""": """    __threadfence();
+    before = atomicInc(counter, total - 1);
+    __threadfence();
 """
 }
 _BEGIN = "template <typename T, typename G, int KIND, typename Pairs>\n"
@@ -93,7 +93,7 @@ class Variant(NamedTuple):
     ahead: int = 0
     row_adds: int = 0
     asks: int = 0
-    releases: int = 0
+    fences: int = 0
     routes: int = 0
     forms: tuple[tuple[int, tuple[int, ...]], ...] = ()
     blocks: int = 33
@@ -107,19 +107,19 @@ class Variant(NamedTuple):
 def variants(rows: int, hidden: int, size: int) -> list[Variant]:
     """All, by themselves and together."""
     few, ring, downs = (hidden, (1, 0, 1, 2)), (hidden, (2, 3, 1, 2)), (size, (1, 2, 2, 2))
-    found = [Variant(), Variant(releases=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
+    found = [Variant(), Variant(fences=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
     if rows > 1:
-        found += [Variant(asks=1), Variant(asks=2), Variant(1, releases=1), Variant(1, 0, 2, 1)]
+        found += [Variant(asks=1), Variant(asks=2), Variant(1, 0, 2)]
         forms = (1, 0, 2, 2), (2, 1, 2, 2), (2, 2, 1, 1)
-        return found + [Variant(1, releases=1, forms=((size, form),)) for form in forms]
+        return found + [Variant(1, forms=((size, form),)) for form in forms]
     found += [Variant(ahead=1, forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
-    found += [Variant(row_adds=1), Variant(1, 1), Variant(1, 1, releases=1)]
-    found += [Variant(1, adds, 0, 1, 0, (form,)) for adds in (0, 1) for form in (few, ring)]
+    found += [Variant(row_adds=1), Variant(1, 1)]
+    found += [Variant(1, adds, forms=(form,)) for adds in (0, 1) for form in (few, ring)]
     found += [Variant(routes=1), Variant(row_adds=1, routes=1), Variant(1, 1, routes=1)]
     shapes = (32, 0, 2), (16, 0, 2), (16, 3, 1), (16, 6, 1), (32, 2, 2)  # blocks of a pair; depth, and blocks
     for blocks, *form in shapes:
         forms = ((hidden, (1, *form, 2)),)
-        found += [Variant(*way, 0, 0, 2, forms, blocks) for way in ((0, 0), (0, 1), (1, 1))]
+        found += [Variant(*way, routes=2, forms=forms, blocks=blocks) for way in ((0, 0), (0, 1), (1, 1))]
     return found
 
 
@@ -129,7 +129,7 @@ def patched(kernel: Kernel, variant: Variant) -> Kernel:
     is_routed = "routed_gated" in kernel.expression
     for file, edits, is_needed in (
         ("experts/router.cu", _ROUTES, variant.routes and (is_routed or "::route<" in kernel.expression)),
-        ("experts/addition.cuh", _RELEASES, variant.releases),
+        ("shared/last_of.cuh", _FENCES, variant.fences),
         ("experts/packed_rows.cu", _MULTIPLIES, any(own) and (is_routed or "expert_" in kernel.expression)),
     ):
         if not is_needed:
