@@ -20,6 +20,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.config import read_quantization
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.engines.runners.sampling_state import SamplingValues
 
@@ -195,6 +196,26 @@ def test_stacks_of_8_bit_floats_are_read_as_published_and_as_transformers_writes
         runner.start(0, golden.token_ids, 0, SamplingValues(), golden.placed()).wait()
         found.append(runner.logits(0).copy())
     assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("module", "packed"),
+    [
+        ("lm_head", False),
+        ("model.layers.1.mlp.down_proj", False),
+        ("model.layers.10.mlp.down_proj", True),
+        ("model.layers.3.self_attn.q_proj", False),
+        ("model.layers.4.self_attn.q_proj", True),
+        ("model.layers.4.mlp.gate", False),
+        ("model.visual.blocks.0.proj", False),
+    ],
+)
+def test_names_that_stay_dense_are_whole_or_begin_or_end_a_modules_or_are_patterns(module: str, packed: bool) -> None:
+    kept = ["lm_head", "model.layers.1", "model.layers.[23].self_attn", "mlp.gate", "model.visual."]
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": kept}
+    found = read_quantization(Path("model"), {"quantization_config": settings, "dtype": "float16"})
+    assert found is not None
+    assert (found.layout((module,)) is not None) == packed
 
 
 @pytest.mark.parametrize("shape", [(40, 70), (65, 64), (3, 5), (1, 33)])
