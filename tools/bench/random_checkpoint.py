@@ -332,7 +332,8 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head", "re:.*visual.*", "re:.*mlp[.]gate$"])}
+        dense = ["lm_head", "re:.*visual.*", "re:.*mlp[.]gate$"]
+        config = config | {"quantization_config": quantization_config(packed, dense)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
