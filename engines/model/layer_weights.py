@@ -198,10 +198,10 @@ class LayerWeights(NamedWeights):
     def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
-        width, latent = mixture.latent_size or hidden, ()
+        width, latent = mixture.latent_size or hidden, tuple[Linear, ...]()
         if mixture.latent_size:
-            sizes = (1, width, hidden), (2, hidden, width)
-            latent = tuple(self.linear(f"mlp.fc{number}_latent_proj", *size, False) for number, *size in sizes)
+            into, back = (f"mlp.fc{number}_latent_proj" for number in (1, 2))
+            latent = self.linear(into, width, hidden, False), self.linear(back, hidden, width, False)
         gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
         rows = inner * mixture.activation.sums // len(gates)
         first = "gate_up_proj" if mixture.gated else "up_proj"
