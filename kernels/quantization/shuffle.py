@@ -8,7 +8,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.code_words import TURNS, UPPER_BITS
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, upper_words
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
@@ -21,10 +21,13 @@ class _Shuffle(ctypes.Structure):
 
 def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     """The kernel for codes that are stored in 4 or 8 bits."""
-    turns = ", ".join(f"{{{turn}, {highest}}}" for turn, highest in TURNS[codes])
-    macros = ("HOST_TURNS", turns), ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle))
+    tables = {"HOST_TURNS": TURNS[codes], "HOST_UPPER_TURNS": UPPER_TURNS.get(codes, TURNS[codes])}
+    macros = (
+        ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
+        *((name, ", ".join(f"{{{', '.join(map(str, turns))}}}" for turns in table)) for name, table in tables.items()),
+    )
     own = 32 // len(TURNS[codes])
-    expression = f"shuffle<{own}, {bits}, {UPPER_BITS.get(codes, 0)}>"
+    expression = f"shuffle<{own}, {bits}, {upper_words(codes)}>"
     name = f"shuffle-{codes}-{bits}"
     return Kernel(ModuleSource(name, ("quantization/shuffle.cu",), (expression,), macros), expression)
 
