@@ -26,17 +26,18 @@ def _columns(*turns: tuple[int, ...]) -> tuple[Turns, ...]:
 
 def _halves(*pairs: tuple[int, ...]) -> tuple[Turns, ...]:
     """Pairs of neighbouring columns, in the lower half of a word and, turned alike, in the upper one."""
-    return tuple((low, turn + half, high, more + half) for low, turn, high, more in _columns(*pairs) for half in (0, 16))
+    return tuple(
+        (low, turn + half, high, more + half) for low, turn, high, more in _columns(*pairs) for half in (0, 16)
+    )
 
 
-_BYTES, _FP8 = ((255, 0), (255, 16), (255, 8), (255, 24)), ((127, 7, 128, 8), (127, 23, 128, 24), (127, 0, 128, 7))
 _FP4 = ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29))
 #: By codes, the columns of a word. The order is that in which kernels number codes (CODES of decode/packed_codes.cuh).
 TURNS = MappingProxyType(
     {
         "int4": _halves((15, 6), (15, 2), (15, 14), (15, 10)),
-        "int8": _columns(*_BYTES),
-        "fp8": _columns(*_FP8, (127, 16, 128, 23)),
+        "int8": _columns((255, 0), (255, 16), (255, 8), (255, 24)),
+        "fp8": _columns((127, 7, 128, 8), (127, 23, 128, 24), (127, 0, 128, 7), (127, 16, 128, 23)),
         "fp4": _columns(*((7, turn, 8, sign) for turn, sign in _FP4)),
         "int5": _halves((31, 0), (31, 5), (31, 10), (1, 15)),
         "int6": _halves((63, 4), (63, 10), (), (15, 0)),
@@ -63,7 +64,9 @@ def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
     turns, upper = TURNS[codes], upper_words(codes)
     words = LANE_COLUMNS // len(turns)  # of a lane, a step; as many pieces
     columns = padded.reshape(down, BLOCK_ROWS, along, words, -1, _LANES, words, len(turns))
-    found = _joined(columns, turns).transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps, words
+    found = _joined(columns, turns).transpose(
+        0, 2, 3, 1, 5, 4, 6
+    )  # to blocks, pieces, rows, lanes of a row, steps, words
     found = found.reshape(down, along, -1)
     if upper:
         steps = padded.reshape(down, BLOCK_ROWS, along, upper, -1, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 5, 3, 4, 6)
