@@ -19,6 +19,7 @@ from edgellm.kernels.prefill.linear import (
     TILINGS,
     CudaPromptLinear,
     PromptTiling,
+    dequantizing,
     packed_prompt_kernel,
     prompt_kernel,
     prompt_tiling,
@@ -71,6 +72,16 @@ def test_the_fastest_tiling_fits(name: str) -> None:
 def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
     large, small = (prompt_tiling(rows, 2048, 2048, GPUS["H200"]) for rows in (4000, 128))
     assert large.rows * large.weight_rows > small.rows * small.weight_rows
+
+
+def test_values_that_take_many_instructions_are_made_for_more_rows() -> None:
+    """K types; otherwise the same: a warp makes them for 64 rows of activations, not for 32."""
+    few, many = (
+        dequantizing(DeviceLayout(WeightFormat(codes, 32, False, dtype, scaling="levels"), 2048, 8192, multiplied=dtype))
+        for codes, dtype in (("int4", "float16"), ("int6", "float32"))
+    )
+    fine, coarse = (prompt_tiling(512, 2048, 8192, GPUS["H200"], 608, each).row_tiles for each in (few, many))
+    assert (fine, coarse) == (2, 4) and many > 2 * few
 
 
 def test_a_kernel_has_a_name_of_its_own() -> None:
