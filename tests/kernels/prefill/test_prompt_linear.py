@@ -76,10 +76,8 @@ def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
 
 def test_values_that_take_many_instructions_are_made_for_more_rows() -> None:
     """K types; otherwise the same: a warp makes them for 64 rows of activations, not for 32."""
-    few, many = (
-        dequantizing(DeviceLayout(WeightFormat(codes, 32, False, dtype, scaling="levels"), 2048, 8192, multiplied=dtype))
-        for codes, dtype in (("int4", "float16"), ("int6", "float32"))
-    )
+    formats = WeightFormat("int4", 128, False, "float16"), WeightFormat("int6", 16, False, "float32", scaling="levels")
+    few, many = (dequantizing(DeviceLayout(each, 2048, 8192, multiplied=each.dtype)) for each in formats)
     fine, coarse = (prompt_tiling(512, 2048, 8192, GPUS["H200"], 608, each).row_tiles for each in (few, many))
     assert (fine, coarse) == (2, 4) and many > 2 * few
 
