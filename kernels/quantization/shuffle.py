@@ -8,7 +8,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, upper_words
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, Turns, upper_words
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
@@ -19,12 +19,16 @@ class _Shuffle(ctypes.Structure):
     _fields_ = members("void* codes tails data", "longlong stride", "int rows columns tail_bytes")
 
 
+def _listed(turns: tuple[Turns, ...]) -> str:
+    return ", ".join(f"{{{', '.join(map(str, own))}}}" for own in turns)
+
+
 def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     """The kernel for codes that are stored in 4 or 8 bits."""
-    tables = {"HOST_TURNS": TURNS[codes], "HOST_UPPER_TURNS": UPPER_TURNS.get(codes, TURNS[codes])}
     macros = (
         ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
-        *((name, ", ".join(f"{{{', '.join(map(str, turns))}}}" for turns in table)) for name, table in tables.items()),
+        ("HOST_TURNS", _listed(TURNS[codes])),
+        ("HOST_UPPER_TURNS", _listed(UPPER_TURNS.get(codes, ((0, 0, 0, 0),)))),
     )
     own = 32 // len(TURNS[codes])
     expression = f"shuffle<{own}, {bits}, {upper_words(codes)}>"
