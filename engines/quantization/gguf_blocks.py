@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,13 +17,9 @@ from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES
 from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Codes, Levels, Scaling, WeightFormat
 
-
-class _Scales(NamedTuple):
-    """What [N, B] blocks hold beside codes: `scales` and `minima` (or None) float32 [N, B, groups of a block]; of
-    `Levels` the numbers by which their factors are multiplied, int8."""
-
-    scales: np.ndarray
-    minima: np.ndarray | None = None
+#: What [N, B] blocks hold beside codes: scales, or these and minima, float32 [N, B, groups of a block]; of `Levels` the
+#: numbers by which their factors are multiplied, int8.
+_Scales = tuple[np.ndarray, ...]
 
 
 def _halves(data: np.ndarray, first: int, count: int = 1) -> np.ndarray:
@@ -34,12 +29,12 @@ def _halves(data: np.ndarray, first: int, count: int = 1) -> np.ndarray:
 
 def _scale(data: np.ndarray) -> _Scales:
     """d."""
-    return _Scales(_halves(data, 0).astype(np.float32))
+    return (_halves(data, 0).astype(np.float32),)
 
 
 def _scale_and_minimum(data: np.ndarray) -> _Scales:
     """d, m."""
-    return _Scales(_halves(data, 0).astype(np.float32), _halves(data, 2).astype(np.float32))
+    return _halves(data, 0).astype(np.float32), _halves(data, 2).astype(np.float32)
 
 
 def _of_eight(data: np.ndarray) -> _Scales:
@@ -49,19 +44,19 @@ def _of_eight(data: np.ndarray) -> _Scales:
     first, second, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate((first & 63, low & 15 | first >> 6 << 4), axis=-1)
     minima = np.concatenate((second & 63, low >> 4 | second >> 6 << 4), axis=-1)
-    return _Scales(scales.view(np.int8), minima.view(np.int8))
+    return scales.view(np.int8), minima.view(np.int8)
 
 
 def _of_sixteen(data: np.ndarray) -> _Scales:
     """Behind the codes 16 scales as two's complements, before d."""
-    return _Scales(np.ascontiguousarray(data[..., 192:208]).view(np.int8))
+    return (np.ascontiguousarray(data[..., 192:208]).view(np.int8),)
 
 
 def _of_upper_bits(data: np.ndarray) -> _Scales:
     """Behind d 2 upper bits of each of 8 scales, their 4 lower ones; scales count from 32."""
     high = np.ascontiguousarray(data[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((data[..., 4:8] & 15, data[..., 4:8] >> 4), axis=-1).reshape(*data.shape[:2], 8)
-    return _Scales((low | high << 4).astype(np.int8) - np.int8(32))
+    return ((low | high << 4).astype(np.int8) - np.int8(32),)
 
 
 def _factors(kind: str, data: np.ndarray) -> np.ndarray:
@@ -73,7 +68,7 @@ def _factors(kind: str, data: np.ndarray) -> np.ndarray:
 
 def _exponent(data: np.ndarray) -> _Scales:
     """An exponent."""
-    return _Scales(np.ldexp(1.0, data[..., :1].astype(np.int32) - 127).astype(np.float32))
+    return (np.ldexp(1.0, data[..., :1].astype(np.int32) - 127).astype(np.float32),)
 
 
 #: By a type's name: what codes are, whether groups have minima, how scales are stored, and what reads them.
@@ -140,18 +135,16 @@ class BlockLayout(Layout):
             tensors.check("weight", np.isfinite(factors), factors, "finite scales and minima")
 
             def read_levels() -> Levels:
-                numbers = [part.reshape(rows, -1) for part in reader(blocks) if part is not None]
-                of_columns = np.repeat(factors, form.columns // LEVEL_COLUMNS, axis=1)
-                return Levels(of_columns, np.stack(numbers, axis=-1))
+                numbers = np.stack([part.reshape(rows, -1) for part in reader(blocks)], axis=-1)
+                return Levels(np.repeat(factors, form.columns // LEVEL_COLUMNS, axis=1), numbers)
 
             if self.order is None:  # a GPU reads them from the blocks
                 return StoredWeight(self.format("float32"), (stored,), None, read_levels=read_levels)
-            levels, own = read_levels(), list[np.ndarray]()
-            if not self._keeps_levels:
-                own, levels = list(np.moveaxis(levels.products(self.group), -1, 0)), None
+            levels = read_levels()
+            own = list(np.moveaxis(levels.products(self.group), -1, 0))
         else:
             with np.errstate(invalid="ignore", over="ignore"):
-                own = [part.reshape(rows, -1) for part in reader(blocks) if part is not None]
+                own = [part.reshape(rows, -1) for part in reader(blocks)]
             for values in own:
                 tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
         if self.order is not None:
@@ -164,10 +157,9 @@ class BlockLayout(Layout):
             groups = order[:, 0] // self.group
             codes, own = stored.unpacked().reshape(rows, -1, self.group)[:, groups], [part[:, groups] for part in own]
             stored = StoredCodes(codes.reshape(rows, columns), "bytes", 8, (rows, columns))
-            if levels is not None:
+            if levels is not None and self._keeps_levels:
                 of_factor = LEVEL_COLUMNS // self.group
-                factors = levels.factors[:, groups[::of_factor] // of_factor]
-                moved = Levels(factors, levels.numbers[:, groups])
+                moved = Levels(levels.factors[:, groups[::of_factor] // of_factor], levels.numbers[:, groups])
                 return StoredWeight(self.format("float32"), (stored,), None, read_levels=lambda: moved)
         scales, minima = (*own, None)[:2]
         return StoredWeight(self.format("float32"), (stored,), scales, own_minima=minima)

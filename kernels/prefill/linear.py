@@ -164,11 +164,10 @@ def dequantizing(layout: DeviceLayout | None) -> int:
 
 @cache
 def prompt_tiling(
-    batch: int, weight_rows: int, columns: int, gpu: Capacity, block_bytes: int = 0, dequantizes: int = _DEQUANTIZES
+    batch: int, weight_rows: int, columns: int, gpu: Capacity, layout: DeviceLayout | None = None
 ) -> PromptTiling:
-    """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]; `block_bytes` and
-    `dequantizes` of packed weights."""
-    tilings = prompt_tilings(gpu, block_bytes)
+    """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]; `layout`: packed so."""
+    tilings, dequantizes = prompt_tilings(gpu, layout.block_bytes if layout else 0), dequantizing(layout)
     return min(tilings, key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu, dequantizes))
 
 
@@ -270,9 +269,8 @@ class CudaPromptLinear(CudaTiledKernels):
         activation: int = NO_ACTIVATION,
     ) -> tuple[Kernel, PromptTiling]:
         """A kernel and its tiling, the fastest if none is given, or one for packed weights though this one is not."""
-        block_bytes = 0 if layout is None else layout.block_bytes
         if tiling is None or (layout is None and tiling.block_bytes):
-            tiling = prompt_tiling(rows, *weight, self.gpu, block_bytes, dequantizing(layout))
+            tiling = prompt_tiling(rows, *weight, self.gpu, layout)
         stages = tiling.stages(self.gpu)
         if layout is not None:
             return packed_prompt_kernel(name, layout, tiling, stages, adapted), tiling

@@ -127,17 +127,15 @@ def block_levels(module: KernelModule, blocks: DeviceArray, tails: DeviceArray, 
     `tails` uint8 [row blocks, K / 128, bytes]: the first row of blocks is its row `first`; where the last one ends no
     row block, zeros follow. Raises KernelError where they do not fit.
     """
-    form, (down, along, size), (rows, row_bytes) = BLOCK_CODES[kind], tails.shape, blocks.shape
-    columns, tail_size = (
-        row_bytes // form.size * form.columns,
-        BLOCK_ROWS * (2 + BLOCK_COLUMNS // form.group) * form.level_parts,
-    )
+    form, (rows, row_bytes) = BLOCK_CODES[kind], blocks.shape
+    along = row_bytes // form.size * form.columns // BLOCK_COLUMNS
+    expected = along, BLOCK_ROWS * (2 + BLOCK_COLUMNS // form.group) * form.level_parts
     end = -(-(first + rows) // BLOCK_ROWS) * BLOCK_ROWS
-    if not form.level_parts or (columns, size) != (along * BLOCK_COLUMNS, tail_size) or end > down * BLOCK_ROWS:
+    if not form.level_parts or tails.shape[1:] != expected or end > tails.shape[0] * BLOCK_ROWS:
         raise KernelError(
-            f"blocks {list(blocks.shape)} of {kind} do not become tails {list(tails.shape)} from row {first} on: "
-            f"expected as many row blocks, {columns // BLOCK_COLUMNS} blocks of columns and {tail_size} bytes"
+            f"rows {first} on of blocks {list(blocks.shape)} of {kind} do not become tails {list(tails.shape)}: "
+            f"expected {[end // BLOCK_ROWS, *expected]}"
         )
     arguments = _Levels(blocks.pointer, tails.pointer, rows, along, first, end)
-    grid = (-(-(end - first) * along // _THREADS), 1, 1)
-    return Launch(module, block_kernel(kind, "levels"), grid, _THREADS, 0, (arguments,))
+    blocks_of_threads = -(-(end - first) * along // _THREADS)
+    return Launch(module, block_kernel(kind, "levels"), (blocks_of_threads, 1, 1), _THREADS, 0, (arguments,))

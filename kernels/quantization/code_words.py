@@ -16,77 +16,68 @@ from edgellm.kernels.quantization.packed_weight import Codes
 #: Rows and columns of a block, columns of a step and of a lane in it.
 BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
 _LANES, _STEPS = STEP // LANE_COLUMNS, BLOCK_COLUMNS // STEP  # of a row
+#: Words that a lane reads at once.
+_PIECE = 4
 #: Of a column: bits of its code, and by how many they are turned to the left; then other bits, or none.
 Turns = tuple[int, int, int, int]
 
 
-def _columns(*turns: tuple[int, ...]) -> tuple[Turns, ...]:
-    return tuple((*own, 0, 0, 0, 0)[:4] for own in turns)  # type: ignore[misc]
-
-
-def _halves(*pairs: tuple[int, ...]) -> tuple[Turns, ...]:
+def _halves(*pairs: tuple[int, int]) -> tuple[Turns, ...]:
     """Pairs of neighbouring columns, in the lower half of a word and, turned alike, in the upper one."""
-    return tuple(
-        (low, turn + half, high, more + half) for low, turn, high, more in _columns(*pairs) for half in (0, 16)
-    )
+    return tuple((bits, turn + half, 0, 0) for bits, turn in pairs for half in (0, 16))
 
 
+_FP8, _NONE = ((7, 8), (23, 24), (0, 7), (16, 23)), (0, 0)
 _FP4 = ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29))
 #: By codes, the columns of a word. The order is that in which kernels number codes (CODES of decode/packed_codes.cuh).
 TURNS = MappingProxyType(
     {
         "int4": _halves((15, 6), (15, 2), (15, 14), (15, 10)),
-        "int8": _columns((255, 0), (255, 16), (255, 8), (255, 24)),
-        "fp8": _columns((127, 7, 128, 8), (127, 23, 128, 24), (127, 0, 128, 7), (127, 16, 128, 23)),
-        "fp4": _columns(*((7, turn, 8, sign) for turn, sign in _FP4)),
+        "int8": tuple((255, turn, 0, 0) for turn in (0, 16, 8, 24)),
+        "fp8": tuple((127, turn, 128, sign) for turn, sign in _FP8),
+        "fp4": tuple((7, turn, 8, sign) for turn, sign in _FP4),
         "int5": _halves((31, 0), (31, 5), (31, 10), (1, 15)),
-        "int6": _halves((63, 4), (63, 10), (), (15, 0)),
-        "iq4": _columns(*((15, turn) for turn in range(0, 32, 4))),
+        "int6": _halves((63, 4), (63, 10), _NONE, (15, 0)),
+        "iq4": tuple((15, turn, 0, 0) for turn in range(0, 32, 4)),
     }
 )
 #: The columns of a word of the others, one step behind another.
 UPPER_TURNS = MappingProxyType(
     {
-        "int5": _halves(*(own for turn in (5, 1, 13, 9) for own in ((), (), (), (30, turn)))),
-        "int6": _halves(*(own for turn in (0, 8) for own in ((), (), (63, 6 + turn), (48, turn)))),
+        "int5": _halves(*(own for turn in (5, 1, 13, 9) for own in (_NONE, _NONE, _NONE, (30, turn)))),
+        "int6": _halves(*(own for turn in (0, 8) for own in (_NONE, _NONE, (63, 6 + turn), (48, turn)))),
     }
 )
-
-
-def upper_words(codes: Codes) -> int:
-    """Words of a lane in a block that UPPER_TURNS describe."""
-    return _STEPS * LANE_COLUMNS // len(UPPER_TURNS[codes]) if codes in UPPER_TURNS else 0
 
 
 def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
     """Codes uint8 of whole blocks [8 D, 128 A], as bytes of blocks: uint8 [D, A, bytes]."""
     down, along = padded.shape[0] // BLOCK_ROWS, padded.shape[1] // BLOCK_COLUMNS
-    turns, upper = TURNS[codes], upper_words(codes)
-    words = LANE_COLUMNS // len(turns)  # of a lane, a step; as many pieces
-    columns = padded.reshape(down, BLOCK_ROWS, along, words, -1, _LANES, words, len(turns))
-    found = _joined(columns, turns).transpose(
-        0, 2, 3, 1, 5, 4, 6
-    )  # to blocks, pieces, rows, lanes of a row, steps, words
-    found = found.reshape(down, along, -1)
-    if upper:
-        steps = padded.reshape(down, BLOCK_ROWS, along, upper, -1, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 5, 3, 4, 6)
-        others = _joined(steps.reshape(*steps.shape[:5], -1), UPPER_TURNS[codes])
-        found = np.concatenate((found, others.reshape(down, along, -1)), axis=-1)
-    return np.ascontiguousarray(found).view(np.uint8)
+    columns = padded.reshape(down, BLOCK_ROWS, along, _STEPS, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
+    lanes, found = columns.reshape(down, along, BLOCK_ROWS, _LANES, -1), list[np.ndarray]()
+    for turns in _tables(codes):
+        words = _joined(lanes.reshape(*lanes.shape[:-1], -1, len(turns)), turns)
+        pieces = words.reshape(*lanes.shape[:-1], -1, min(_PIECE, words.shape[-1]))
+        found.append(np.moveaxis(pieces, 4, 2).reshape(down, along, -1))
+    return np.concatenate(found, axis=-1).view(np.uint8)
 
 
 def codes_of(words: np.ndarray, codes: Codes) -> np.ndarray:
     """What `code_words` was given."""
-    (down, along, _), turns, upper = words.shape, TURNS[codes], upper_words(codes)
-    each, lower = LANE_COLUMNS // len(turns), BLOCK_ROWS * BLOCK_COLUMNS // len(turns)
-    every = np.ascontiguousarray(words).view(np.uint32)
-    own = every[..., :lower].reshape(down, along, each, BLOCK_ROWS, _LANES, -1, each).transpose(0, 3, 1, 2, 5, 4, 6)
-    found = _parted(own, turns).reshape(down * BLOCK_ROWS, -1)
-    if upper:
-        others = _parted(every[..., lower:].reshape(down, along, BLOCK_ROWS, _LANES, upper), UPPER_TURNS[codes])
-        others = others.reshape(*others.shape[:-1], -1, LANE_COLUMNS).transpose(0, 2, 1, 4, 5, 3, 6)
-        found |= others.reshape(found.shape)
-    return found
+    (down, along, _), every, begin = words.shape, np.ascontiguousarray(words).view(np.uint32), 0
+    lanes = np.zeros((down, along, BLOCK_ROWS, _LANES, _STEPS * LANE_COLUMNS), np.uint8)
+    for turns in _tables(codes):
+        count = lanes.shape[-1] // len(turns)  # words of a lane
+        own = every[..., begin : begin + BLOCK_ROWS * _LANES * count]
+        pieces = own.reshape(down, along, -1, BLOCK_ROWS, _LANES, min(_PIECE, count))
+        lanes |= _parted(np.moveaxis(pieces, 2, 4).reshape(*lanes.shape[:-1], count), turns).reshape(lanes.shape)
+        begin += own.shape[-1]
+    columns = lanes.reshape(down, along, BLOCK_ROWS, _LANES, _STEPS, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
+    return columns.reshape(down * BLOCK_ROWS, -1)
+
+
+def _tables(codes: Codes) -> tuple[tuple[Turns, ...], ...]:
+    return (TURNS[codes], UPPER_TURNS[codes]) if codes in UPPER_TURNS else (TURNS[codes],)
 
 
 def _joined(columns: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:

@@ -8,7 +8,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, Turns, upper_words
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, Turns
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
@@ -25,13 +25,13 @@ def _listed(turns: tuple[Turns, ...]) -> str:
 
 def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     """The kernel for codes that are stored in 4 or 8 bits."""
+    turns, upper = TURNS[codes], UPPER_TURNS.get(codes)
     macros = (
         ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
-        ("HOST_TURNS", _listed(TURNS[codes])),
-        ("HOST_UPPER_TURNS", _listed(UPPER_TURNS.get(codes, ((0, 0, 0, 0),)))),
+        ("HOST_TURNS", _listed(turns)),
+        ("HOST_UPPER_TURNS", _listed(upper or turns)),
     )
-    own = 32 // len(TURNS[codes])
-    expression = f"shuffle<{own}, {bits}, {upper_words(codes)}>"
+    expression = f"shuffle<{32 // len(turns)}, {bits}, {32 // len(upper) if upper else 0}>"
     name = f"shuffle-{codes}-{bits}"
     return Kernel(ModuleSource(name, ("quantization/shuffle.cu",), (expression,), macros), expression)
 

@@ -39,7 +39,6 @@ from edgellm.kernels.prefill.linear import (
     TILINGS,
     CudaPromptLinear,
     PromptTiling,
-    dequantizing,
     packed_prompt_kernel,
     prompt_kernel,
     prompt_tiling,
@@ -173,17 +172,16 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
         output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
         library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
         row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        choices, block_bytes = bench.choices(), 0
+        choices = bench.choices()
         if bench.codes is not None:
             launches = [bench.launch(None, x, weight, output, gated) for weight in weights]
             row["dense"] = round(operations / bench.milliseconds(launches, repeats))
-            weights, block_bytes = [bench.packed(weight) for weight in weights], choices[0].block_bytes
+            weights = [bench.packed(weight) for weight in weights]
         for tiling in choices:
             launches = [bench.launch(tiling, x, weight, output, gated) for weight in weights]
             row[named(tiling)] = round(operations / bench.milliseconds(launches, repeats))
         layout = None if bench.codes is None else packed_layout(bench.codes, bench.dtype, weight_rows, columns)
-        more = block_bytes, dequantizing(layout)
-        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu, *more))
+        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu, layout))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
     return found
