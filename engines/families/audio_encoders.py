@@ -7,6 +7,8 @@ a run of its own, and what it gave stays as it was when more is heard.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -16,11 +18,12 @@ from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, WeightSpec
-from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.encoder_steps import EncoderAttention, Unfold
+from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Step
+from edgellm.kernels.arrays import ITEM_SIZES
 
 _DEFAULTS = {
     **{"encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "d_model": 1024},
@@ -28,8 +31,8 @@ _DEFAULTS = {
 }
 #: Layer norms have PyTorch's own; positions are sines and cosines of waves up to so long (Vaswani et al. 2017).
 _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
-#: Far above any published encoder's: bands and half the frames of a chunk, frames of a window.
-_LARGEST_CHUNK, _LARGEST_WINDOW = 4096, 1 << 16
+#: Far above any published encoder's: bands and half the frames of a chunk.
+_LARGEST_CHUNK = 4096
 
 
 def read_audio(checkpoint: Checkpoint) -> AudioConfig:
@@ -41,7 +44,7 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     raw = checkpoint.config.get("audio_config")
     fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, _DEFAULTS, is_part=True), None, "audio_config")
     half = fields.size("n_window", largest=_LARGEST_CHUNK)
-    window = fields.size("n_window_infer", largest=_LARGEST_WINDOW)
+    window = fields.size("n_window_infer", largest=LARGEST_AUDIO_ROWS)
     heads, hidden = fields.size("encoder_attention_heads"), fields.size("d_model")
     if heads and (hidden % heads or hidden % 2 or hidden < 4):
         fields.expect("d_model", hidden, f"a multiple of 2 and of encoder_attention_heads, {heads}, from 4 on")
@@ -73,14 +76,14 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
 
 def audio_weights(config: AudioConfig) -> list[WeightSpec]:
     """The weights that the encoder takes."""
-    return list(audio_program(config, config.window_frames).weights.values())
+    return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
-def audio_inputs(config: AudioConfig, features: np.ndarray) -> dict[str, np.ndarray]:
-    """What the program of a window takes of its `features` [bins, F]: chunks one behind the other, zeros behind the
-    last, the positions of their rows, and which of these rows are those of sound."""
+def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> dict[str, np.ndarray]:
+    """What the program of a shape takes of a window's `features` [bins, F]: chunks one behind the other, zeros behind
+    the last, the positions of their rows, and which of these rows are those of sound."""
     bins, frames = features.shape
-    chunks, half = -(-frames // config.chunk_frames), config.hidden_size // 2
+    chunks, half = shape.tokens // convolved(config.chunk_frames), config.hidden_size // 2
     padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - frames)))
     waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
     angles = np.arange(convolved(config.chunk_frames))[:, None] * waves
@@ -88,37 +91,48 @@ def audio_inputs(config: AudioConfig, features: np.ndarray) -> dict[str, np.ndar
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
         "position_embeddings": np.tile(positions, (chunks, 1))[None],
-        "sounding_rows": np.arange(config.rows(frames), dtype=np.int32)[None],
+        "attention_mask": (np.arange(shape.tokens) < config.rows(frames))[None, None, None],
     }
 
 
-def audio_program(config: AudioConfig, frames: int) -> Program:
-    """The program of a window of so many frames: "features" to "audio_embeddings" [1, rows, language model's H]."""
+def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
+    """Memory in bytes, by name: weights, and inputs and output of a window. A backend that `computes_at_once` has no
+    scratch for what is between steps, of which what the first convolution gives and the second one reads is widest."""
+    program = audio_program(config, audio_shape(config.window_rows))
+    edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
+    everything = sum(math.prod(shape) * item for shape, item in edge)
+    weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
+    widest = config.window_frames * config.mel_bins * config.channels * 4 if computes_at_once else 0
+    return {"audio weights": weights, "audio buffers": everything - weights + widest}
+
+
+def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
+    """The program of a window of whole chunks: "features" to "audio_embeddings" [1, rows, language model's H]."""
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
-    hidden, channels = config.hidden_size, config.channels
-    chunks, rows = -(-frames // config.chunk_frames), config.rows(frames)
+    hidden, channels, rows = config.hidden_size, config.channels, shape.tokens
+    chunks = rows // convolved(config.chunk_frames)
     steps: list[Step] = []
     value, bands, columns, depth = "features", config.mel_bins, config.chunk_frames, 1
     for number in (1, 2, 3):
         convolution = tower.convolution(f"conv2d{number}", channels, (depth, 3, 3), bias=True)
         steps += [
-            Unfold("places", value, (chunks, bands, columns), (3, 3), stride=2, padding=1),
+            Unfold("places", value, (chunks, bands, columns), depth, (3, 3), 2, (1, 1)),
             NormLinear("convolved", (Input("places"),), convolution, "gelu"),
         ]
         value, bands, columns, depth = "convolved", convolved(bands, 1), convolved(columns, 1), channels
     steps += [
-        Unfold("places", value, (chunks, bands, columns), (bands, 1)),
+        Unfold("places", value, (chunks, bands, columns), channels, (bands, 1)),
         NormLinear("hidden", (Input("places"),), tower.linear("conv_out", hidden, channels * bands, bias=False)),
         Add("hidden", "hidden", "position_embeddings"),
-        Gather("hidden", "hidden", "sounding_rows"),
     ]
     for index in range(config.num_layers):
         layer = f"layers.{index}."
         qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
         output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
         first, second = (tower.layer_norm(f"{layer}{name}_layer_norm", hidden) for name in ("self_attn", "final"))
-        attention = EncoderAttention("context", "qkv", config.num_heads, hidden // config.num_heads, (1, rows))
+        heads = config.num_heads, hidden // config.num_heads
+        attention = EncoderAttention("context", "qkv", *heads, (1, rows), "attention_mask")
         steps += attention_steps("hidden", first, qkv, attention, output)
         steps += mlp_steps("hidden", second, *tower.mlp(f"{layer}fc{{}}", config), "gelu")
     linears = projector.linear("linear_1", hidden, hidden), projector.linear("linear_2", config.out_hidden_size, hidden)
@@ -126,8 +140,8 @@ def audio_program(config: AudioConfig, frames: int) -> Program:
     steps += projection_steps("audio_embeddings", ["hidden"], linears, "gelu")
     inputs: Edge = {
         "features": ((1, chunks * config.mel_bins * config.chunk_frames, 1), "float32"),
-        "position_embeddings": ((1, chunks * columns, hidden), "float32"),
-        "sounding_rows": ((1, rows), "int32"),
+        "position_embeddings": ((1, rows, hidden), "float32"),
+        "attention_mask": ((1, 1, 1, rows), "bool"),
     }
     outputs: Edge = {"audio_embeddings": ((1, rows, config.out_hidden_size), "compute")}
-    return Program(EngineShape("encode", 1, rows, rows, rows, model="audio"), inputs, tuple(steps), outputs)
+    return Program(shape, inputs, tuple(steps), outputs)

@@ -31,6 +31,15 @@ class AudioConfig:
         """Frames of a full window."""
         return self.chunk_frames * self.window_chunks
 
+    @property
+    def window_rows(self) -> int:
+        """Rows of a full window."""
+        return self.chunk_rows(self.window_frames)
+
+    def chunk_rows(self, frames: int) -> int:
+        """Rows of the whole chunks that hold so many frames."""
+        return -(-frames // self.chunk_frames) * convolved(self.chunk_frames)
+
     def rows(self, frames: int) -> int:
         """Rows, each a token of the language model, of so many frames: the last chunk may be shorter."""
         full, rest = divmod(frames, self.chunk_frames)

@@ -10,7 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoder_models import MODELS, expected_outputs, grids_of, padded_arrays, random_encoder, shape_of, twin_engine
+from encoder_models import (
+    MODELS,
+    SPEECH_MODELS,
+    expected_outputs,
+    grids_of,
+    padded_arrays,
+    random_encoder,
+    random_speech,
+    shape_of,
+    twin_engine,
+)
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 
 from edgellm.engines.backends.encoder_calls import EncoderCalls, encoder_refusal
@@ -46,6 +56,23 @@ def test_equals_operations(name: str, larger: bool, rounds: bool) -> None:
             scale = np.abs(values[0, :tokens]).max()
             np.testing.assert_allclose(found[output][0, :tokens], values[0, :tokens], atol=2e-5 * scale, err_msg=output)
             assert np.isfinite(found[output]).all()
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("name", SPEECH_MODELS)
+def test_speech_equals_operations_in_the_engine_of_a_whole_window(name: str, rounds: bool) -> None:
+    config = SPEECH_MODELS[name]
+    for frames in {config.window_frames, config.window_frames * 2 // 5, 7}:
+        expected = expected_outputs(config, *random_speech(config, frames, whole=False))["audio_embeddings"]
+        shape, arrays = random_speech(config, frames, whole=True)
+        engine = twin_engine(config, shape, rounds)
+        found = np.full(model_program(config, shape).outputs["audio_embeddings"][0], np.nan, np.float32)
+        engine.bind(padded_arrays(engine, arrays) | {"audio_embeddings": found})
+        engine.enqueue()
+        rows = config.rows(frames)
+        scale = np.abs(expected[0, :rows]).max()
+        np.testing.assert_allclose(found[0, :rows], expected[0, :rows], atol=2e-5 * scale)
+        assert encoder_refusal(model_program(config, shape), "float16", _MOST_SHARED) is None
 
 
 class _EncoderBackend(NumpyBackend):
