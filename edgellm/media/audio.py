@@ -10,7 +10,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.families.audio_encoders import audio_inputs, audio_memory
+from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.runners.captured_steps import LoadedEngines
@@ -22,9 +22,6 @@ from edgellm.multimodal.audio_input import read_audio as read_samples
 from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_config
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
-
-#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
-_CACHE_BYTES = 64 << 20
 
 
 class AudioEncoder:
@@ -45,16 +42,16 @@ class AudioEncoder:
         self.mel = read_mel_config(directory.path, self.config)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate
-        self._cache = EmbeddingCache(_CACHE_BYTES)
+        self._cache = EmbeddingCache(AUDIO_CACHE_BYTES)
         self._weights: dict[str, Array] = {}
         #: Inputs and outputs of engines, by their shape: of one where these are fixed.
         self._arrays: dict[EngineShape, dict[str, Array]] = {}
         #: What it takes in bytes, by name.
-        self.memory: Mapping[str, int] = {"audio embeddings": _CACHE_BYTES}
+        self.memory: Mapping[str, int] = {}
         if backend is not None:
             self._backend = backend
             self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
-            self.memory |= audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
+            self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights."""

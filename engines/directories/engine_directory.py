@@ -246,7 +246,12 @@ class EngineDirectory:
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
         """What opens the weights of each of `models`."""
-        parts = {"base": self, "draft": self.draft, "vision": self.vision, "audio": self.audio and self}
+        parts = {
+            "base": self,
+            "draft": self.draft,
+            "vision": self.vision,
+            "audio": self if self.limits.audio_rows else None,
+        }
         return {model: part.checkpoint for model, part in parts.items() if part is not None}
 
     @property

@@ -33,6 +33,8 @@ _DEFAULTS = {
 _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
 #: Far above any published encoder's: bands and half the frames of a chunk.
 _LARGEST_CHUNK = 4096
+#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
+AUDIO_CACHE_BYTES = 64 << 20
 
 
 def read_audio(checkpoint: Checkpoint) -> AudioConfig:
@@ -96,14 +98,18 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) 
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
-    """Memory in bytes, by name: weights, and inputs and output of a window. A backend that `computes_at_once` has no
+    """Memory in bytes, by name: weights, inputs and output of a window, rows that are kept. A backend that `computes_at_once` has no
     scratch for what is between steps, of which what the first convolution gives and the second one reads is widest."""
     program = audio_program(config, audio_shape(config.window_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
     weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
     widest = config.window_frames * config.mel_bins * config.channels * 4 if computes_at_once else 0
-    return {"audio weights": weights, "audio buffers": everything - weights + widest}
+    return {
+        "audio weights": weights,
+        "audio buffers": everything - weights + widest,
+        "audio embeddings": AUDIO_CACHE_BYTES,
+    }
 
 
 def audio_program(config: AudioConfig, shape: EngineShape) -> Program:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +18,17 @@ from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
 
 from edgellm import LLM, Request
 from edgellm.built import read_built
+from edgellm.commands.info import directory_facts
+from edgellm.engines.backends.executors import SHARED_MEMORY, plan_refusal
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.programs import model_weights
+from edgellm.engines.model.limits import EngineLimits, audio_shape
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -172,6 +179,19 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
         check = lambda path, report: read_built(path)  # noqa: E731
         build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 32, 64), [], check=check)
     assert not (tmp_path / "engines").exists()
+
+
+def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) -> None:
+    directory = EngineDirectory.open(speech_engines)
+    gpu, weights = absent_gpu("sm_87", 16, SHARED_MEMORY["sm_87"]), WeightLayouts.dense(directory.models)
+    modules = needed_modules(directory.models, directory.limits, "float16", weights, gpu)
+    names = {module.name for module in modules}
+    assert {"encoder_unfold_float32_float16", "encoder_unfold_float16_float16"} <= names
+    memory = directory_facts(speech_engines, False)["memory"]
+    parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.models["audio"]))
+    assert memory["audio weights"] == 2 * parameters
+    refusal = plan_refusal(directory.models["audio"], audio_shape(directory.limits.audio_rows), "float32", 0, False)
+    assert "TensorRT has nothing for convolutions of encoders of speech" in (refusal or "")
 
 
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
