@@ -99,19 +99,33 @@ MODELS = {
 #: Encoders of speech, of odd widths, too.
 SPEECH_MODELS = {
     "qwen3_asr": AudioConfig(
+        family="qwen3_asr",
         mel_bins=18,
         hidden_size=32,
         intermediate_size=44,
         num_layers=3,
         num_heads=2,
         channels=12,
+        halvings=3,
         chunk_frames=22,
         window_chunks=25,
+        merged=1,
         out_hidden_size=24,
         tensor_prefix="tower.",
         projector_prefix="projector.",
     )
 }
+
+SPEECH_MODELS["voxtral"] = replace(
+    SPEECH_MODELS["qwen3_asr"],
+    family="voxtral",
+    intermediate_size=128,
+    channels=32,
+    halvings=1,
+    chunk_frames=120,
+    window_chunks=1,
+    merged=4,
+)
 
 
 def grids_of(config: VisionConfig) -> list[Grid]:
@@ -136,6 +150,11 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
     patches = np.zeros(size, np.float32)
     patches[0, : grid[1] * grid[2]] = random.standard_normal((grid[1] * grid[2], size[2]), np.float32)
     return arrays | {"patches": patches}
+
+
+def lengths_of(config: AudioConfig) -> list[int]:
+    """Frames of windows for an encoder: whole ones, and others where it takes them."""
+    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family == "qwen3_asr")
 
 
 def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Qwen3-ASR against transformers: features, rows of the encoder, prompts, and the logits of every prefix."""
+"""Qwen3-ASR and Voxtral against transformers: features, rows of encoders, prompts, and the logits of every prefix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
 
 AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"
-PROMPT = f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = {
+    "qwen3_asr": f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
+    "voxtral": f"<s>[INST]{'[BEGIN_AUDIO][AUDIO]' * len(SECONDS)}{QUESTION}[/INST]",
+}
 SOUNDS = [(sound(seconds), RATE) for seconds in SECONDS]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -62,9 +65,12 @@ def before(media: PromptMedia, stop: int) -> PromptMedia:
     return PromptMedia(tuple(spans), None)
 
 
-def test_all_is_as_transformers_has_it(llm: LLM) -> None:
-    expected, ids = expected_speech(), expected_speech()["token_ids"].tolist()
-    for request in (Request(PROMPT, audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
+@pytest.mark.parametrize("name", PROMPTS)
+def test_all_is_as_transformers_has_it(name: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    expected, ids = expected_speech(name), expected_speech(name)["token_ids"].tolist()
+    engines = {"qwen3_asr": speech_engines, "voxtral": voxtral_engines}
+    llm = LLM(engines[name], backend="numpy", drafting=None)
+    for request in (Request(PROMPTS[name], audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
         assert llm._runtime.prompt_ids(request) == ids
 
     def compute(runtime: Any) -> np.ndarray:
@@ -84,6 +90,7 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
         return np.stack(found)
 
     logits = llm.call(compute).result()
+    llm.close()
     stored = np.take_along_axis(logits, places(*logits.shape), axis=1)
     np.testing.assert_allclose(stored, expected["logits"], atol=5 * TOLERANCE)
 

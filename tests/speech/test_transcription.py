@@ -56,7 +56,7 @@ def test_answers_are_parted_alike_in_any_pieces(answer: str, asked: Any, languag
 
 
 def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
-    request = transcription_request((SPEECH, RATE), "en", "EdgeLLM, Jetson")
+    request = transcription_request("qwen3_asr", (SPEECH, RATE), "en", "EdgeLLM, Jetson")
     ids, token = llm._runtime.prompt_ids(request), llm.directory.config.audio_token_id
     text = llm.tokenizer.decode([each for each in ids if each != token], skip_special_tokens=False)
     assert text == (
@@ -66,6 +66,23 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
     assert ids.count(token) == 3 * 13
     assert request.params is not None and request.params.temperature == 0
     assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
+
+
+def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
+    """As mistral-common writes transcription requests."""
+    with LLM(voxtral_engines, backend="numpy", drafting=None) as other:
+        for language, asked in (("French", "lang:fr"), (None, "")):
+            ids = other._runtime.prompt_ids(transcription_request("voxtral", (SPEECH, RATE), language))
+            text = other.tokenizer.decode(ids, skip_special_tokens=False)
+            assert text == f"<s>[INST][BEGIN_AUDIO]{'[AUDIO]' * 40}[/INST]{asked}[TRANSCRIBE]"  # four windows of 0.8 s
+        with pytest.raises(RequestError, match="Voxtral takes no names and words to expect"):
+            other.transcribe((SPEECH, RATE), "en", "EdgeLLM")
+        whole, stream = other.transcribe((SPEECH, RATE), "en", **SHORT), SpeechStream(other, RATE, "en", **SHORT)
+        for start in range(0, len(SPEECH), RATE // 2):
+            found = stream.hear(SPEECH[start : start + RATE // 2])
+        assert found.response.usage.reused_tokens >= 10  # of windows that are full
+        said = stream.finish()
+        assert (said.text, said.response.token_ids) == (whole.text, whole.response.token_ids)
 
 
 def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from encoder_models import (
     SPEECH_MODELS,
     expected_outputs,
     grids_of,
+    lengths_of,
     padded_arrays,
     random_encoder,
     random_speech,
@@ -62,7 +63,7 @@ def test_equals_operations(name: str, larger: bool, rounds: bool) -> None:
 @pytest.mark.parametrize("name", SPEECH_MODELS)
 def test_speech_equals_operations_in_the_engine_of_a_whole_window(name: str, rounds: bool) -> None:
     config = SPEECH_MODELS[name]
-    for frames in {config.window_frames, config.window_frames * 2 // 5, 7}:
+    for frames in lengths_of(config):
         expected = expected_outputs(config, *random_speech(config, frames, whole=False))["audio_embeddings"]
         shape, arrays = random_speech(config, frames, whole=True)
         engine = twin_engine(config, shape, rounds)

@@ -14,6 +14,7 @@ from encoder_models import (
     SPEECH_MODELS,
     expected_outputs,
     grids_of,
+    lengths_of,
     padded_arrays,
     random_encoder,
     random_speech,
@@ -154,7 +155,7 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", SPEECH_MODELS)
 def test_speech_equals_operations(gpu: Any, name: str, dtype: str) -> None:
     config = SPEECH_MODELS[name]
-    for frames in (config.window_frames, config.window_frames * 2 // 5, 7):
+    for frames in lengths_of(config):
         shape, arrays = random_speech(config, frames, whole=True)
         inputs = {key: arrays[key] for key in model_program(config, shape).inputs}
         arrays, rows = rounded(arrays, dtype) | inputs, config.rows(frames)
