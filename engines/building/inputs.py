@@ -230,7 +230,8 @@ def read_inputs(
             raise CheckpointError(
                 f"{source / 'tokenizer.json'} is missing: expected the tokenizer in the format of the tokenizers "
                 "library. Convert an older one with transformers: "
-                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT); of tekken.json, "
+                'transformers.integrations.mistral.convert_tekken_tokenizer("tekken.json").save_pretrained(CHECKPOINT)'
             )
         check_tokenizer_file(source / "tokenizer.json", config.vocab_size, CheckpointError)
         if draft_source == MTP:

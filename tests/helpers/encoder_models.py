@@ -3,6 +3,7 @@ kernels' twins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 from numpy_kernel_device import NumpyKernelDevice
 
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.numpy_backend import NumpyEngine
+from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
@@ -192,6 +195,25 @@ def twin_engine(config: ModelConfig, shape: EngineShape, rounds: bool = True) ->
     engine = EncoderEngine(kernels, config, shape, "float32")
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     return engine
+
+
+class EncoderBackend(NumpyBackend):
+    """NumPy, but for an encoder, which runs on the twins, at fixed shapes as on a GPU."""
+
+    fixed_shapes = True
+
+    def __init__(self, config: VisionConfig | AudioConfig, decoder: Any) -> None:
+        super().__init__(decoder, **{"audio" if isinstance(config, AudioConfig) else "vision": config})  # type: ignore
+        self._encoder, self._engines = config, list[EncoderEngine]()
+
+    def load_engine(self, shape: EngineShape) -> Any:
+        self._engines.append(twin_engine(self._encoder, shape))
+        return self._engines[-1]
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> Any:
+        return padded_arrays(self._engines[0], super().load_weights(checkpoint, specs, progress))
 
 
 def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

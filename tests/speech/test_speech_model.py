@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from encoder_models import EncoderBackend
 from speech_models import CHECKPOINT, TOLERANCE, encoded_frames, expected_speech
 from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
 
 from edgellm import LLM, Request
 from edgellm.built import read_built
 from edgellm.commands.info import directory_facts
-from edgellm.engines.backends.executors import SHARED_MEMORY, plan_refusal
+from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, plan_refusal
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -29,6 +30,8 @@ from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
 from edgellm.kernels.gpu import absent_gpu
+from edgellm.media.audio import AudioEncoder
+from edgellm.metrics import Metrics
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
@@ -93,6 +96,20 @@ def test_all_is_as_transformers_has_it(name: str, speech_engines: Path, voxtral_
     llm.close()
     stored = np.take_along_axis(logits, places(*logits.shape), axis=1)
     np.testing.assert_allclose(stored, expected["logits"], atol=5 * TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_engines_of_whole_windows_give_the_same_rows(name: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    """As on a GPU: what is not heard yet is masked, weights have zeros behind them."""
+    directory = EngineDirectory.open({"qwen3_asr": speech_engines, "voxtral": voxtral_engines}[name])
+    encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
+    encoder.load()
+    for index, each in enumerate(SOUNDS):
+        piece = encoder.prepare(MediaReference(each, False, "RGB", "sound", "audio"))
+        for _ in range(2):  # the second time, of rows that are kept
+            rows = np.concatenate([each.rows for each in encoder.encode([piece])])
+            np.testing.assert_allclose(rows.flatten()[::13], expected_speech(name)[f"rows{index}"], atol=TOLERANCE)
+    encoder.close()
 
 
 def test_every_form_of_a_sound_is_the_same_prompt(llm: LLM, tmp_path: Path) -> None:
@@ -190,6 +207,7 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
 
 def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) -> None:
     directory = EngineDirectory.open(speech_engines)
+    shape = audio_shape(directory.limits.audio_rows)
     gpu, weights = absent_gpu("sm_87", 16, SHARED_MEMORY["sm_87"]), WeightLayouts.dense(directory.models)
     modules = needed_modules(directory.models, directory.limits, "float16", weights, gpu)
     names = {module.name for module in modules}
@@ -197,14 +215,19 @@ def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) ->
     memory = directory_facts(speech_engines, False)["memory"]
     parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.models["audio"]))
     assert memory["audio weights"] == 2 * parameters
-    refusal = plan_refusal(directory.models["audio"], audio_shape(directory.limits.audio_rows), "float32", 0, False)
+    assert kernel_refusal(directory.models["audio"], shape, "float16", 99 << 10) is None
+    refusal = plan_refusal(directory.models["audio"], shape, "float32", 0, False)
     assert "TensorRT has nothing for convolutions of encoders of speech" in (refusal or "")
 
 
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def test_a_backend_hears_what_numpy_hears(llm: LLM, speech_engines: Path, backend: str) -> None:
-    asked = {**GREEDY, "logprobs": 8, "max_tokens": 1}
-    with LLM(speech_engines, backend=backend) as other:
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_backend_hears_what_numpy_hears(name: str, backend: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    asked, engines = (
+        {**GREEDY, "logprobs": 8, "max_tokens": 1},
+        {"qwen3_asr": speech_engines, "voxtral": voxtral_engines},
+    )
+    with LLM(engines[name], backend="numpy") as llm, LLM(engines[name], backend=backend) as other:
         for seconds in (2.0, 2.5, 2.5):  # of a window, of one that is known and another, of known ones
             conversation = message(heard((sound(seconds), RATE)))
             (found,), (expected,) = (each.chat(conversation, **asked).logprobs for each in (other, llm))
