@@ -12,6 +12,7 @@ from edgellm.commands import options
 from edgellm.commands.models import chosen_adapters, open_model_with
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
+from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import AudioError
 from edgellm.kernels.user_paths import user_path
 
@@ -57,7 +58,9 @@ def transcribe(given: TranscribeOptions) -> None:
     settings = chosen_settings(given)
     asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
     asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
-    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
+    # What a stream writes anew is mostly what it has written before.
+    drafting = None if given.every is None else DraftingConfig(kind="suffix")
+    with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
         if given.every is not None:
             _follow(llm, given, given.every, asked)
             return

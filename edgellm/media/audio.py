@@ -15,7 +15,7 @@ from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
-from edgellm.errors import AudioError, EngineDirectoryError
+from edgellm.errors import AudioError
 from edgellm.kernels.arrays import Array, leading
 from edgellm.metrics import Metrics
 from edgellm.multimodal.audio_input import read_audio as read_samples
@@ -37,8 +37,6 @@ class AudioEncoder:
         assert directory.audio is not None  # for which an encoder is opened
         self.kind, self.config = directory.config.media["audio"], directory.audio
         self._directory, self._metrics = directory, metrics
-        if self.config.out_hidden_size != directory.config.hidden_size:
-            raise EngineDirectoryError(f"{directory.path}: its encoder of speech is not that of its language model")
         self.mel = read_mel_config(directory.path, self.config)
         chunks = -(-directory.limits.kv_capacity // self.config.rows(self.config.chunk_frames))
         self._most_seconds = chunks * self.config.chunk_frames * self.mel.hop / self.mel.rate

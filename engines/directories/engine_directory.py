@@ -237,11 +237,19 @@ class EngineDirectory:
 
     @cached_property
     def audio(self) -> AudioConfig | None:
-        """The encoder of speech, as the checkpoint describes it; None where there is none. Raises CheckpointError."""
-        if not self.limits.audio_rows:
+        """The encoder of speech, as the checkpoint describes it; None where there is none. Raises CheckpointError, and
+        EngineDirectoryError for another than it was built for."""
+        rows = self.limits.audio_rows
+        if not rows:
             return None
         with self.checkpoint() as checkpoint:
-            return read_audio(checkpoint)
+            config = read_audio(checkpoint)
+        if (config.window_rows, config.out_hidden_size) != (rows, self.config.hidden_size):
+            raise EngineDirectoryError(
+                f"{self.path}: its encoder of speech has windows of {config.window_rows} rows and a width of "
+                f"{config.out_hidden_size}, expected {rows} and {self.config.hidden_size}: build the directory again"
+            )
+        return config
 
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:

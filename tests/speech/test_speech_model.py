@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoder_models import EncoderBackend
-from speech_models import CHECKPOINT, TOLERANCE, encoded_frames, expected_speech
+from speech_models import CHECKPOINT, CHECKPOINTS, TOLERANCE, encoded_frames, expected_speech
 from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
 
 from edgellm import LLM, Request
@@ -23,12 +23,12 @@ from edgellm.commands.info import directory_facts
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, plan_refusal
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
-from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_directory import EngineDirectory, _parse
 from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.limits import EngineLimits, audio_shape
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
+from edgellm.errors import AudioError, EdgeLLMError, EngineDirectoryError, MediaError, RequestError
 from edgellm.kernels.gpu import absent_gpu
 from edgellm.media.audio import AudioEncoder
 from edgellm.metrics import Metrics
@@ -180,6 +180,10 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
+        ("voxtral", {"audio_config": {"max_source_positions": 41}}, "intermediate_size is 64, expected a multiple of"),
+        ("voxtral", {"audio_config": {"hidden_size": 32, "num_attention_heads": 3}}, "of num_attention_heads, 3"),
+        ("voxtral", {"audio_config": {"num_hidden_layers": 1}}, "unknown: audio_tower.layers"),
+        ("voxtral", {"projector_hidden_act": "relu"}, 'projector_hidden_act is "relu"'),
         ("audio_config", {"d_model": 17}, "d_model is 17, expected a multiple of 2"),
         ("audio_config", {"n_window_infer": 150}, "a multiple of twice n_window, 100"),
         ("audio_config", {"encoder_layers": 1}, "unknown: model.audio_tower.layers"),
@@ -193,16 +197,30 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
     ],
 )
 def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: Any, said: str) -> None:
-    checkpoint = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    checkpoint = shutil.copytree(CHECKPOINTS.get(name, CHECKPOINT), tmp_path / "checkpoint")
     file = checkpoint / ("processor_config.json" if name == "feature_extractor" else "config.json")
     known = json.loads(file.read_text())
     file.unlink()
-    if values is not None:
+    if name == "voxtral":
+        values = {key: {**known[key], **each} if isinstance(each, dict) else each for key, each in values.items()}
+        file.write_text(json.dumps(known | values))
+    elif values is not None:
         file.write_text(json.dumps(known | {name: known.get(name, {}) | values}))
     with pytest.raises(EdgeLLMError, match=said):
         check = lambda path, report: read_built(path)  # noqa: E731
         build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 32, 64), [], check=check)
     assert not (tmp_path / "engines").exists()
+
+
+def test_a_directory_of_another_encoder_is_refused(speech_engines: Path) -> None:
+    directory = EngineDirectory.open(speech_engines)
+    assert directory.audio is not None and directory.limits.audio_rows == directory.audio.window_rows == 26
+    with pytest.raises(EngineDirectoryError, match="windows of 26 rows and a width of 32, expected 13 and 32"):
+        _ = replace(directory, limits=replace(directory.limits, audio_rows=13)).audio
+    described = json.loads((speech_engines / "edgellm.json").read_text())
+    del described["limits"]["audio_rows"]
+    with pytest.raises(EngineDirectoryError, match="disagree on whether there is an encoder of speech"):
+        _parse(speech_engines, json.dumps(described).encode())
 
 
 def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) -> None:

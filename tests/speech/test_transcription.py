@@ -18,7 +18,7 @@ from http_server import ServerProcess, running
 from speech_models import encoded_frames
 from synthetic_sound import RATE, sound, wav
 
-from edgellm import LLM, AsyncLLM, SpeechStream
+from edgellm import LLM, AsyncLLM, DraftingConfig, SpeechStream
 from edgellm.errors import AudioError, ContextError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
@@ -100,6 +100,18 @@ def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pyt
     assert stream.seconds == 5.0 and encoded == []
     assert final.response.token_ids == llm.transcribe((samples, RATE), "en", **SHORT).response.token_ids
     assert final.language == "English" and final.text
+
+
+def test_what_a_stream_writes_anew_is_drafted_from_what_it_wrote(speech_engines: Path) -> None:
+    samples, told, rounds = sound(6.0), list[list[int]](), 0
+    for drafting in (None, DraftingConfig(kind="suffix")):
+        with LLM(speech_engines, backend="numpy", drafting=drafting) as other:
+            letters = [other.tokenizer.encode(letter, False)[0] for letter in "abcdefgh"]
+            stream = SpeechStream(other, RATE, "en", **SHORT, allowed_token_ids=letters)
+            found = [stream.hear(samples[start : start + RATE // 2]) for start in range(0, len(samples), RATE // 2)]
+        told.append([token for each in found for token in each.response.token_ids])
+        rounds = sum(each.response.drafting.rounds for each in found if each.response.drafting is not None)
+    assert told[0] == told[1] and rounds > 0
 
 
 def test_a_transcription_may_be_awaited(llm: LLM, speech_engines: Path) -> None:
