@@ -12,7 +12,6 @@ from edgellm.commands import options
 from edgellm.commands.models import chosen_adapters, open_model_with
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
-from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import AudioError
 from edgellm.kernels.user_paths import user_path
 
@@ -48,6 +47,8 @@ def transcribe(given: TranscribeOptions) -> None:
 
     Example: arecord -q -t raw -f S16_LE -r 16000 | edgellm transcribe qwen3-asr - --every 1
     """
+    from edgellm.drafting.config import DraftingConfig
+
     words = list(given.words or ())
     if given.model is None and words:
         given.engine_directory = user_path(words.pop(0))
