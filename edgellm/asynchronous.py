@@ -24,7 +24,7 @@ from edgellm.serving.batch_handling import failure_of, with_others
 from edgellm.serving.thread import EngineThread
 from edgellm.sessions import Conversation
 from edgellm.snapshots.system_prompt import CachedPrompt
-from edgellm.transcription import Transcription, audio_family, transcription_of, transcription_request
+from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -255,7 +255,7 @@ class AsyncLLM(
         **options: Unpack[RequestOptions],
     ) -> Transcription:
         """See `LLM.transcribe`."""
-        family = audio_family(self.directory)
+        family = self.directory.config.family
         request = transcription_request(family, source, language, prompt, adapter=adapter, **options)
         return transcription_of(await self._answered(request, 1), language)
 

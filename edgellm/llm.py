@@ -30,7 +30,7 @@ from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
-from edgellm.transcription import Transcription, audio_family, transcription_of, transcription_request
+from edgellm.transcription import Transcription, transcription_of, transcription_request
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -383,7 +383,7 @@ class LLM(
     ) -> Transcription:
         """What is said in a sound: a path, the bytes of a file, or samples with their rate. See `transcription_request`
         for the rest, and `SpeechStream` for speech that goes on."""
-        family = audio_family(self.directory)
+        family = self.directory.config.family
         request = transcription_request(family, source, language, prompt, adapter=adapter, **options)
         return transcription_of(self._answered(request, 1), language)
 

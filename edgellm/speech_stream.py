@@ -8,14 +8,7 @@ import numpy as np
 
 from edgellm.errors import is_whole, require
 from edgellm.llm import LLM
-from edgellm.transcription import (
-    LANGUAGES,
-    Transcription,
-    audio_family,
-    language_name,
-    transcription_of,
-    transcription_request,
-)
+from edgellm.transcription import LANGUAGES, Transcription, language_name, transcription_of, transcription_request
 
 
 class SpeechStream:
@@ -39,7 +32,7 @@ class SpeechStream:
         """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
         require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
         self._llm, self._rate, self._prompt, self._unfixed, self._options = llm, rate, prompt, unfixed, options
-        self._family = audio_family(llm.directory)
+        self._family = llm.directory.config.family
         #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
         self._asked = self._language = language_name(language)
         self._samples: list[np.ndarray] = []

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgellm.errors import RequestError, did_you_mean, require_kind
 from edgellm.requests import Request, Response
-
-if TYPE_CHECKING:
-    from edgellm.engines.directories.engine_directory import EngineDirectory
 
 _LANGUAGES = (
     "ar:Arabic yue:Cantonese zh:Chinese cs:Czech da:Danish nl:Dutch en:English fil:Filipino fi:Finnish fr:French "
@@ -24,7 +21,6 @@ _WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
 #: Voxtral is asked so, for a sound and a language by its code; its answer is what was said alone (mistral-common's
 #: transcription requests).
 _VOXTRAL = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]"
-FAMILIES = ("qwen3_asr", "voxtral")
 #: Before the mark there are at most so many characters.
 _LONGEST_HEAD = 64
 
@@ -50,16 +46,11 @@ def language_name(language: str | None) -> str | None:
     return found
 
 
-def audio_family(directory: EngineDirectory) -> str:
-    """Which family's way a directory's model is asked."""
-    return FAMILIES[0] if directory.audio is None else directory.audio.family
-
-
 def transcription_request(
     family: str, source: Any, language: str | None = None, prompt: str | None = None, said: str = "", **options: Any
 ) -> Request:
-    """The request to a model of a `family`, one of `FAMILIES`, for what is said in a sound, as `read_audio` takes it;
-    greedy unless the `options` say otherwise.
+    """The request to a model of a `family` (`DecoderConfig.family`) for what is said in a sound, as `read_audio` takes
+    it; greedy unless the `options` say otherwise.
 
     A `language` (a code or name; None: the model finds out) and what was `said` so far begin the answer. The `prompt`
     has names and words to expect, which Voxtral does not take. The `options` are those of `Request.of`. Raises

@@ -152,7 +152,6 @@ async def _serve(
     from edgellm.http.systemd import Notifier
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
-    from edgellm.transcription import audio_family
 
     directory = models.described_directory(settings)
     model = ServedModel(
@@ -161,7 +160,7 @@ async def _serve(
         system=settings.system,
         most_images=given.max_images,
         image_pixels=given.max_image_pixels,
-        audio_family=audio_family(directory),
+        family=directory.config.family,
     )
     loras = models.chosen_adapters(settings, every_adapter=True)
     names = {*directory.adapters, *(loras or {})}

@@ -44,7 +44,7 @@ def transcription(body: bytes, model: ServedModel) -> ParsedRequest:
         sound = heard(form["file"])
     except Exception as error:
         raise http_error(error, {"": "file"}) from error
-    asked = transcription_request(model.audio_family, sound, name, prompt, params=params, **request)
+    asked = transcription_request(model.family, sound, name, prompt, params=params, **request)
     about: dict[str, Any] = {"ignored": tuple(fields.ignored), "fields": {"": "file"}}
     about["pixels"] = sound[0].nbytes // 3  # sounds share the room that there is for images
     echoed = {"language": name, "seconds": len(sound[0]) / sound[1], "format": shape}
