@@ -1,11 +1,12 @@
-"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, whole and while somebody speaks.
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, or Voxtral Mini's, whole and while
+somebody speaks.
 
-    python tools/bench/speech_speed.py [--work DIRECTORY] [--output RESULTS.json] [--layers N] [--backend NAME]
+    python tools/bench/speech_speed.py [--model voxtral] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
 
 Random weights in fp16, batch 1, noise of 60 seconds (`--seconds`), three tokens a second. `whole_factor` is the time of
 `LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every half second, each of whose
 calls writes five tokens anew and those of half a second more; medians of three sounds and one stream, each new.
-`encoder_ms` is the encoder of a whole sound, windows of 8 seconds one after the other, and `features_ms` its log-mel
+`encoder_ms` is the encoder of a whole sound, one window after the other, and `features_ms` its log-mel
 features on the host, both within the first; `call_ms` are calls of the stream: median and longest.
 """
 
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from provenance import provenance, report
 from random_checkpoint import SHAPES, write_checkpoint
 
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.families import FAMILIES
 from edgellm.engines.families.audio_encoders import audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
@@ -37,13 +40,13 @@ from edgellm.media.audio import AudioEncoder
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.speech_stream import SpeechStream
 
-LAYERS, RATE, TOKENS_A_SECOND, STEP, UNFIXED = 24, 16000, 3, 0.5, 5
-AUDIO = AudioConfig(
+RATE, TOKENS_A_SECOND, STEP, UNFIXED = 16000, 3, 0.5, 5
+QWEN3_ASR = AudioConfig(
     family="qwen3_asr",
     mel_bins=128,
     hidden_size=1024,
     intermediate_size=4096,
-    num_layers=LAYERS,
+    num_layers=24,
     num_heads=16,
     channels=480,
     halvings=3,
@@ -54,8 +57,25 @@ AUDIO = AudioConfig(
     tensor_prefix="model.audio_tower.",
     projector_prefix="model.multi_modal_projector.",
 )
-#: Behind the bytes of the random model's tokenizer.
-MARKERS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
+VOXTRAL = replace(
+    QWEN3_ASR,
+    family="voxtral",
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_layers=32,
+    num_heads=20,
+    channels=1280,
+    halvings=1,
+    chunk_frames=3000,
+    window_chunks=1,
+    merged=4,
+    out_hidden_size=3072,
+)
+#: Behind the bytes of the random model's tokenizer, the sound's first.
+MARKERS = {
+    "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+    "voxtral": ("[AUDIO]", "[BEGIN_AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"),
+}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}<|audio_start|>"
@@ -65,31 +85,34 @@ TEMPLATE = (
 )
 
 
-def model_config(layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
+def model_config(audio: AudioConfig, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
     """The config.json and the encoder; so many layers of each for a rehearsal."""
-    text, audio_layers = dict(SHAPES["qwen3-1.7b"]), LAYERS if layers is None else layers
+    is_voxtral = audio.family == "voxtral"
+    # Voxtral's language model is that of the family's defaults.
+    text = {"model_type": "llama"} if is_voxtral else SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}
     if layers is not None:
-        text["num_hidden_layers"] = layers
-    audio = {"encoder_layers": audio_layers, "output_dim": AUDIO.out_hidden_size}
+        text, audio = text | {"num_hidden_layers": layers}, replace(audio, num_layers=layers)
+    key = "num_hidden_layers" if is_voxtral else "encoder_layers"
+    encoder = {key: audio.num_layers} | ({} if is_voxtral else {"output_dim": audio.out_hidden_size})
     config = {
-        "architectures": ["Qwen3ASRForConditionalGeneration"],
-        "model_type": "qwen3_asr",
-        "text_config": text | {"model_type": "qwen3"},
-        "audio_config": audio,
-        "audio_token_id": 258,
-        "tie_word_embeddings": True,
-        "eos_token_id": 256,
+        "architectures": [FAMILIES[audio.family].architecture],
+        "model_type": audio.family,
+        "text_config": text,
+        "audio_config": encoder,
+        "audio_token_id": 256,
+        "torch_dtype": "float16",
+        "tie_word_embeddings": not is_voxtral,
+        "eos_token_id": 257,
     }
-    values = {field: getattr(AUDIO, field) for field in AUDIO.__dataclass_fields__}
-    return config, AudioConfig(**values | {"num_layers": audio_layers})
+    return config, audio
 
 
 def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> None:
     """A checkpoint with a tokenizer that knows a sound's tokens, and a template that writes parts as they come."""
     write_checkpoint(directory, config, others=audio_weights(audio))
-    (directory / "preprocessor_config.json").write_text('{"feature_extractor_type": "Qwen3ASRFeatureExtractor"}')
+    (directory / "preprocessor_config.json").write_text('{"feature_size": 128}')
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens(list(MARKERS))
+    tokenizer.add_special_tokens(list(MARKERS[audio.family]))
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
 
@@ -141,12 +164,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", default="qwen3_asr", choices=list(MARKERS))
     parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
     arguments = parse(parser)
-    (config, audio), seconds = model_config(arguments.layers), arguments.seconds
-    name = f"qwen3_asr_{audio.num_layers}"
+    audio = VOXTRAL if arguments.model == "voxtral" else QWEN3_ASR
+    (config, audio), seconds = model_config(audio, arguments.layers), arguments.seconds
+    name = f"{audio.family}_{audio.num_layers}"
     checkpoint, engines = arguments.work / name, arguments.work / f"{name}_engines"
     began = time.perf_counter()
     if not (checkpoint / "tokenizer_config.json").exists():
