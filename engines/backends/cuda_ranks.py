@@ -1,0 +1,322 @@
+"""Several GPUs of one machine: the base's steps are shared among ranks, each of which has its weights and states.
+
+The first rank is the backend that everybody sees: what is no step of the base runs on it alone, drafts and encoders
+too, and its stream is the order of all work. A step of the base brings its inputs to the other ranks, whose streams
+branch off for it, and come back behind it; so one captured graph holds the steps of all GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
+from edgellm.engines.backends.device_layouts import PackedLayouts
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_weights import RankWeights
+from edgellm.engines.backends.ranked_arrays import RankedArray
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.kernels.acceptance.contract import Accepted, Pending
+from edgellm.kernels.acceptance.launcher import CudaAcceptance
+from edgellm.kernels.arrays import Array, DeviceArray, leading
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
+
+#: Columns of features that nobody reads: as many as one access moves.
+_FEATURES = 8
+
+
+class CudaRanks(CudaBackend):
+    """The backend of so many GPUs; `DeviceArray` is memory of the first, `RankedArray` that of all."""
+
+    _ranks_opened: ExitStack | None = None
+
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        packed: PackedLayouts | None = None,
+        executor: str = "auto",
+        gpus: Sequence[int] = (0, 0),
+    ) -> None:
+        """`gpus` are the indices of the ranks' GPUs; see `CudaBackend`. Raises EngineError that names what of the model
+        they cannot share."""
+        count = len(gpus)
+        if count > MOST_RANKS:
+            raise EngineError(f"gpus is {count}: up to {MOST_RANKS} GPUs share a model")
+        if executor != "auto":
+            raise EngineError(f"several GPUs share what kernels run: take the executor auto, not {executor}")
+        #: Of the base's weights, what each rank has; it refuses what cannot be shared.
+        self._parts = RankWeights(directory, count, (packed or {}).get("base", {}))
+        self.others: list[CudaBackend] = []
+        with ExitStack() as opened:
+            for rank in range(1, count):
+                layouts = {"base": self._parts.layouts[rank]}
+                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], (rank, count)))
+                opened.callback(self.others[-1].close)  # contexts lie one on the other
+            own = dict(packed or {}) | ({"base": self._parts.layouts[0]} if packed else {})
+            super().__init__(directory, own, executor, gpus[0], (0, count))
+            opened.callback(super().close)
+            self.gpus, self._ranks = count, [self, *self.others]
+            self.memory = RankMemory(self._ranks)
+            for backend, argument in zip(self._ranks, self.memory.arguments, strict=True):
+                with backend.current():
+                    backend.rank = CudaRank(backend.kernel_module, self.compute_dtype, argument)
+            assert self.rank is not None
+            self._streams = RankStreams(self._ranks, self.memory, self.rank.joined())
+            self._loaded_parts: list[dict[str, Any]] = [{} for _ in self._ranks]
+            self._buffers: dict[tuple[int, str], DeviceArray] = {}
+            self._ranks_opened = opened.pop_all()
+
+    @cached_property
+    def acceptance(self) -> RankedAcceptance:
+        """The kernels of acceptance, which move the rows of all ranks."""
+        return RankedAcceptance(self, self.kernel_module)
+
+    def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        """See `RankStreams.run`."""
+        self._streams.run(launches)
+
+    def of_ranks(self) -> Iterator[CudaBackend]:
+        """Each rank's backend, whose context is current for as long as it is looked at."""
+        for backend in self._ranks:
+            with backend.current():
+                yield backend
+
+    def buffer(self, rank: int, name: str, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Memory of a rank that what runs one after another shares, by name."""
+        held, dtype = self._buffers.get((rank, name)), self._own(dtype)
+        if held is None or held.dtype != dtype or held.size < math.prod(shape):
+            with self._ranks[rank].current():
+                held = self._buffers[rank, name] = self._ranks[rank].zeros((max(1, math.prod(shape)),), dtype)
+        return leading(held, tuple(shape))
+
+    def read(self, array: DeviceArray) -> DeviceReadback:
+        """See `Backend.read`; a rank that has failed is an error when it is waited for."""
+        return _CheckedReadback(super().read(array), self.memory)
+
+    def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
+        """Arrays of which each rank has the heads that it computes."""
+        cuts, found = self._parts.state_cuts, dict[str, list[Any]]()
+        for rank, backend in enumerate(self.of_ranks()):
+            heads = {name: cuts[rank][name].ranges[0] for name in edge}
+            own = {
+                name: ((shape[0], heads[name][1] - heads[name][0], *shape[2:]), dtype)
+                for name, (shape, dtype) in edge.items()
+            }
+            for name, array in backend.zeros_side_by_side(own).items():
+                found.setdefault(name, []).append((heads[name], array))
+            backend.synchronize()
+        return {name: RankedArray(edge[name][0], parts[0][1].dtype, tuple(parts)) for name, parts in found.items()}
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See `Backend.copy`: between states of slots, of which one may be held by the first rank as by one GPU."""
+        if isinstance(target, RankedArray) and isinstance(source, RankedArray):
+            pairs = ((one, other) for (_, one), (_, other) in zip(target.parts, source.parts, strict=True))
+        elif isinstance(target, RankedArray):
+            pairs = target.beside(source)
+        elif isinstance(source, RankedArray):
+            pairs = ((whole, part) for part, whole in source.beside(target))
+        else:
+            pairs = iter(((target, source),))
+        for one, other in pairs:
+            super().copy(one, other)
+
+    def upload_rows(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.upload_rows`."""
+        return self._of_heads(super().upload_rows, target, values, rows, first)
+
+    def upload_rows_beside(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.upload_rows_beside`."""
+        return self._of_heads(super().upload_rows_beside, target, values, rows, first)
+
+    def download_rows(self, source: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.download_rows`."""
+        return self._of_heads(super().download_rows, source, values, rows, first)
+
+    def _of_heads(
+        self, copy: Callable[..., DeviceTransfer], array: Any, values: np.ndarray, rows: int, first: int
+    ) -> DeviceTransfer:
+        """Copy each rank's heads on one stream, so that the last is done when all are."""
+        if not isinstance(array, RankedArray):
+            return copy(array, values, rows, first)
+        return [copy(part, values[begin:end], rows, first) for (begin, end), part in array.parts][-1]
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Any]:
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own."""
+        if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
+            return super().load_weights(checkpoint, specs, progress)
+        loaded = self._parts.load(checkpoint, self._ranks, progress)
+        self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
+        for backend, weights in zip(self.of_ranks(), self._loaded_parts, strict=True):
+            backend.load_kernels(weights | loaded[0] if backend is self else weights)
+        return loaded[0]
+
+    def weight(self, rank: int, name: str) -> Any:
+        """A rank's part of a loaded weight of the base."""
+        return self._loaded_parts[rank][name]
+
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """See `Backend.load_engine`."""
+        if shape.model != "base":
+            return super().load_engine(shape)
+        if shape.lora_slots:
+            raise EngineError("adapters do not run on several GPUs yet: take one GPU, or --backend numpy")
+        found: list[Any] = [CudaBackend.load_engine(backend, shape) for backend in self.of_ranks()]
+        return RankedKernelEngine(self, found)
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare what each GPU is to hold with what is free there, then allocate the engines' scratch."""
+        plans = [self._parts.plan(rank, plan, backend.scratch_bytes()) for rank, backend in enumerate(self._ranks)]
+        wanted = Counter[int]()
+        for backend, own in zip(self.of_ranks(), plans, strict=True):
+            wanted[backend.gpu.index] += own.total
+            free, total = backend.free_memory()
+            if wanted[backend.gpu.index] > free:
+                raise DeviceMemoryError(
+                    f"The model's part on GPU {backend.gpu.index} needs {wanted[backend.gpu.index] / MEBIBYTE:.0f} MiB; "
+                    f"{free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB of {backend.gpu.name} are free:\n"
+                    f"{own.describe()}\nTake more GPUs, build the engine directory with a smaller --kv-capacity or "
+                    "--max-batch, or take a smaller model."
+                )
+        for backend in self.of_ranks():
+            backend.attach_engines()
+
+    def lost(self) -> DeviceLostError | None:
+        """See `Backend.lost`, of any rank."""
+        return next((error for backend in self.of_ranks() if (error := CudaBackend.lost(backend)) is not None), None)
+
+    def close(self) -> None:
+        """Free what all ranks have."""
+        opened, self._ranks_opened = self._ranks_opened, None
+        if opened is not None:
+            self._loaded_parts, self._buffers = [], {}
+            opened.close()
+
+
+class _CheckedReadback(DeviceReadback):
+    """Values of a step that all ranks have taken, or an error."""
+
+    def __init__(self, values: DeviceReadback, memory: RankMemory) -> None:
+        self._found, self._memory = values, memory
+
+    def wait(self) -> np.ndarray:
+        """The values; raises EngineError that names a rank which has failed."""
+        values = self._found.wait()
+        self._memory.check()
+        return values
+
+
+class RankedKernelEngine:
+    """The engines of all ranks as one. Their inputs are brought to each; the first alone gives out what there is."""
+
+    def __init__(self, backend: CudaRanks, engines: Sequence[KernelEngine]) -> None:
+        self.shape, self._backend, self._engines = engines[0].shape, backend, engines
+        self.reads_attention_mask = any(engine.reads_attention_mask for engine in engines)
+        program = engines[0].program
+        self._weights, self._outputs = program.weights.keys(), program.outputs
+        self._inputs = [name for name in program.inputs if name != "attention_mask" or self.reads_attention_mask]
+        self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]
+        self._launches: list[list[Callable[[], object]]] = []
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`."""
+        for rank, engine in enumerate(self._engines):
+            own = {name: self._of_rank(rank, name, array) for name, array in bindings.items()}
+            engine.bind({name: array for name, array in own.items() if array is not None})
+            self._given[rank] |= {name: own[name] for name in self._inputs if name in own}
+        self._launches = []
+
+    def _of_rank(self, rank: int, name: str, array: Any) -> Any:
+        """What a rank is bound to in place of an array: None where it needs nothing."""
+        if name in self._weights:
+            return self._backend.weight(rank, name)
+        if isinstance(array, RankedArray):
+            return array.parts[rank][1]
+        if rank == 0:
+            return array
+        if name in self._outputs:  # nobody reads it
+            return self._backend.buffer(rank, f"outputs {array.dtype}", array.shape, array.dtype)
+        return self._backend.buffer(rank, name, array.shape, array.dtype) if name in self._inputs else None
+
+    def enqueue(self) -> None:
+        """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
+        if not self._launches:
+            launches = []
+            for backend, engine, given in zip(self._backend.of_ranks(), self._engines, self._given, strict=True):
+                assert backend.rank is not None
+                launches.append([backend.rank.share([given[name] for name in self._inputs]), *engine.launches()])
+            self._launches = launches
+        self._backend.run(self._launches)
+
+    def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
+        """Enqueues as `enqueue` does, behind what any layer waits for."""
+        for step in self._engines[0].program.stateful:
+            before_layer(step.index)
+        self.enqueue()
+
+
+class RankedAcceptance(CudaAcceptance):
+    """Moves the rows of all ranks; accepts on the first alone."""
+
+    def __init__(self, backend: CudaRanks, module: KernelModule) -> None:
+        super().__init__(module, backend.kernels)
+        self._backend = backend
+        self._others = [CudaAcceptance(other.kernel_module, other.kernels) for other in backend.others]
+
+    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
+        """See `CudaAcceptance.move_accepted`: every rank the rows of its own heads."""
+        arguments = kvcache_start_index, accepted, hidden_states, pending, wraps
+        if not isinstance(caches[0], RankedArray):
+            super().move_accepted(caches, *arguments)
+            return
+        read = {"start": kvcache_start_index, "indices": accepted.indices, "lengths": accepted.lengths}
+        moves, buffer = [partial(super().move_accepted, _parts(caches, 0), *arguments)], self._backend.buffer
+        shared = [[*read.values()]]
+        for rank, other in enumerate(self._others, 1):
+            own = {name: buffer(rank, f"accepted {name}", array.shape, "int32") for name, array in read.items()}
+            shared.append([*own.values()])
+
+            def unread(name: str, shape: tuple[int, ...], dtype: str = "int32", rank: int = rank) -> DeviceArray:
+                return buffer(rank, f"unread {name}", shape, dtype)
+
+            slots, kept = pending.token_ids.shape
+            features = [
+                unread(name, (slots, rows, _FEATURES), hidden_states.dtype)
+                for name, rows in (("features", hidden_states.shape[1]), ("pending", kept))
+            ]
+            ids = unread("ids", accepted.ids.shape)
+            waiting = Pending(
+                features[1],
+                unread("tokens", (slots, kept)),
+                *(unread(name, (slots,)) for name in "ab"),
+                unread("last", (slots, 1)),
+            )
+            of_rank = Accepted(own["indices"], ids, own["lengths"])
+            given = own["start"], of_rank, features[0], waiting, wraps
+            moves.append(partial(other.move_accepted, _parts(caches, rank), *given))
+        launches = []
+        for backend, arrays, move in zip(self._backend.of_ranks(), shared, moves, strict=True):
+            assert backend.rank is not None
+            launches.append([backend.rank.share(arrays), move])
+        self._backend.run(launches)
+
+
+def _parts(caches: Sequence[RankedArray], rank: int) -> list[DeviceArray]:
+    return [cache.parts[rank][1] for cache in caches]

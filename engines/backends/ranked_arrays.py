@@ -1,0 +1,55 @@
+"""Tensors of which each rank holds the heads that it computes with, in memory of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from edgellm.engines.model.sharding import Range
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+
+
+@dataclass(frozen=True)
+class RankedArray:
+    """The state of a layer [S, n, C, D], of which each rank has some of the n heads: `parts` are which, and where. Of
+    one slot it is [n, C, D]; then a rank may have none of what is looked at.
+
+    Where there are fewer heads than ranks, several have the same. It is used as `DeviceArray` is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[tuple[Range, DeviceArray], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of what one GPU would hold."""
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+
+    def __getitem__(self, leading: slice) -> RankedArray:
+        """Some slots, or some heads of one."""
+        start, stop, step = leading.indices(self.shape[0])
+        shape = (max(0, stop - start), *self.shape[1:])
+        if len(shape) == 4:
+            return replace(self, shape=shape, parts=tuple((heads, part[leading]) for heads, part in self.parts))
+        parts = []
+        for (begin, end), part in self.parts:
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                parts.append(((first - start, last - start), part[first - begin : last - begin : step]))
+        return replace(self, shape=shape, parts=tuple(parts))
+
+    def reshape(self, *shape: int) -> RankedArray:
+        """One slot [1, n, C, D] as [n, C, D]; raises ValueError otherwise."""
+        if len(self.shape) != 4 or self.shape[0] != 1 or shape != self.shape[1:]:
+            raise ValueError(f"cannot view heads of several GPUs {self.shape} as {shape}")
+        return replace(
+            self, shape=shape, parts=tuple((heads, part.reshape(*part.shape[1:])) for heads, part in self.parts)
+        )
+
+    def beside(self, whole: DeviceArray) -> Iterator[tuple[DeviceArray, DeviceArray]]:
+        """Of one slot [1, n, C, D], each rank's part with its place in an array of one GPU of the same shape."""
+        rows = whole.reshape(*whole.shape[1:])
+        for (begin, end), part in self.parts:
+            yield part.reshape(*part.shape[1:]), rows[begin:end]
