@@ -33,7 +33,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
-from edgellm.kernels.arrays import Array, DeviceArray, leading
+from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
 
@@ -103,7 +103,7 @@ class CudaRanks(CudaBackend):
         if held is None or held.dtype != dtype or held.size < math.prod(shape):
             with self._ranks[rank].current():
                 held = self._buffers[rank, name] = self._ranks[rank].zeros((max(1, math.prod(shape)),), dtype)
-        return leading(held, tuple(shape))
+        return held[: math.prod(shape)].reshape(*shape)
 
     def read(self, array: DeviceArray) -> DeviceReadback:
         """See `Backend.read`; a rank that has failed is an error when it is waited for."""
@@ -125,14 +125,13 @@ class CudaRanks(CudaBackend):
 
     def copy(self, target: Any, source: Any) -> None:
         """See `Backend.copy`: between states of slots, of which one may be held by the first rank as by one GPU."""
+        pairs = [(target, source)]
         if isinstance(target, RankedArray) and isinstance(source, RankedArray):
-            pairs = ((one, other) for (_, one), (_, other) in zip(target.parts, source.parts, strict=True))
+            pairs = [(one, other) for (_, one), (_, other) in zip(target.parts, source.parts, strict=True)]
         elif isinstance(target, RankedArray):
             pairs = target.beside(source)
         elif isinstance(source, RankedArray):
-            pairs = ((whole, part) for part, whole in source.beside(target))
-        else:
-            pairs = iter(((target, source),))
+            pairs = [(whole, part) for part, whole in source.beside(target)]
         for one, other in pairs:
             super().copy(one, other)
 
@@ -188,9 +187,9 @@ class CudaRanks(CudaBackend):
         for backend, own in zip(self.of_ranks(), plans, strict=True):
             wanted[backend.gpu.index] += own.total
             free, total = backend.free_memory()
-            if wanted[backend.gpu.index] > free:
+            if (needed := wanted[backend.gpu.index]) > free:
                 raise DeviceMemoryError(
-                    f"The model's part on GPU {backend.gpu.index} needs {wanted[backend.gpu.index] / MEBIBYTE:.0f} MiB; "
+                    f"The model's part on GPU {backend.gpu.index} needs {needed / MEBIBYTE:.0f} MiB; "
                     f"{free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB of {backend.gpu.name} are free:\n"
                     f"{own.describe()}\nTake more GPUs, build the engine directory with a smaller --kv-capacity or "
                     "--max-batch, or take a smaller model."
@@ -297,21 +296,16 @@ class RankedAcceptance(CudaAcceptance):
                 return buffer(rank, f"unread {name}", shape, dtype)
 
             slots, kept = pending.token_ids.shape
-            features = [
+            features, waiting = (
                 unread(name, (slots, rows, _FEATURES), hidden_states.dtype)
                 for name, rows in (("features", hidden_states.shape[1]), ("pending", kept))
-            ]
-            ids = unread("ids", accepted.ids.shape)
-            waiting = Pending(
-                features[1],
-                unread("tokens", (slots, kept)),
-                *(unread(name, (slots,)) for name in "ab"),
-                unread("last", (slots, 1)),
             )
-            of_rank = Accepted(own["indices"], ids, own["lengths"])
-            given = own["start"], of_rank, features[0], waiting, wraps
+            counts, start, last = unread("counts", (slots,)), unread("start", (slots,)), unread("last", (slots, 1))
+            beside = Pending(waiting, unread("tokens", (slots, kept)), counts, start, last)
+            of_rank = Accepted(own["indices"], unread("ids", accepted.ids.shape), own["lengths"])
+            given = own["start"], of_rank, features, beside, wraps
             moves.append(partial(other.move_accepted, _parts(caches, rank), *given))
-        launches = []
+        launches: list[list[Callable[[], object]]] = []
         for backend, arrays, move in zip(self._backend.of_ranks(), shared, moves, strict=True):
             assert backend.rank is not None
             launches.append([backend.rank.share(arrays), move])

@@ -130,9 +130,9 @@ class RankStreams:
         rank = 0
         try:
             self._events[0].record(first.stream)
-            for rank, device in enumerate(others, 1):
-                with device.current():
-                    device.stream.wait_for_event(self._events[0])
+            for rank in range(1, len(self._devices)):
+                with self._devices[rank].current():
+                    self._devices[rank].stream.wait_for_event(self._events[0])
             turns = [[own[place : place + _AT_A_TIME] for place in range(0, len(own), _AT_A_TIME)] for own in launches]
             for turn in zip_longest(*turns, fillvalue=()):
                 for rank, own in enumerate(turn):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edgellm.engines.model.sharding import Range
@@ -48,8 +47,7 @@ class RankedArray:
             self, shape=shape, parts=tuple((heads, part.reshape(*part.shape[1:])) for heads, part in self.parts)
         )
 
-    def beside(self, whole: DeviceArray) -> Iterator[tuple[DeviceArray, DeviceArray]]:
+    def beside(self, whole: DeviceArray) -> list[tuple[DeviceArray, DeviceArray]]:
         """Of one slot [1, n, C, D], each rank's part with its place in an array of one GPU of the same shape."""
         rows = whole.reshape(*whole.shape[1:])
-        for (begin, end), part in self.parts:
-            yield part.reshape(*part.shape[1:]), rows[begin:end]
+        return [(part.reshape(*part.shape[1:]), rows[begin:end]) for (begin, end), part in self.parts]

@@ -141,7 +141,7 @@ class _Sharding:
         return (replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks),)
 
     def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
-        if step.value not in self._split:
+        if step.value not in self._split or step.residual is None:
             return self._whole(step)
         total = f"{step.output}_sum"
         others = step.scale, step.keep, step.selects, step.norm, step.factor

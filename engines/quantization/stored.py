@@ -130,11 +130,12 @@ def _part(
     columns: int,
 ) -> StoredWeight:
     codes = np.ascontiguousarray(of_codes(np.concatenate([part.unpacked() for part in weight.codes])))
-    beside = {name: getattr(weight, name) for name in ("own_scales", "zeros", "own_minima")}
-    kept = {name: None if values is None else own(values) for name, values in beside.items()}
+    scales, zeros, minima = (
+        None if values is None else own(values) for values in (weight.own_scales, weight.zeros, weight.own_minima)
+    )
     levels = None if weight.levels is None else Levels(*map(own, weight.levels))
     stored = StoredCodes(codes, "bytes", 8, (rows, columns))
-    return replace(weight, codes=(stored,), levels=levels, **kept)
+    return replace(weight, codes=(stored,), own_scales=scales, zeros=zeros, own_minima=minima, levels=levels)
 
 
 def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
@@ -126,7 +127,7 @@ class CudaRank:
         """A launch that does nothing: what comes behind it has one predecessor."""
         return Launch(self._module, Kernel(self._source, "joined"), (1, 1, 1), 32, 0, ())
 
-    def _launch(self, kernel: Kernel, blocks: int, pieces: int, depth: int, *arguments: ctypes._SimpleCData) -> Launch:
+    def _launch(self, kernel: Kernel, blocks: int, pieces: int, depth: int, *arguments: Any) -> Launch:
         size = ctypes.c_longlong(pieces), ctypes.c_int(depth)
         return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (self._argument, *arguments, *size))
 

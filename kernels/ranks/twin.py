@@ -7,48 +7,40 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.kernels.decode.numpy_twins import launched
+
 
 class NumpyRank:
-    """What one rank launches; `all` gives what every rank has laid down, in the order of ranks."""
+    """What one rank launches; `everything` gives what every rank has laid down, in the order of ranks."""
 
-    def __init__(self, own: int, all: Callable[[Any], Sequence[Any]]) -> None:
-        self._own, self._all = own, all
+    def __init__(self, own: int, everything: Callable[[Any], Sequence[Any]]) -> None:
+        self._own, self._everything = own, everything
 
+    @launched
     def sum(
         self, values: np.ndarray, output: np.ndarray, residual: np.ndarray | None = None, scale: float = 1.0
-    ) -> Callable[[], None]:
+    ) -> None:
         """`output` float32 = residual + scale times the sum of all ranks' values, added in the order of ranks; values
         and output are float32 [n], of one size on all ranks, a residual float32 or compute. The output may be the
         values or the residual."""
+        total, *others = (each.copy() for each in self._everything(values.copy()))
+        for each in others:
+            total += each
+        total *= np.float32(scale)
+        output[...] = (total if residual is None else residual.reshape(total.shape) + total).reshape(output.shape)
 
-        def run() -> None:
-            first, *others = self._all(values.copy())
-            total = first.copy()
-            for each in others:
-                total += each
-            total *= np.float32(scale)
-            output[...] = (total if residual is None else residual.reshape(total.shape) + total).reshape(output.shape)
-
-        return run
-
-    def columns(self, values: np.ndarray, widths: Sequence[int], output: np.ndarray) -> Callable[[], None]:
+    @launched
+    def columns(self, values: np.ndarray, widths: Sequence[int], output: np.ndarray) -> None:
         """`output` [R, N] float32, of rank 0 alone, gets the columns that all ranks have: values [R, `widths[rank]`],
         one rank's behind the other's."""
+        found = self._everything(values.reshape(-1, widths[self._own]).copy())
+        if self._own == 0:
+            output[...] = np.concatenate(found, axis=-1).reshape(output.shape)
 
-        def run() -> None:
-            found = self._all(values.reshape(-1, widths[self._own]).copy())
-            if self._own == 0:
-                output[...] = np.concatenate(found, axis=-1).reshape(output.shape)
-
-        return run
-
-    def share(self, arrays: Sequence[np.ndarray]) -> Callable[[], None]:
+    @launched
+    def share(self, arrays: Sequence[np.ndarray]) -> None:
         """The arrays of the other ranks become those of rank 0, of the same sizes in bytes."""
-
-        def run() -> None:
-            first = self._all([array.copy() for array in arrays])[0]
-            if self._own:
-                for own, given in zip(arrays, first, strict=True):
-                    own[...] = given
-
-        return run
+        first = self._everything([array.copy() for array in arrays])[0]
+        if self._own:
+            for own, given in zip(arrays, first, strict=True):
+                own[...] = given

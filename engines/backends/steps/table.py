@@ -40,8 +40,8 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
-from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.sharding import Share
+from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.steps import (
     Add,
     AddResidual,

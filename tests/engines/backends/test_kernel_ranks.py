@@ -1,0 +1,73 @@
+"""Steps that ranks share, by kernels: on their twins, with threads in the place of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_models import FAMILIES, SCALED, TREE, random_model
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.numpy_ranks import piece
+from edgellm.engines.backends.ranks import Exchange, Rank
+from edgellm.engines.backends.steps.linear import FewRows, ManyRows
+from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.sharding import sharded
+from edgellm.kernels.ranks.twin import NumpyRank
+
+#: Residuals that are scaled, normed sums, layer norms and biases, factors of layers, logits with a cap.
+SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate"]
+
+
+def together(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """What ranks give that run at once."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type) -> Any:
+    """What engines of ranks compute, each of its parts alone: outputs of the first, and the states of all."""
+    exchange, program = Exchange(ranks), model_program(config, shape)
+
+    def run(number: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        rank, cuts = Rank(number, exchange), sharded(program, number, ranks).cuts
+        engine = numpy_kernel_engine(config, shape, way, None, (number, ranks), NumpyRank(number, rank.all))
+        given = {name: array for name, array in arrays.items() if name in engine.tensors}
+        bound = {name: (piece(array, cuts[name]) if name in cuts else array).copy() for name, array in given.items()}
+        states = {name: bound[name] for name in program.states}
+        outputs = {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
+        engine.bind(bound | {f"present_{name}": array for name, array in states.items()} | outputs)
+        engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
+        for _ in range(2):  # the same step again gives the same
+            engine.enqueue()
+        return outputs, states
+
+    found = together(ranks, run)
+    states = {name: np.concatenate([own[name] for _, own in found], axis=1) for name in program.states}
+    return found[0][0] | states
+
+
+@pytest.mark.parametrize("way", [FewRows, ManyRows])
+@pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
+@pytest.mark.parametrize("family", SHARED)
+def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, phase: str, way: type) -> None:
+    """Features too, of which all ranks keep the same."""
+    config = replace((FAMILIES | SCALED)[family], feature_layers=(0, 2))
+    parents: Sequence[int | None] = {"decode": (None,), "verify": TREE, "prefill": (None, *range(7))}[phase]
+    shape = EngineShape(phase, 1, len(parents), 48, 48, len(parents) if phase == "verify" else 1)
+    arrays = random_model(config, 1, 48, [5], parents)
+    if phase == "prefill":
+        arrays["last_token_ids"] = np.array([[5]], np.int32)
+    found, program = launched(config, shape, arrays, 2, way), model_program(config, shape)
+    expected: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    for name in (*program.outputs, *program.states):
+        np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
