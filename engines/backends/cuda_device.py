@@ -370,7 +370,7 @@ class CudaDevice:
 
         stream = driver.CUstream(self.stream.handle)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with _no_garbage_collection():  # freeing device memory would invalidate the capture
+        with no_garbage_collection():  # freeing device memory would invalidate the capture
             checked(driver, driver.cuStreamBeginCapture(stream, mode))
             try:
                 step()
@@ -437,7 +437,7 @@ def checked(driver: Any, result: tuple) -> Any:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Python's collector of cycles rests; what is let go of otherwise is freed at once."""
     collects = gc.isenabled()
     gc.disable()

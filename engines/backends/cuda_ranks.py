@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,16 +27,19 @@ from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
+from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.sharding import Range
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
 
+_Found = TypeVar("_Found")
 #: Columns of features that nobody reads: as many as one access moves.
 _FEATURES = 8
 
@@ -91,11 +94,13 @@ class CudaRanks(CudaBackend):
         """See `RankStreams.run`."""
         self._streams.run(launches)
 
-    def of_ranks(self) -> Iterator[CudaBackend]:
-        """Each rank's backend, whose context is current for as long as it is looked at."""
-        for backend in self._ranks:
+    def each(self, run: Callable[[int, CudaBackend], _Found]) -> list[_Found]:
+        """What is found of each rank and its backend, whose context is current then."""
+        found = []
+        for rank, backend in enumerate(self._ranks):
             with backend.current():
-                yield backend
+                found.append(run(rank, backend))
+        return found
 
     def buffer(self, rank: int, name: str, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Memory of a rank that what runs one after another shares, by name."""
@@ -110,18 +115,34 @@ class CudaRanks(CudaBackend):
         return _CheckedReadback(super().read(array), self.memory)
 
     def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
-        """Arrays of which each rank has the heads that it computes."""
-        cuts, found = self._parts.state_cuts, dict[str, list[Any]]()
-        for rank, backend in enumerate(self.of_ranks()):
-            heads = {name: cuts[rank][name].ranges[0] for name in edge}
-            own = {
-                name: ((shape[0], heads[name][1] - heads[name][0], *shape[2:]), dtype)
-                for name, (shape, dtype) in edge.items()
-            }
-            for name, array in backend.zeros_side_by_side(own).items():
-                found.setdefault(name, []).append((heads[name], array))
-            backend.synchronize()
-        return {name: RankedArray(edge[name][0], parts[0][1].dtype, tuple(parts)) for name, parts in found.items()}
+        """Arrays of which each rank has the heads or columns that it computes with."""
+        return {
+            name: RankedArray(edge[name][0], parts[0][1].dtype, parts)
+            for name, parts in zip(edge, zip(*self.each(partial(self._zeros_of, edge)), strict=True), strict=True)
+        }
+
+    def _zeros_of(
+        self, edge: Mapping[str, tuple[tuple[int, ...], str]], rank: int, backend: CudaBackend
+    ) -> list[tuple[tuple[Range, ...], DeviceArray]]:
+        """A rank's part of each."""
+        ranges = {name: self._parts.ranges(rank, name, shape) for name, (shape, _) in edge.items()}
+        widths = {name: sum(end - begin for begin, end in own) for name, own in ranges.items()}
+        own = {name: ((shape[0], widths[name], *shape[2:]), dtype) for name, (shape, dtype) in edge.items()}
+        found = CudaBackend.zeros_side_by_side(backend, own)
+        backend.synchronize()
+        return [(ranges[name], found[name]) for name in edge]
+
+    def upload(self, array: Any, values: np.ndarray) -> None:
+        """See `Backend.upload`: into adapters each rank's columns."""
+        if not isinstance(array, RankedArray):
+            super().upload(array, values)
+            return
+
+        def upload(rank: int, backend: CudaBackend) -> None:
+            ranges, part = array.parts[rank]
+            CudaBackend.upload(backend, part, np.concatenate([values[:, begin:end] for begin, end in ranges], axis=1))
+
+        self.each(upload)
 
     def copy(self, target: Any, source: Any) -> None:
         """See `Backend.copy`: between states of slots, of which one may be held by the first rank as by one GPU."""
@@ -153,7 +174,7 @@ class CudaRanks(CudaBackend):
         """Copy each rank's heads on one stream, so that the last is done when all are."""
         if not isinstance(array, RankedArray):
             return copy(array, values, rows, first)
-        return [copy(part, values[begin:end], rows, first) for (begin, end), part in array.parts][-1]
+        return [copy(part, values[begin:end], rows, first) for ((begin, end),), part in array.parts][-1]
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -163,8 +184,8 @@ class CudaRanks(CudaBackend):
             return super().load_weights(checkpoint, specs, progress)
         loaded = self._parts.load(checkpoint, self._ranks, progress)
         self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
-        for backend, weights in zip(self.of_ranks(), self._loaded_parts, strict=True):
-            backend.load_kernels(weights | loaded[0] if backend is self else weights)
+        own = self._loaded_parts
+        self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
         return loaded[0]
 
     def weight(self, rank: int, name: str) -> Any:
@@ -175,31 +196,32 @@ class CudaRanks(CudaBackend):
         """See `Backend.load_engine`."""
         if shape.model != "base":
             return super().load_engine(shape)
-        if shape.lora_slots:
-            raise EngineError("adapters do not run on several GPUs yet: take one GPU, or --backend numpy")
-        found: list[Any] = [CudaBackend.load_engine(backend, shape) for backend in self.of_ranks()]
+        found: list[Any] = self.each(lambda rank, backend: CudaBackend.load_engine(backend, shape))
         return RankedKernelEngine(self, found)
 
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare what each GPU is to hold with what is free there, then allocate the engines' scratch."""
         plans = [self._parts.plan(rank, plan, backend.scratch_bytes()) for rank, backend in enumerate(self._ranks)]
         wanted = Counter[int]()
-        for backend, own in zip(self.of_ranks(), plans, strict=True):
+        for backend, own in zip(self._ranks, plans, strict=True):
             wanted[backend.gpu.index] += own.total
+
+        def check(rank: int, backend: CudaBackend) -> None:
             free, total = backend.free_memory()
             if (needed := wanted[backend.gpu.index]) > free:
                 raise DeviceMemoryError(
                     f"The model's part on GPU {backend.gpu.index} needs {needed / MEBIBYTE:.0f} MiB; "
                     f"{free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB of {backend.gpu.name} are free:\n"
-                    f"{own.describe()}\nTake more GPUs, build the engine directory with a smaller --kv-capacity or "
-                    "--max-batch, or take a smaller model."
+                    f"{plans[rank].describe()}\nTake more GPUs, build the engine directory with a smaller "
+                    "--kv-capacity or --max-batch, or take a smaller model."
                 )
-        for backend in self.of_ranks():
-            backend.attach_engines()
+
+        self.each(check)
+        self.each(lambda rank, backend: backend.attach_engines())
 
     def lost(self) -> DeviceLostError | None:
         """See `Backend.lost`, of any rank."""
-        return next((error for backend in self.of_ranks() if (error := CudaBackend.lost(backend)) is not None), None)
+        return next(filter(None, self.each(lambda rank, backend: CudaBackend.lost(backend))), None)
 
     def close(self) -> None:
         """Free what all ranks have."""
@@ -230,7 +252,8 @@ class RankedKernelEngine:
         self.reads_attention_mask = any(engine.reads_attention_mask for engine in engines)
         program = engines[0].program
         self._weights, self._outputs = program.weights.keys(), program.outputs
-        self._inputs = [name for name in program.inputs if name != "attention_mask" or self.reads_attention_mask]
+        names = *program.inputs, *((SCALES,) if program.adapted else ())
+        self._inputs = [name for name in names if name != "attention_mask" or self.reads_attention_mask]
         self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]
         self._launches: list[list[Callable[[], object]]] = []
 
@@ -257,12 +280,13 @@ class RankedKernelEngine:
     def enqueue(self) -> None:
         """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
         if not self._launches:
-            launches = []
-            for backend, engine, given in zip(self._backend.of_ranks(), self._engines, self._given, strict=True):
-                assert backend.rank is not None
-                launches.append([backend.rank.share([given[name] for name in self._inputs]), *engine.launches()])
-            self._launches = launches
+            self._launches = self._backend.each(self._prepared)
         self._backend.run(self._launches)
+
+    def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
+        assert backend.rank is not None
+        given = self._given[rank]
+        return [backend.rank.share([given[name] for name in self._inputs]), *self._engines[rank].launches()]
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does, behind what any layer waits for."""
@@ -305,11 +329,12 @@ class RankedAcceptance(CudaAcceptance):
             of_rank = Accepted(own["indices"], unread("ids", accepted.ids.shape), own["lengths"])
             given = own["start"], of_rank, features, beside, wraps
             moves.append(partial(other.move_accepted, _parts(caches, rank), *given))
-        launches: list[list[Callable[[], object]]] = []
-        for backend, arrays, move in zip(self._backend.of_ranks(), shared, moves, strict=True):
+
+        def launches(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
             assert backend.rank is not None
-            launches.append([backend.rank.share(arrays), move])
-        self._backend.run(launches)
+            return [backend.rank.share(shared[rank]), moves[rank]]
+
+        self._backend.run(self._backend.each(launches))
 
 
 def _parts(caches: Sequence[RankedArray], rank: int) -> list[DeviceArray]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collection
 from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument
@@ -61,7 +61,8 @@ class RankMemory:
         inboxes, flags, rounds, stopped = zip(*self._arrays, strict=True)
         places = [(ctypes.c_void_p * MOST_RANKS)(*(array.pointer for array in each)) for each in (inboxes, flags)]
         own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 4 * rank
-        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays))
+        apart = len({device.gpu.index for device in self._devices}) == len(self._devices)
+        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart)
 
     def fail(self, rank: int, error: BaseException) -> EngineError:
         """The error of a rank that has failed, now or before; nothing runs from then on."""
@@ -123,9 +124,14 @@ class RankStreams:
         """Enqueue the launches of each rank, behind what the first one's stream has, and let it wait for all.
 
         A few of each rank by turns: a launch that finds its stream full waits for the GPU, which may wait for another
-        rank. Raises EngineError that names a rank which has failed, now or before.
+        rank, as do loading a kernel and freeing memory. So what follows the first launch of each may load kernels,
+        and nothing is freed. Raises EngineError that names a rank which has failed, now or before.
         """
         self._memory.check()
+        with no_garbage_collection():
+            self._run(launches)
+
+    def _run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         first, *others = self._devices
         rank = 0
         try:
@@ -133,7 +139,9 @@ class RankStreams:
             for rank in range(1, len(self._devices)):
                 with self._devices[rank].current():
                     self._devices[rank].stream.wait_for_event(self._events[0])
-            turns = [[own[place : place + _AT_A_TIME] for place in range(0, len(own), _AT_A_TIME)] for own in launches]
+            turns = [
+                [own[:1], *(own[at : at + _AT_A_TIME] for at in range(1, len(own), _AT_A_TIME))] for own in launches
+            ]
             for turn in zip_longest(*turns, fillvalue=()):
                 for rank, own in enumerate(turn):
                     with self._devices[rank].current():

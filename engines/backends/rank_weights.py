@@ -20,7 +20,7 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.memory_plan import MemoryPlan
-from edgellm.engines.model.sharding import Cut, sharded
+from edgellm.engines.model.sharding import Cut, Range, sharded
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import PackedMatrix
@@ -39,12 +39,15 @@ class RankWeights:
         config, limits = directory.config, directory.limits
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
         self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * (config.hidden_size + config.rotary_columns)
-        program = model_program(config, limits.base_shape("decode", 1, 1, limits.key_ranges[-1]))
+        decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])
+        program = model_program(config, limits.with_adapters(decode) if limits.has_lora else decode)
         shards = [sharded(program, rank, count) for rank in range(count)]
         self._count, self._used = count, program.weights.keys()
-        #: Of each rank the heads of the states, by their names.
-        self.state_cuts = [{name: shard.cuts[name] for name in program.states} for shard in shards]
-        self._heads = {name: shape[1] for name, (shape, _) in program.states.items()}
+        self._cuts, self._heads = (
+            [shard.cuts for shard in shards],
+            {n: size[1] for n, (size, _) in program.states.items()},
+        )
+        self._adapters = {name: size for name, size in program.matrices.items() if name not in program.weights}
         cuts = [{name: cut for name, cut in shard.cuts.items() if name in self._specs} for shard in shards]
         #: Of each rank what is cut of those weights that it holds in part, and of those that it uses in part.
         self._held, self._bound = cuts, [dict(own) for own in cuts]
@@ -63,6 +66,11 @@ class RankWeights:
             }
             for rank in range(count)
         ]
+
+    def ranges(self, rank: int, name: str, shape: Sequence[int]) -> tuple[Range, ...]:
+        """Of a state or of adapters of a shape, what a rank has of the second axis."""
+        cut = self._cuts[rank].get(name)
+        return ((0, shape[1]),) if cut is None else cut.ranges
 
     def _holds(self, rank: int, name: str) -> bool:
         """Whether a rank has anything of a weight: what no step uses, such as a table of embeddings, the first has."""
@@ -141,12 +149,20 @@ class RankWeights:
             math.prod(shape) * ITEM_SIZES[self._dtype if dtype == "compute" else dtype]
             for shape, dtype in self._edge(rank).values()
         ]
-        part = max(cut.size / self._heads[name] for name, cut in self.state_cuts[rank].items())
+        part = max(self._cuts[rank][name].size / heads for name, heads in self._heads.items())
         own = {
             "weights": sum(sizes),
             "engine scratch": scratch,
             "exchange with other GPUs": RankMemory.nbytes(self._count),
         }
+        if "LoRA adapters" in whole.items:
+            columns = {
+                name: sum(end - begin for begin, end in self.ranges(rank, name, size))
+                for name, size in self._adapters.items()
+            }
+            own["LoRA adapters"] = (
+                sum(size[0] * columns[name] for name, size in self._adapters.items()) * ITEM_SIZES[self._dtype]
+            )
         own |= {name: math.ceil(whole.items[name] * part) for name in _OF_HEADS if name in whole.items}
         if rank == 0:
             return replace(whole, items=whole.items | own)

@@ -23,6 +23,7 @@ struct Ranks {
     unsigned* missed;   // [1] in memory that the host sees: 1 + the rank that did not come
     long long limit;    // nanoseconds that a round waits
     int own, count;
+    int early;  // whether the next kernel may start before the others came: not where ranks share a GPU
 };
 static_assert(sizeof(Ranks) == HOST_RANKS_BYTES, "the host packs ranks otherwise");
 
@@ -74,6 +75,7 @@ __device__ __forceinline__ bool await_flag(const Ranks& ranks, int other, unsign
 // gives what this rank has of a piece to `send(rank, value)`; `receive(piece, turn, inbox)` takes what `inbox(rank)` gives.
 template <typename Message>
 __device__ __forceinline__ void exchange(const Ranks& ranks, Message& message, long long pieces, int depth) {
+    if (ranks.early) launch_next_kernel();
     wait_for_previous_kernel();
     unsigned round = __ldcg(ranks.rounds + blockIdx.x);
     if (__syncthreads_or(__ldcg(ranks.stopped))) return;
@@ -100,7 +102,8 @@ __device__ __forceinline__ void exchange(const Ranks& ranks, Message& message, l
         __syncwarp();
         const bool all_came = !is_other || await_flag(ranks, other, round);
         if (__syncthreads_or(!all_came)) return;
-        if (first + step >= pieces) launch_next_kernel();  // not before: what starts early takes room that others need
+        // On one GPU not before: what starts early takes room that others need to come.
+        if (!ranks.early && first + step >= pieces) launch_next_kernel();
 #pragma unroll Message::UNROLLED
         for (int turn = 0; turn < Message::TURNS; ++turn) {
             const long long piece = first + turn * THREADS + threadIdx.x;

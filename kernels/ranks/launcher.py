@@ -31,7 +31,7 @@ class RanksArgument(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p * MOST_RANKS) for name in ("inboxes", "flags")),
-        *members("void* rounds stopped missed", "longlong limit", "int own count"),
+        *members("void* rounds stopped missed", "longlong limit", "int own count early"),
     ]
 
 

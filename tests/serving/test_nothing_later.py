@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from absent_serving import ServingOnNothing
+from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 from tiny_families import WINDOWED
 
@@ -53,6 +54,33 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
         answer_all(runtime, batch)
         assert set(backend.module.sources) == before
         assert backend.made.counts[CAPTURED] == captured
+
+
+@pytest.mark.parametrize("name", ["tree"])
+def test_gpus_that_share_a_model_make_nothing_later(
+    name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each has its weights and rows, and captures hold the steps of both; what moves rows moves those of all."""
+    made = on_nothing(2)
+    opened: list[Any] = []
+
+    def open_backend(name: str, directory: EngineDirectory, *others: object) -> Any:
+        opened.append(ranks_on_nothing(directory, 2, monkeypatch))
+        return opened[-1]
+
+    monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
+    with LLM(drafting=DRAFTINGS[name], gpus=2) as llm:
+        (backend,) = opened
+        assert backend.gpus == 2 and not made
+        before = [set(each.module.sources) for each in (backend, *backend.others)]
+        assert all("ranks/exchange.cu" in {file for source in own for file in source.files} for own in before)
+        for params in ALL_PARAMS:
+            assert len(llm.generate([5] * 20, params).token_ids) == 20
+        streams = [llm.stream([7] * 30, PARAMS) for _ in range(3)]
+        assert all(len(each.result().token_ids) == 20 for each in streams)
+        llm.cache_system_prompt("You are a robot at a table. " * 4, save=tmp_path / "kept")
+        llm.load_snapshot(tmp_path / "kept")
+        assert [set(each.module.sources) for each in (backend, *backend.others)] == before
 
 
 def test_rows_that_the_host_brings_are_no_part_of_captures(

@@ -47,15 +47,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.sharding import sharded
-from edgellm.engines.model.steps import (
-    Experts,
-    Input,
-    LinearResidual,
-    NormLinear,
-    Reduce,
-    Reshape,
-    Step,
-)
+from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reduce, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
