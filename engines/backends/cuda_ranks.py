@@ -221,7 +221,10 @@ class CudaRanks(CudaBackend):
 
     def lost(self) -> DeviceLostError | None:
         """See `Backend.lost`, of any rank."""
-        return next(filter(None, self.each(lambda rank, backend: CudaBackend.lost(backend))), None)
+        for rank, error in enumerate(self.each(lambda rank, backend: CudaBackend.lost(backend))):
+            if error is not None:
+                return DeviceLostError(f"rank {rank} of {self.gpus}, GPU {self._ranks[rank].gpu.index}: {error}")
+        return None
 
     def close(self) -> None:
         """Free what all ranks have."""
