@@ -33,15 +33,12 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
 from edgellm.engines.model.sharding import Range
-from edgellm.kernels.acceptance.contract import Accepted, Pending
+from edgellm.engines.model.steps import Assemble
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
-from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
 
 _Found = TypeVar("_Found")
-#: Columns of features that nobody reads: as many as one access moves.
-_FEATURES = 8
 
 
 class CudaRanks(CudaBackend):
@@ -88,7 +85,7 @@ class CudaRanks(CudaBackend):
     @cached_property
     def acceptance(self) -> RankedAcceptance:
         """The kernels of acceptance, which move the rows of all ranks."""
-        return RankedAcceptance(self, self.kernel_module)
+        return RankedAcceptance(self.kernel_module, self.kernels)
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         """See `RankStreams.run`."""
@@ -255,6 +252,8 @@ class RankedKernelEngine:
         self.reads_attention_mask = any(engine.reads_attention_mask for engine in engines)
         program = engines[0].program
         self._weights, self._outputs = program.weights.keys(), program.outputs
+        #: What all ranks put out together, in the memory of the first.
+        self._assembled = {step.output for step in program.steps if isinstance(step, Assemble)}
         names = *program.inputs, *((SCALES,) if program.adapted else ())
         self._inputs = [name for name in names if name != "attention_mask" or self.reads_attention_mask]
         self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]
@@ -274,11 +273,11 @@ class RankedKernelEngine:
             return self._backend.weight(rank, name)
         if isinstance(array, RankedArray):
             return array.parts[rank][1]
-        if rank == 0:
+        if rank == 0 or name in self._assembled:
             return array
-        if name in self._outputs:  # nobody reads it
-            return self._backend.buffer(rank, f"outputs {array.dtype}", array.shape, array.dtype)
-        return self._backend.buffer(rank, name, array.shape, array.dtype) if name in self._inputs else None
+        place = f"outputs {array.dtype}" if name in self._outputs else name  # those are for nobody
+        needed = name in self._inputs or name in self._outputs
+        return self._backend.buffer(rank, place, array.shape, array.dtype) if needed else None
 
     def enqueue(self) -> None:
         """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
@@ -287,9 +286,11 @@ class RankedKernelEngine:
         self._backend.run(self._launches)
 
     def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
-        assert backend.rank is not None
-        given = self._given[rank]
-        return [backend.rank.share([given[name] for name in self._inputs]), *self._engines[rank].launches()]
+        launches, kernels = self._engines[rank].launches(), backend.rank
+        if rank == 0 or kernels is None:
+            return [*launches]
+        copies = [kernels.copy(self._given[0][name], self._given[rank][name]) for name in self._inputs]
+        return [*copies, kernels.joined(), *launches]
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does, behind what any layer waits for."""
@@ -299,46 +300,10 @@ class RankedKernelEngine:
 
 
 class RankedAcceptance(CudaAcceptance):
-    """Moves the rows of all ranks; accepts on the first alone."""
+    """Moves the rows of all ranks, in each one's memory; accepts on the first alone."""
 
-    def __init__(self, backend: CudaRanks, module: KernelModule) -> None:
-        super().__init__(module, backend.kernels)
-        self._backend = backend
-        self._others = [CudaAcceptance(other.kernel_module, other.kernels) for other in backend.others]
-
-    def move_accepted(self, caches, kvcache_start_index, accepted, hidden_states, pending, wraps=False):
-        """See `CudaAcceptance.move_accepted`: every rank the rows of its own heads."""
-        arguments = kvcache_start_index, accepted, hidden_states, pending, wraps
-        if not isinstance(caches[0], RankedArray):
-            super().move_accepted(caches, *arguments)
-            return
-        read = {"start": kvcache_start_index, "indices": accepted.indices, "lengths": accepted.lengths}
-        moves, buffer = [partial(super().move_accepted, _parts(caches, 0), *arguments)], self._backend.buffer
-        shared = [[*read.values()]]
-        for rank, other in enumerate(self._others, 1):
-            own = {name: buffer(rank, f"accepted {name}", array.shape, "int32") for name, array in read.items()}
-            shared.append([*own.values()])
-
-            def unread(name: str, shape: tuple[int, ...], dtype: str = "int32", rank: int = rank) -> DeviceArray:
-                return buffer(rank, f"unread {name}", shape, dtype)
-
-            slots, kept = pending.token_ids.shape
-            features, waiting = (
-                unread(name, (slots, rows, _FEATURES), hidden_states.dtype)
-                for name, rows in (("features", hidden_states.shape[1]), ("pending", kept))
-            )
-            counts, start, last = unread("counts", (slots,)), unread("start", (slots,)), unread("last", (slots, 1))
-            beside = Pending(waiting, unread("tokens", (slots, kept)), counts, start, last)
-            of_rank = Accepted(own["indices"], unread("ids", accepted.ids.shape), own["lengths"])
-            given = own["start"], of_rank, features, beside, wraps
-            moves.append(partial(other.move_accepted, _parts(caches, rank), *given))
-
-        def launches(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
-            assert backend.rank is not None
-            return [backend.rank.share(shared[rank]), moves[rank]]
-
-        self._backend.run(self._backend.each(launches))
-
-
-def _parts(caches: Sequence[RankedArray], rank: int) -> list[DeviceArray]:
-    return [cache.parts[rank][1] for cache in caches]
+    def move_accepted(self, caches, *arguments):
+        """See `CudaAcceptance.move_accepted`."""
+        if isinstance(caches[0], RankedArray):
+            caches = [part for cache in caches for _, part in cache.parts]
+        super().move_accepted(caches, *arguments)

@@ -1,10 +1,8 @@
-"""Where ranks on GPUs give each other what they have: inboxes and flags, in each other's memory where the GPUs can
-reach it, else in the host's."""
+"""Where ranks on GPUs give each other what they have, and how their work stands in one stream."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
 from itertools import permutations, zip_longest
 from typing import Any
@@ -16,8 +14,6 @@ from edgellm.engines.errors import EngineError
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument
 
-logger = logging.getLogger("edgellm.cuda")
-
 #: What a rank waits for another before it ends the model. Long: kernels may have to be loaded first.
 WAIT_SECONDS = 30.0
 #: How many launches of a rank are enqueued before it is another one's turn.
@@ -25,18 +21,19 @@ _AT_A_TIME = 16
 
 
 class RankMemory:
-    """The memory of ranks on devices, of which several may be the same, and whether one has waited in vain."""
+    """Inboxes and flags of ranks on devices, of which several may be the same, and whether one has waited in vain."""
 
-    def __init__(
-        self, devices: Sequence[CudaDevice], wait_seconds: float = WAIT_SECONDS, on_host: bool = False
-    ) -> None:
-        """`on_host`: all of it, also where GPUs reach each other's memory."""
+    def __init__(self, devices: Sequence[CudaDevice], wait_seconds: float = WAIT_SECONDS) -> None:
+        """Raises EngineError where a GPU does not reach another one's memory."""
         count = len(devices)
         self._devices, self._seconds = devices, wait_seconds
         self._failure: str | None = None
-        self.on_host = on_host or not all(_reaches(one, other) for one, other in permutations(devices, 2))
-        if self.on_host and not on_host:
-            logger.warning("The GPUs do not reach each other's memory: what they share goes through the host's")
+        for one, other in permutations(devices, 2):
+            if not _reaches(one, other):
+                raise EngineError(
+                    f"GPU {one.gpu.index} ({one.gpu.name}) does not reach the memory of GPU {other.gpu.index}, as most "
+                    "GeForce cards: they share no model. Take one GPU"
+                )
         self._missed = devices[0].host_visible((count,), "uint32")
         self._arrays = [self._of_rank(device, count) for device in devices]
         for device in devices:
@@ -53,9 +50,8 @@ class RankMemory:
     def _of_rank(self, device: CudaDevice, count: int) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
         """Inbox, flags, rounds, and whether the rank has stopped."""
         with device.current():
-            make = self._devices[0].host_visible if self.on_host else device.zeros
-            shared = make((count * INBOX_BYTES,), "uint8"), make((FLAGS * count,), "uint32")
-            return *shared, device.zeros((FLAGS,), "uint32"), device.zeros((1,), "uint32")
+            inbox, flags = device.zeros((count * INBOX_BYTES,), "uint8"), device.zeros((FLAGS * count,), "uint32")
+            return inbox, flags, device.zeros((FLAGS,), "uint32"), device.zeros((1,), "uint32")
 
     def _argument(self, rank: int) -> RanksArgument:
         inboxes, flags, rounds, stopped = zip(*self._arrays, strict=True)
@@ -124,8 +120,8 @@ class RankStreams:
         """Enqueue the launches of each rank, behind what the first one's stream has, and let it wait for all.
 
         A few of each rank by turns: a launch that finds its stream full waits for the GPU, which may wait for another
-        rank, as do loading a kernel and freeing memory. So what follows the first launch of each may load kernels,
-        and nothing is freed. Raises EngineError that names a rank which has failed, now or before.
+        rank, as do loading a kernel and freeing memory: neither is done in between. Raises EngineError that names a
+        rank which has failed, now or before.
         """
         self._memory.check()
         with no_garbage_collection():
@@ -139,9 +135,7 @@ class RankStreams:
             for rank in range(1, len(self._devices)):
                 with self._devices[rank].current():
                     self._devices[rank].stream.wait_for_event(self._events[0])
-            turns = [
-                [own[:1], *(own[at : at + _AT_A_TIME] for at in range(1, len(own), _AT_A_TIME))] for own in launches
-            ]
+            turns = [[own[at : at + _AT_A_TIME] for at in range(0, len(own), _AT_A_TIME)] for own in launches]
             for turn in zip_longest(*turns, fillvalue=()):
                 for rank, own in enumerate(turn):
                     with self._devices[rank].current():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from edgellm.kernels.decode.numpy_twins import launched
 class NumpyRank:
     """What one rank launches; `everything` gives what every rank has laid down, in the order of ranks."""
 
-    def __init__(self, own: int, everything: Callable[[Any], Sequence[Any]]) -> None:
+    def __init__(self, own: int, everything: Callable[[np.ndarray], Sequence[np.ndarray]]) -> None:
         self._own, self._everything = own, everything
 
     @launched
@@ -31,16 +30,7 @@ class NumpyRank:
 
     @launched
     def columns(self, values: np.ndarray, widths: Sequence[int], output: np.ndarray) -> None:
-        """`output` [R, N] float32, of rank 0 alone, gets the columns that all ranks have: values [R, `widths[rank]`],
-        one rank's behind the other's."""
-        found = self._everything(values.reshape(-1, widths[self._own]).copy())
-        if self._own == 0:
-            output[...] = np.concatenate(found, axis=-1).reshape(output.shape)
-
-    @launched
-    def share(self, arrays: Sequence[np.ndarray]) -> None:
-        """The arrays of the other ranks become those of rank 0, of the same sizes in bytes."""
-        first = self._everything([array.copy() for array in arrays])[0]
-        if self._own:
-            for own, given in zip(arrays, first, strict=True):
-                own[...] = given
+        """This rank's columns of `output` [R, N] float32, which is the first rank's, become its values [R,
+        `widths[rank]`]; they stand behind those of the ranks before it."""
+        begin, rows = sum(widths[: self._own]), output.reshape(-1, sum(widths))
+        rows[:, begin : begin + widths[self._own]] = values.reshape(-1, widths[self._own])

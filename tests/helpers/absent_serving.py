@@ -95,6 +95,8 @@ class _RankOnNothing(ServingOnNothing):
     ) -> None:
         super().__init__(directory)
         self.share, self.stream = share, SimpleNamespace(wait_for_event=lambda event: None)
+        self.module.driver.cuMemcpyDtoDAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
+        self.module.driver.cuMemcpy2DAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
 
     def current(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -2,7 +2,6 @@
 
 python -m tools.bench.rank_speed                 two ranks on the first GPU, of which one waits for the other
 python -m tools.bench.rank_speed --gpus 0 1      on two GPUs
-python -m tools.bench.rank_speed --through host  by the host's memory, as where GPUs do not reach each other's
 """
 
 from __future__ import annotations
@@ -59,16 +58,14 @@ class Ranks(NamedTuple):
 
 
 @contextmanager
-def opened_ranks(
-    gpus: Sequence[int], dtype: str = "float16", wait_seconds: float = WAIT_SECONDS, on_host: bool = False
-) -> Iterator[Ranks]:
+def opened_ranks(gpus: Sequence[int], dtype: str = "float16", wait_seconds: float = WAIT_SECONDS) -> Iterator[Ranks]:
     """Ranks on the GPUs of these indices, of which several may be the same."""
     with ExitStack() as opened:
         devices = []
         for index in reversed(gpus):  # the first rank's context is current
             devices.insert(0, CudaDevice(index))
             opened.callback(devices[0].close)
-        memory, kernels = RankMemory(devices, wait_seconds, on_host), []
+        memory, kernels = RankMemory(devices, wait_seconds), []
         for device, argument in zip(devices, memory.arguments, strict=True):
             with device.current():
                 module = KernelModule(device.gpu, device.stream)
@@ -113,11 +110,9 @@ def main() -> None:
     """Print a line for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[0, 0])
-    parser.add_argument("--through", choices=("peers", "host"), default="peers")
     given = parser.parse_args()
-    with opened_ranks(given.gpus, on_host=given.through == "host") as ranks:
-        where = "the host's memory" if ranks.memory.on_host else "each other's memory"
-        print(f"{len(given.gpus)} ranks on GPUs {given.gpus} through {where}")
+    with opened_ranks(given.gpus) as ranks:
+        print(f"{len(given.gpus)} ranks on GPUs {given.gpus}")
         for shape in SHAPES:
             print(f"[{shape[0]}, {shape[1]}]: {microseconds(ranks, shape):.2f} us a sum", flush=True)
 

@@ -36,6 +36,7 @@ def together(count: int, run: Callable[[int], Any]) -> list[Any]:
 def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray], ranks: int, way: type) -> Any:
     """What engines of ranks compute, each of its parts alone: outputs of the first, and the states of all."""
     exchange, program = Exchange(ranks), model_program(config, shape)
+    logits = np.full(program.outputs["logits"][0], np.nan, np.float32)  # the first rank's, in which all write
 
     def run(number: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         rank, cuts = Rank(number, exchange), sharded(program, number, ranks).cuts
@@ -44,6 +45,7 @@ def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.
         bound = {name: (piece(array, cuts[name]) if name in cuts else array).copy() for name, array in given.items()}
         states = {name: bound[name] for name in program.states}
         outputs = {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
+        outputs["logits"] = logits
         engine.bind(bound | {f"present_{name}": array for name, array in states.items()} | outputs)
         engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
         for _ in range(2):  # the same step again gives the same
