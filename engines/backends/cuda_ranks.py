@@ -71,7 +71,8 @@ class CudaRanks(CudaBackend):
             own = dict(packed or {}) | ({"base": self._parts.layouts[0]} if packed else {})
             super().__init__(directory, own, executor, gpus[0], (0, count))
             opened.callback(super().close)
-            self.gpus, self._ranks = count, [self, *self.others]
+            self.gpus = count
+            self._ranks: list[CudaBackend] = [self, *self.others]
             self.memory = RankMemory(self._ranks)
             for backend, argument in zip(self._ranks, self.memory.arguments, strict=True):
                 with backend.current():
@@ -226,9 +227,14 @@ class CudaRanks(CudaBackend):
     def close(self) -> None:
         """Free what all ranks have."""
         opened, self._ranks_opened = self._ranks_opened, None
-        if opened is not None:
-            self._loaded_parts, self._buffers = [], {}
+        if opened is None:
+            return
+        self._loaded_parts, self._buffers, self.rank = [], {}, None
+        try:
             opened.close()
+        finally:  # what is left goes now, and in this thread: nothing refers to itself
+            self._ranks, self.others = [], []
+            del self.memory, self._streams
 
 
 class _CheckedReadback(DeviceReadback):

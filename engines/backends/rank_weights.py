@@ -53,9 +53,8 @@ class RankWeights:
         self._held, self._bound = cuts, [dict(own) for own in cuts]
         whole = {embedding_name(config)}
         if (draft := directory.draft) is not None:
-            shape = limits.draft_shape("prefill", 1, limits.prefill_chunk, limits.key_ranges[-1])
-            drafted = model_program(draft.config, shape).weights.values()
-            whole |= {spec.name for spec in drafted if not spec.parts}
+            drafts = (model_program(draft.config, shape) for shape in limits.engine_shapes() if shape.model == "draft")
+            whole |= {spec.name for own in drafts for spec in own.weights.values() if not spec.parts}
         self._held[0] = {name: cut for name, cut in cuts[0].items() if name not in whole}
         #: Of each rank its packed weights as it holds them.
         self.layouts = [
