@@ -86,14 +86,15 @@ def test_every_kind_of_drafting_gives_the_tokens_of_plain_steps(two: LLM, places
     two.use_drafting(TREE)
 
 
-def test_steps_are_captured_and_nothing_is_made_later(two: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    runtime = two._runtime
-    assert isinstance(runtime._open_runner().backend, CudaRanks) and not runtime._runner.uncaptured
-    before = dict(runtime.made.counts)
-    with caplog.at_level(logging.WARNING):
-        answers(two, GREEDY)
-    assert runtime.made.counts == before and "capture" not in caplog.text
-    del runtime
+def test_steps_are_captured_and_nothing_is_made_later(places: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), LLM(backend="tensorrt", gpus=2, drafting=TREE) as llm:
+        runtime = llm._runtime
+        assert isinstance(runtime._open_runner().backend, CudaRanks) and not runtime._open_runner().uncaptured
+        before = dict(runtime.made.counts)
+        for prompt in PROMPTS:
+            llm.generate(prompt, GREEDY)
+        assert runtime.made.counts == before and "capture" not in caplog.text
+        del runtime
 
 
 def test_snapshots_and_conversations_bring_rows_to_all(two: LLM, tmp_path: Path) -> None:
