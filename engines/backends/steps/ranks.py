@@ -3,6 +3,7 @@ nothing stands between, and the logits' columns."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -77,8 +78,8 @@ class AddNormed(Implementation[AddResidual]):
         return None if step.scale == 1.0 else "a sum is scaled by the step that makes it"
 
     def scratch(self, step: AddResidual, program: Program) -> Edge:
-        rows = self._rows_of(step, program)
-        return super().scratch(step, program) | _kept_scratch(step.keep, (program.kinds[step.residual][0][-2], rows[1]))
+        *rows, width = program.kinds[step.residual][0]
+        return super().scratch(step, program) | _kept_scratch(step.keep, (math.prod(rows), width))
 
     def launches(self, step: AddResidual, run: Launching, next_early: bool) -> list[Any]:
         values, residual, norm = run.array(step.value), run.array(step.residual), step.norm

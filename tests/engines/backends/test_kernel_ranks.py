@@ -64,8 +64,9 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
     """Features too, of which all ranks keep the same."""
     config = replace((FAMILIES | SCALED)[family], feature_layers=(0, 2))
     parents: Sequence[int | None] = {"decode": (None,), "verify": TREE, "prefill": (None, *range(7))}[phase]
-    shape = EngineShape(phase, 1, len(parents), 48, 48, len(parents) if phase == "verify" else 1)
-    arrays = random_model(config, 1, 48, [5], parents)
+    starts = [5] if phase == "prefill" else [5, 0, 19]
+    shape = EngineShape(phase, len(starts), len(parents), 48, 48, len(parents) if phase == "verify" else 1)
+    arrays = random_model(config, len(starts), 48, starts, parents)
     if phase == "prefill":
         arrays["last_token_ids"] = np.array([[5]], np.int32)
     found, program = launched(config, shape, arrays, 2, way), model_program(config, shape)
