@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import Module, prepare
 from decode_models import FAMILIES, SCALED, TREE, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
@@ -21,8 +22,11 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.sharding import sharded
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.ranks.twin import NumpyRank
 
+FORMAT = WeightFormat("int4", 32, False, "bfloat16")
 #: Residuals that are scaled, normed sums, layer norms and biases, factors of layers, logits with a cap.
 SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate"]
 
@@ -74,3 +78,19 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
     ProgramGraph(NumpyOperations(expected, expected), program).run()
     for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("family", SHARED)
+def test_launches_of_a_rank_are_prepared(family: str, kind: str) -> None:
+    """On the dtypes that a GPU has: decode steps, trees in passes, prompts of few rows and of many."""
+    config = replace((FAMILIES | SCALED)[family], feature_layers=(0, 2), hidden_size=256, intermediate_size=512)
+    module = Module()
+    shapes = [EngineShape("decode", 3, 1, 128, 128, 1), EngineShape("verify", 3, 32, 128, 128, 32)]
+    shapes += [EngineShape("prefill", 1, tokens, 320, 320, 1) for tokens in (16, 65, 300)]
+    for shape in shapes:
+        weights = model_program(config, shape, (1, 2)).weights.values()
+        layers = [spec for spec in weights if kind == "packed" and spec.name.endswith("_proj.weight")]
+        packed = {spec.name: DeviceLayout(FORMAT, *spec.shape, dtype="bfloat16") for spec in layers}
+        assert prepare(module, config, shape, "bfloat16", packed, (1, 2)) == "kernels"
+    assert any(source.name == "ranks_bfloat16" for source in module.sources)
