@@ -209,9 +209,17 @@ def pieces_of(cut: Cut, shape: Sequence[int], first: int, values: np.ndarray) ->
 
 
 def _cut_layout(layout: PackedLayout, whole: WeightSpec, cut: Cut | None) -> PackedLayout:
-    """The layout of a rank's part of a packed weight."""
+    """The layout of a rank's part of a packed weight. Raises EngineError where its columns are no whole groups, or in
+    another order than inputs."""
     if cut is None:
         return layout
+    for format in (run.format for run in layout.runs) if cut.axis else ():
+        ends, group = ", ".join(f"{begin} to {end}" for begin, end in cut.ranges), format.group
+        if format.permuted or (group is not None and any(place % group for each in cut.ranges for place in each)):
+            raise EngineError(
+                f"{whole.name} ({format}) cannot be shared by GPUs: one would have columns {ends}, which must be whole "
+                "groups of columns that are not permuted (act order). Take another number of GPUs, or one"
+            )
     runs, parts, first = [], iter(whole.parts), 0
     for run in layout.runs:
         rows, end = 0, first + run.rows

@@ -15,18 +15,21 @@ from golden_files import golden_folder
 from golden_sequences import Sequences
 from packed_weights import GGUF_FORMATS, random_of, random_packed
 
+from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
 from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import EngineError
+from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.sharding import Cut
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, rows_of
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 GOLDENS = golden_folder("decoder")
@@ -160,3 +163,20 @@ def test_states_are_looked_at_by_slots_and_heads() -> None:
         assert sum(last - first for ((first, last),), _ in looked.parts) == end - begin
     with pytest.raises(ValueError, match="cannot view heads of several GPUs"):
         array.reshape(12, 5, 2)
+
+
+@pytest.mark.parametrize(("name", "takes"), [("awq_group32", False), ("gptq_v2_desc_act", False), ("ct_nvfp4", True)])
+def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, takes: bool) -> None:
+    """Groups of 32 of 96 columns, and an act order; groups of 16 are cut."""
+    with Checkpoint.open(golden_folder("quantized") / name) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        layouts = packed_layouts(checkpoint, decoder_weights(config), "float16")
+    directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float16", draft=None)
+    if not takes:
+        with pytest.raises(EngineError, match=r"_proj\.weight \(int4, .*\) cannot be shared by GPUs: one would have"):
+            RankWeights(directory, 2, layouts)
+        return
+    parts = RankWeights(directory, 2, layouts)
+    for rank in range(2):
+        for weight, layout in parts.layouts[rank].items():
+            assert isinstance(layout, DeviceLayout) and (layout.rows, layout.columns) == parts._shape(rank, weight)
