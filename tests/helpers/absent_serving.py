@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm.engines.backends import cuda_ranks
+from edgellm.engines.backends.device_layouts import model_layouts
 from edgellm.engines.backends.rank_memory import RankStreams
 from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -94,6 +95,7 @@ class _RankOnNothing(ServingOnNothing):
         self, directory: EngineDirectory, packed: Any, executor: str, gpu: int, share: tuple[int, int]
     ) -> None:
         super().__init__(directory)
+        self._packed = packed
         self.share, self.stream = share, SimpleNamespace(wait_for_event=lambda event: None)
         self.module.driver.cuMemcpyDtoDAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
         self.module.driver.cuMemcpy2DAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
@@ -110,7 +112,8 @@ def ranks_on_nothing(directory: EngineDirectory, count: int, monkeypatch: pytest
     monkeypatch.setattr(cuda_ranks, "CudaBackend", _RankOnNothing)
     monkeypatch.setattr(RankStreams, "_event", lambda streams, device: SimpleNamespace(record=lambda stream: None))
     made: Any = type("RanksOnNothing", (cuda_ranks.CudaRanks, _RankOnNothing), {})
-    return made(directory, {}, "auto", (0,) * count)
+    packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
+    return made(directory, packed, "auto", (0,) * count)
 
 
 def _ones(array: DeviceArray) -> np.ndarray:

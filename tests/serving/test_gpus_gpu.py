@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 from every_kind import DRAFTINGS
+from packed_checkpoints import write_packed
 
 from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
 from edgellm.engines.backends import cuda_ranks, opening
 from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.kernels.gpu import visible_gpus
 from edgellm.opened_model import SHIPPED_MODEL
@@ -139,3 +142,14 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
         monkeypatch.setattr(RankStreams, "_run", run)
         with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
             llm.generate("The blue cup", max_tokens=4)
+
+
+def test_packed_weights_give_the_tokens_of_their_dense_twin(places: None, tmp_path: Path) -> None:
+    """In groups of 32 with zero points, cut by rows and by columns; the same bits on each rank."""
+    models = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
+    found = []
+    for model in models:
+        build_engine_directory(model, model.with_suffix(".engines"), EngineLimits(1, 128, 512), None, "float16")
+        with LLM(model.with_suffix(".engines"), backend="tensorrt", gpus=2, drafting=None) as llm:
+            found.append(answers(llm, GREEDY))
+    assert found[0] == found[1]
