@@ -122,8 +122,8 @@ def columns_of(weight: StoredWeight, begin: int, end: int) -> StoredWeight:
     found = _part(weight, own, lambda codes: codes[:, begin:end], weight.shape[0], end - begin)
     levels, scales = weight.levels, weight.input_scales
     if levels is not None:
-        factors = levels.factors[:, begin // LEVEL_COLUMNS : end // LEVEL_COLUMNS]
-        found = replace(found, levels=Levels(factors, own(levels.numbers)))
+        kept = Levels(levels.factors[:, begin // LEVEL_COLUMNS : end // LEVEL_COLUMNS], own(levels.numbers))
+        found = replace(found, read_levels=lambda: kept)
     return found if scales is None else replace(found, input_scales=scales[begin:end])
 
 
@@ -139,8 +139,8 @@ def _part(
         None if values is None else own(values) for values in (weight.own_scales, weight.zeros, weight.own_minima)
     )
     levels = None if weight.levels is None else Levels(*map(own, weight.levels))
-    stored = StoredCodes(codes, "bytes", 8, (rows, columns))
-    return replace(weight, codes=(stored,), own_scales=scales, zeros=zeros, own_minima=minima, levels=levels)
+    read, stored = (lambda: levels) if levels else None, StoredCodes(codes, "bytes", 8, (rows, columns))
+    return replace(weight, codes=(stored,), own_scales=scales, zeros=zeros, own_minima=minima, read_levels=read)
 
 
 def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:

@@ -112,8 +112,8 @@ def test_pieces_of_cuts_are_found_wherever_tensors_are_parted() -> None:
 def stored(weight: PackedWeight) -> StoredWeight:
     codes = StoredCodes(weight.codes, "bytes", 8, weight.codes.shape)
     scales, minima = (None, None) if weight.levels is not None else (weight.scales, weight.minima)
-    beside = weight.zeros, weight.order, weight.input_scales, minima, weight.levels
-    return StoredWeight(weight.format, (codes,), scales, *beside)
+    read = None if (levels := weight.levels) is None else lambda: levels
+    return StoredWeight(weight.format, (codes,), scales, weight.zeros, weight.order, weight.input_scales, minima, read)
 
 
 @pytest.mark.parametrize("kind", ["zeros", "whole rows", "scaled", *GGUF_FORMATS])
