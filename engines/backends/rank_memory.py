@@ -90,8 +90,8 @@ def _reaches(one: CudaDevice, other: CudaDevice) -> bool:
         return True
     from cuda.bindings import driver
 
-    devices = [driver.cuDeviceGet(device.gpu.index) for device in (one, other)]
-    (status, can) = driver.cuDeviceCanAccessPeer(*(device for _, device in devices))
+    (_, own), (_, peer) = (driver.cuDeviceGet(device.gpu.index) for device in (one, other))
+    status, can = driver.cuDeviceCanAccessPeer(own, peer)
     if status != driver.CUresult.CUDA_SUCCESS or not can:
         return False
     with other.current():
