@@ -354,5 +354,5 @@ def _explained(name: HubName, api: HfApi) -> Iterator[None]:
                 "cache is taken"
             )
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-        reason = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
-        raise HubError(f"{name.repository} was not loaded from {api.endpoint}: {reason.rstrip('.')}. {advice}") from error
+        reason = next(iter(str(cause).strip().splitlines()), "").rstrip(".") or type(cause).__name__
+        raise HubError(f"{name.repository} was not loaded from {api.endpoint}: {reason}. {advice}") from error
