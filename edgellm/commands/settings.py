@@ -222,7 +222,7 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
         model = settings.model or "the shipped model"
         raise typer.BadParameter(
-            f"is for a model that is named as on the hub, ORG/NAME, or a GGUF file: {model} is opened as it was built",
+            f"it is for a model that is named as on the hub, ORG/NAME, or in GGUF: {model} is opened as it was built",
             param_hint=f"--{flag}",
         )
     return settings
