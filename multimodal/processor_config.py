@@ -73,6 +73,7 @@ _LFM2_VL = {
     **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
+_GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
 
 
 class ProcessorKind(NamedTuple):
@@ -108,6 +109,7 @@ PROCESSOR_KINDS = {
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
+    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True),
 }
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",

@@ -172,15 +172,49 @@ class TokenRule:
         return rows * unit, columns * unit
 
 
+@dataclass(frozen=True)
+class BudgetRule:
+    """Gemma 4's: a picture is shown as a whole, as large as `tokens` of `unit` pixels a side allow for its shape."""
+
+    unit: int
+    tokens: int
+    side: ClassVar[int] = 0
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> BudgetRule:
+        """The rule of a `preprocessor_config.json`; pictures are no larger than `max_patches` say."""
+        names = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size}
+        for key, expected in names.items():
+            if config.count(key) != expected:
+                config.refuse(key, f"{expected}, as config.json has it of the vision encoder")
+        if config.switch("do_normalize"):
+            config.unsupported("do_normalize", "false: the encoder has the mean and the deviation in it")
+        tokens = min(config.count("max_soft_tokens"), max_patches // vision.merge_patches)
+        return cls(vision.patch_size * vision.spatial_merge_size, tokens)
+
+    def cut(self, height: int, width: int) -> Cut:
+        factor = math.sqrt(self.tokens * self.unit**2 / (height * width))
+        rows, columns = (math.floor(factor * edge / self.unit) for edge in (height, width))
+        if not rows:  # as `get_aspect_ratio_preserving_size` of the published processor has it for strips
+            rows, columns = 1, min(width // height, self.tokens)
+        elif not columns:
+            rows, columns = min(height // width, self.tokens), 1
+        return Cut((0, 0), (), ((rows * self.unit, columns * self.unit),))
+
+
 #: The rules by their names in `ProcessorKind.cut`.
-CutRule = LongestEdgeRule | NearestShapeRule | TokenRule
+CutRule = LongestEdgeRule | NearestShapeRule | TokenRule | BudgetRule
 _RULES: dict[str, type[CutRule]] = {
     "longest edge": LongestEdgeRule,
     "nearest shape": NearestShapeRule,
     "tokens": TokenRule,
+    "budget": BudgetRule,
 }
 #: The rule of each family whose pictures are cut.
-RULES_OF_FAMILIES = {"smolvlm": "longest edge", "lfm2_vl": "tokens", "internvl": "nearest shape"}
+RULES_OF_FAMILIES = {
+    **{"smolvlm": "longest edge", "lfm2_vl": "tokens", "internvl": "nearest shape"},
+    **{"gemma4": "budget"},
+}
 
 
 @dataclass(frozen=True)

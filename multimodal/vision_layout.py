@@ -47,8 +47,8 @@ class VisionLayout:
 
 
 def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray | None = None) -> VisionLayout:
-    """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is that of
-    Qwen3-VL's, Qwen3.5's and LFM2-VL's encoders.
+    """The layout of an image of (frames, height, width) in patches; `position_table` is that of the
+    encoder's weights, if it has one (`position_table` of `engines/families/vision_config.py`).
 
     Raises EngineError for a grid that the model cannot have.
     """
@@ -68,7 +68,11 @@ def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray |
     if config.family == "qwen2_5_vl":
         return _windowed(config, grid, rotary)
     inputs = {"rotary_cos_sin": rotary, "attention_mask": np.ones(count, np.bool_)}
-    if position_table is not None:
+    if config.family == "gemma4":
+        assert position_table is not None
+        rows, columns = patch_coordinates(grid, config.spatial_merge_size)
+        inputs["position_embeddings"] = position_table[0][columns] + position_table[1][rows]
+    elif position_table is not None:
         taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
         positions = np.einsum("nt,nth->nh", weights, position_table[taps])
         inputs["position_embeddings"] = positions.astype(np.float32)

@@ -7,7 +7,7 @@ adds interpolated positions, and gives out features of several layers, which Qwe
 
 from __future__ import annotations
 
-from edgellm.engines.families import pixtral, tile_encoders
+from edgellm.engines.families import gemma4_vision, pixtral, tile_encoders
 from edgellm.engines.families.vision_parts import (
     PROJECTOR,
     TOWER,
@@ -173,6 +173,7 @@ _STEPS = {
     "gemma3": _gemma3_steps,
     "paligemma": _paligemma_steps,
     "mistral3": pixtral.pixtral_steps,
+    "gemma4": gemma4_vision.gemma4_vision_steps,
     "smolvlm": tile_encoders.smolvlm_steps,
     "lfm2_vl": tile_encoders.lfm2_vl_steps,
     "internvl": tile_encoders.internvl_steps,
@@ -197,5 +198,8 @@ def host_weights(config: VisionConfig) -> list[WeightSpec]:
     if config.num_position_embeddings is None:
         return []
     names, is_tower = NamedWeights("visual.", config.tensor_prefix), bool(config.feature_layers)
+    if config.family == "gemma4":
+        table = "patch_embedder.position_embedding_table"
+        return [names.weight(table, 2, config.num_position_embeddings, config.hidden_size)]
     name = "embeddings.position_embedding.weight" if is_tower else "pos_embed.weight"
     return [names.weight(name, config.num_position_embeddings, config.hidden_size)]
