@@ -83,7 +83,8 @@ class ProcessorKind(NamedTuple):
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
     With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
     `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
-    by side. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
+    by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from 0 to 1. Of a video
+    `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
@@ -93,6 +94,7 @@ class ProcessorKind(NamedTuple):
     longest_edge: bool = False
     cut: str = ""
     channels_last: bool = False
+    centred: bool = False
     bounds_all: bool = False
 
 
@@ -109,7 +111,7 @@ PROCESSOR_KINDS = {
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
-    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True),
+    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True, centred=True),
 }
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
@@ -198,7 +200,10 @@ class ProcessorConfig:
         if self.switch("do_rescale"):
             factor = self.positive("rescale_factor")
         if not self.switch("do_normalize"):
-            return Normalization(factor, None, None)
+            half = (0.5, 0.5, 0.5) if self.kind.centred else None
+            return Normalization(factor, half, half)
+        if self.kind.centred:
+            self.unsupported("do_normalize", "false: the encoder has the mean and the deviation in it")
         mean, deviation = (self._channels(key) for key in ("image_mean", "image_std"))
         if min(deviation) <= 0:
             self.refuse("image_std", "numbers above 0")

@@ -187,8 +187,6 @@ class BudgetRule:
         for key, expected in names.items():
             if config.count(key) != expected:
                 config.refuse(key, f"{expected}, as config.json has it of the vision encoder")
-        if config.switch("do_normalize"):
-            config.unsupported("do_normalize", "false: the encoder has the mean and the deviation in it")
         tokens = min(config.count("max_soft_tokens"), max_patches // vision.merge_patches)
         return cls(vision.patch_size * vision.spatial_merge_size, tokens)
 

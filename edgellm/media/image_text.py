@@ -42,6 +42,7 @@ PART_TEXTS = {
     ),
     "internvl": PartTexts("<img>", "</img>"),
     "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),
+    "gemma4": PartTexts("<|image>", "<image|>"),
 }
 
 

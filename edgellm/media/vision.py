@@ -41,8 +41,10 @@ class VisionEncoder:
         vision = vision_directory.vision
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
-        self.processor = open_image_processor(vision.path, vision.config, largest)
         self.kind = directory.config.image_kind(vision.config.image_token_id)
+        if self.kind.varies:
+            largest = min(largest, self.kind.tokens * vision.config.merge_patches)
+        self.processor = open_image_processor(vision.path, vision.config, largest)
         self._metrics, self._texts = metrics, texts
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None

@@ -252,7 +252,7 @@ def _check_vision(values: JSONObject, vision: VisionConfig, config: DecoderConfi
     divides = side % merge == 0
     require(divides, "spatial_merge_size", f"expected a divisor of the image's side, {side} patches")
     tokens = vision.token_count((1, side, side))
-    if config.image_tokens not in (0, tokens):
+    if config.image_tokens not in (0, tokens) and not config.images_vary:
         raise values.error(f"an image has {tokens} tokens, but 'image_tokens' of the model is {config.image_tokens}")
     is_square = vision.family == "gemma4" or vision.position_side**2 == (vision.num_position_embeddings or 0)
     require(is_square, "num_position_embeddings", "expected a square")

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
 
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.building.checks import with_window_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.tensors import float32_into
@@ -41,7 +42,8 @@ from tools.demo_model.describe import describe_in_place
 
 FOLDER = golden_folder("tiled")
 NAMES = sorted(path.name for path in FOLDER.iterdir())
-MARKERS = {name: "<IMG_CONTEXT>" if name.startswith("internvl") else "<image>" for name in NAMES}
+_TOKENS = {"internvl": "<IMG_CONTEXT>", "gemma4": "<|image|>"}
+MARKERS = {name: _TOKENS.get(name.split("_")[0], "<image>") for name in NAMES}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 #: torchvision resizes LFM2-VL's pictures, in steps of one of 255 of Pillow's; others' have the bits of this release.
 ONE_OF_255 = 1.01 / 255 / 0.22
@@ -58,15 +60,18 @@ class Golden:
         for path in (FOLDER / name).iterdir():
             if path.name not in ("expected.safetensors", "prompt.json", "cuts.json"):
                 (place / path.name).write_bytes(path.read_bytes())
-        self.vision = read_vision_config(place, None, read_decoder_config(place))
-        rows = (self.vision.image_side**2 or 64,)
+        decoder = read_decoder_config(place)
+        self.vision = read_vision_config(place, None, decoder)
+        self.expected["rows"] /= decoder.embedding_scale  # which the language model multiplies all that it takes by
+        rows = (self.vision.image_side**2 or 64 // self.vision.merge_patches * self.vision.merge_patches,)
         (place / "chat_template.jinja").write_text(
             "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
             "{% for part in message.content %}{{ part.text if part.type == 'text' else '" + MARKERS[name] + "' }}"
             "{% endfor %}{% endif %}{% if message.role == 'system' %}:{% endif %}{% endfor %}"
         )
         self.name, self.path, self.marker = name, place, MARKERS[name]
-        describe_in_place(place, EngineLimits(1, 16, 128, image_rows=rows), dtype)
+        limits = with_window_rows(decoder, EngineLimits(1, 16, 128, image_rows=rows))
+        describe_in_place(place, limits, dtype)
         processor = open_image_processor(place, self.vision, rows[0])
         self.tiles = [tile for image in self.images for tile in processor.prepare(image).tiles]
 
@@ -162,8 +167,10 @@ def test_a_gpu_gives_the_rows_of_transformers(name: str, tmp_path: Path) -> None
 
 def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
     language = Language(golden)
-    runner = language.runner(EngineLimits(1, 16, 128))
+    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 128)))
     for stop in range(1, len(language.token_ids) + 1):
+        if language.config.image_tokens and language.token_ids[stop - 1 : stop + 1] == [language.config.image_token_id] * 2:
+            continue  # inside an image that is seen as a whole
         runner.start(0, language.token_ids[:stop], 0, SamplingValues(), language.placed_before(stop)).wait()
         found, expected = runner.logits(0), language.expected["logits"][stop - 1]
         known = ~np.isnan(expected)
