@@ -44,6 +44,15 @@ _SIGLIP = VisionConfig(
     feature_layers=(3,),
     **_COMMON,
 )
+_GEMMA4 = replace(
+    _QWEN,
+    family="gemma4",
+    temporal_patch_size=1,
+    spatial_merge_size=3,
+    activation="gelu_tanh",
+    num_position_embeddings=20,
+    feature_layers=(3,),
+)
 
 #: Widths that are no multiple of 8 in all of them.
 MODELS = {
@@ -59,6 +68,8 @@ MODELS = {
     ),
     "paligemma": replace(_SIGLIP, family="paligemma", out_hidden_size=40),
     "mistral3": replace(_QWEN, family="mistral3", temporal_patch_size=1, spatial_merge_size=2, feature_layers=(2,)),
+    "gemma4": replace(_GEMMA4, clipped=True),
+    "gemma4_heads_of_72": replace(_GEMMA4, hidden_size=144, standardized=True, rope_theta=100.0),
     "llava_siglip": _SIGLIP,
     "llava_clip": replace(
         _SIGLIP, class_token=True, drops_first_row=True, activation="quick_gelu", feature_layers=(2,), hidden_size=128
@@ -99,13 +110,16 @@ def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
     if config.image_side:
         return [(1, config.image_side, config.image_side)]
+    if config.spatial_merge_size == 3:
+        return [(1, 6, 9), (1, 3, 3), (1, 15, 6)]
     return [(1, 6, 10), (1, 2, 2), (1, 14, 6)]
 
 
 def shape_of(config: VisionConfig, grid: Grid, larger: bool = False) -> EngineShape:
     """The engine for an image, or a larger one, for a whole window or 64 patches more where sizes are free."""
     rows = vision_layout(config, grid, _positions(config)).rows
-    return vision_shape(rows + max(64, config.window_patches) * (larger and not config.image_side))
+    more = max(64 - 64 % config.merge_patches, config.window_patches)
+    return vision_shape(rows + more * (larger and not config.image_side))
 
 
 def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict[str, np.ndarray]:
@@ -117,6 +131,8 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
         arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(scale)
         if "norm" in name and name.endswith("weight"):
             arrays[name] += 1
+        if name.endswith("bounds"):
+            arrays[name] = np.sort(arrays[name] * 3 - np.float32([1, -1]))
     arrays |= vision_layout(config, grid, _positions(config)).padded(config, shape)
     size, _ = vision_inputs(config, shape)["patches"]
     patches = np.zeros(size, np.float32)
@@ -152,5 +168,5 @@ def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[
 def _positions(config: VisionConfig) -> np.ndarray | None:
     if config.num_position_embeddings is None:
         return None
-    size = (config.num_position_embeddings, config.hidden_size)
+    size = (*((2,) if config.family == "gemma4" else ()), config.num_position_embeddings, config.hidden_size)
     return np.random.default_rng(5).standard_normal(size, np.float32)
