@@ -334,7 +334,9 @@ def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
 
 def _activation_refusal(activation: str | None, gated: bool) -> str | None:
     known = GATE_ACTIVATIONS if gated else ACTIVATIONS
-    return None if activation in known else f"the activation {activation} has no kernel{' with a gate' if gated else ''}"
+    return (
+        None if activation in known else f"the activation {activation} has no kernel{' with a gate' if gated else ''}"
+    )
 
 
 def _norm_refusal(norm: Norm) -> str | None:

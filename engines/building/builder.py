@@ -33,11 +33,10 @@ from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES, ModelSource, write_description
-from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, explained
+from edgellm.engines.errors import BuildError, EdgeLLMError, explained
 from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
-from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -190,18 +189,12 @@ def read_build(
     return inputs, chosen, dtype
 
 
-def _has_vision_part(source: Path) -> bool:
-    return isinstance(JSONObject.read(source / "config.json", CheckpointError).values.get("vision_config"), dict)
-
-
 def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
     """The report of a build of which nothing is done, with what a user should know, a `note` among it."""
     config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
     made = inputs.head_bytes + inputs.draft_bytes
     report = BuildReport(target, config, dtype, limits, draft, inputs.vision, weights, inputs.weight_bytes, made)
     report.notes += [note] if note else []
-    if config.image_token_id is None and _has_vision_part(source):
-        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
     lost = None if draft is not None else lost_mtp(source, config)
     report.notes += [f"{lost}. It drafts with nothing."] if lost else []
     is_shipped = draft is not None and draft.generation == MTP

@@ -37,13 +37,14 @@ class FiniteCheck:
     """Which of the tensors that are loaded for `specs` are to be looked at for infinities and NaN, and what follows.
 
     What was found once is remembered with the digests of the files: as long as they stay as they are, no tensor is.
+    Single numbers are bounds, which may be infinite.
     """
 
     def __init__(self, checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
         self._checkpoint = checkpoint
         loaded: dict[Path, set[str]] = {}
         for name, shape in (part for spec in specs for part in spec.parts):
-            if checkpoint.layout(name, shape) is None:  # packed ones are looked at whenever they are read
+            if shape and checkpoint.layout(name, shape) is None:  # packed ones are looked at whenever they are read
                 info = checkpoint.info(name)
                 loaded.setdefault(info.file, set()).add(info.name)
         #: The tensors' names by their file, of files that are not known to be good.

@@ -86,7 +86,9 @@ def gemma4_vision_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     projector = TowerWeights("embed_vision.", config.projector_prefix)
     steps: list[Step] = [
         NormLinear(
-            "hidden", (Input("patches"),), tower.linear("patch_embedder.input_proj", hidden, config.patch_elements, False)
+            "hidden",
+            (Input("patches"),),
+            tower.linear("patch_embedder.input_proj", hidden, config.patch_elements, False),
         ),
         Add("hidden", "hidden", "position_embeddings"),
     ]

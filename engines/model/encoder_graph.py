@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, Protocol
 
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
     AveragePool,
     Clip,
@@ -21,7 +22,6 @@ from edgellm.engines.model.encoder_steps import (
     StandardNorm,
     Unfold,
 )
-from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.steps import Norm
 

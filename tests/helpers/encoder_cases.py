@@ -166,7 +166,11 @@ CASES = {
         f"normed_heads_of_{size}": Case(
             "normed_heads",
             (
-                *(values(11, 3 * 3 * size), Compute(values(size, seed=1, mean=1)), Compute(values(size, seed=2, mean=1))),
+                *(
+                    values(11, 3 * 3 * size),
+                    Compute(values(size, seed=1, mean=1)),
+                    Compute(values(size, seed=2, mean=1)),
+                ),
                 *(1e-6, nothing(11, 9 * size)),
             ),
         )

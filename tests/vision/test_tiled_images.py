@@ -169,7 +169,10 @@ def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
     language = Language(golden)
     runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 128)))
     for stop in range(1, len(language.token_ids) + 1):
-        if language.config.image_tokens and language.token_ids[stop - 1 : stop + 1] == [language.config.image_token_id] * 2:
+        if (
+            language.config.image_tokens
+            and language.token_ids[stop - 1 : stop + 1] == [language.config.image_token_id] * 2
+        ):
             continue  # inside an image that is seen as a whole
         runner.start(0, language.token_ids[:stop], 0, SamplingValues(), language.placed_before(stop)).wait()
         found, expected = runner.logits(0), language.expected["logits"][stop - 1]

@@ -146,10 +146,16 @@ def test_rows() -> None:
         (Case("activate", (values(2, 8), 5, nothing(2, 8))), "activation is 5; expected 0 to 4"),
         (Case("copy_rows", (values(2, 8), None, nothing(3, 8), 0)), "3 rows of values of 2, without rows to choose"),
         (Case("copy_rows", (values(2, 8), None, nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
-        (Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))), "squares of 3 x 3 of values of 35, 6 a line, output of 4"),
+        (
+            Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))),
+            "squares of 3 x 3 of values of 35, 6 a line, output of 4",
+        ),
         (Case("clip_rows", (values(2, 8), values(3), nothing(2, 8), 0)), "bounds of 3 numbers"),
         (Case("clip_rows", (values(2, 8), values(2), nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
-        (Case("normed_heads", (values(2, 40), values(8), values(8), 1e-6, nothing(2, 40))), "3 times as many heads of 8"),
+        (
+            Case("normed_heads", (values(2, 40), values(8), values(8), 1e-6, nothing(2, 40))),
+            "3 times as many heads of 8",
+        ),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),
         (attention(64, 64, 2, 20), r"head sizes up to 128 \(multiples of 8\), not 20"),
         (attention(64, 64, 2, 136), "head sizes up to 128"),
