@@ -74,6 +74,10 @@ _LFM2_VL = {
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
 _GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
+_MINICPMV4_6 = {
+    **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
+    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
+}
 
 
 class ProcessorKind(NamedTuple):
@@ -111,6 +115,7 @@ PROCESSOR_KINDS = {
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
+    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="slices"),
     "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True, centred=True),
 }
 _SAME_KIND = {

@@ -17,6 +17,7 @@ from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, ImageLayout, Normalization, Size
 from edgellm.multimodal.prepared_image import PreparedImage, image_digest
 from edgellm.multimodal.processor_config import ProcessorConfig
+from edgellm.multimodal.vision_layout import in_squares
 
 #: What no edge is made longer than by Idefics3's processor, whatever its file says.
 _LONGEST_EDGE = 4096
@@ -24,11 +25,13 @@ _LONGEST_EDGE = 4096
 
 class Cut(NamedTuple):
     """How a picture is cut: into `grid` (rows, columns) tiles, once it was resized to each of `sizes`; and the whole of
-    it, resized to each of `whole`, comes behind them. (0, 0): it has no tiles; None: the whole is not shown."""
+    it, resized to each of `whole`, comes behind them, or `whole_first`. (0, 0): it has no tiles; None: the whole is not
+    shown."""
 
     grid: tuple[int, int]
     sizes: tuple[Size, ...]
     whole: tuple[Size, ...] | None
+    whole_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,6 @@ class TokenRule:
         tiles = NearestShapeRule(side, fewest, most) if cuts else None
         return cls(unit, least, tokens, config.positive("max_pixels_tolerance"), tiles, config.switch("use_thumbnail"))
 
-    @property
-    def side(self) -> int:
-        return 0 if self.tiles is None else self.tiles.side
-
     def cut(self, height: int, width: int) -> Cut:
         unit, whole = self.unit, self._shown(height, width)
         # Half a token is the least that the published processor counts here.
@@ -156,8 +155,8 @@ class TokenRule:
         if self.tiles is None or math.prod(counted) <= self.most * self.tolerance:
             return Cut((0, 0), (), (whole,))
         rows, columns = self.tiles.grid(height, width)
-        sizes = ((rows * self.side, columns * self.side),)
-        return Cut((rows, columns), sizes, (whole,) if self.thumbnail else None)
+        side = self.tiles.side
+        return Cut((rows, columns), ((rows * side, columns * side),), (whole,) if self.thumbnail else None)
 
     def _shown(self, height: int, width: int) -> Size:
         """As `smart_resize` of the published processor."""
@@ -178,7 +177,6 @@ class BudgetRule:
 
     unit: int
     tokens: int
-    side: ClassVar[int] = 0
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> BudgetRule:
@@ -200,29 +198,88 @@ class BudgetRule:
         return Cut((0, 0), (), ((rows * self.unit, columns * self.unit),))
 
 
+@dataclass(frozen=True)
+class SliceRule:
+    """MiniCPM-V's: the whole has about as many pixels as a square of `side`, in tokens of `unit` pixels a side; beside
+    it a larger picture is shown in up to `most` slices of about as many, which keep its shape."""
+
+    unit: int
+    side: int
+    most: int
+
+    @classmethod
+    def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> SliceRule:
+        """The rule of a `preprocessor_config.json`."""
+        if config.count("patch_size") != vision.patch_size:
+            config.refuse("patch_size", f"{vision.patch_size}, as config.json has it of the vision encoder")
+        if config.values["downsample_mode"] != "16x":
+            config.unsupported("downsample_mode", "16x")
+        if not config.switch("use_image_id"):
+            config.unsupported("use_image_id", "true: images have their numbers")
+        most = config.count("max_slice_nums") if config.switch("slice_mode") else 1
+        return cls(vision.patch_size * vision.spatial_merge_size, config.count("scale_resolution"), most)
+
+    def cut(self, height: int, width: int) -> Cut:
+        grid = self._grid(height, width)
+        if math.prod(grid) == 1:
+            return Cut((0, 0), (), (self._shown(height, width, True),))
+        rows, columns = grid
+        of_slice = (_nearest(edge, count) / count for edge, count in zip((height, width), grid, strict=True))
+        tall, wide = self._shown(*of_slice, True)
+        return Cut(grid, ((tall * rows, wide * columns),), (self._shown(height, width, False),), whole_first=True)
+
+    def _shown(self, height: float, width: float, grows: bool) -> Size:
+        """As `find_best_resize` of the published processor."""
+        if grows or height * width > self.side**2:
+            shape = width / height
+            height = int(self.side / math.sqrt(shape))
+            width = int(height * shape)
+        return _nearest(height, self.unit), _nearest(width, self.unit)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """As `get_sliced_grid` of the published processor; (1, 1): no slices."""
+        count = min(math.ceil(height * width / self.side**2), self.most)
+        best, difference = (1, 1), math.inf
+        for slices in (each for each in (count - 1, count, count + 1) if count > 1 and 1 < each <= self.most):
+            for rows in (each for each in range(1, slices + 1) if not slices % each):
+                columns = slices // rows
+                found = abs(math.log(width / height) - math.log(columns / rows))
+                if found < difference or (found == difference and rows > best[0]):
+                    best, difference = (rows, columns), found
+        return best
+
+
+def _nearest(edge: float, unit: int) -> int:
+    """The multiple of a unit that is the nearest to an edge, at least one."""
+    return max(round(edge / unit) * unit, unit)
+
+
 #: The rules by their names in `ProcessorKind.cut`.
-CutRule = LongestEdgeRule | NearestShapeRule | TokenRule | BudgetRule
+CutRule = LongestEdgeRule | NearestShapeRule | TokenRule | BudgetRule | SliceRule
 _RULES: dict[str, type[CutRule]] = {
     "longest edge": LongestEdgeRule,
     "nearest shape": NearestShapeRule,
     "tokens": TokenRule,
     "budget": BudgetRule,
+    "slices": SliceRule,
 }
 #: The rule of each family whose pictures are cut.
 RULES_OF_FAMILIES = {
     **{"smolvlm": "longest edge", "lfm2_vl": "tokens", "internvl": "nearest shape"},
-    **{"gemma4": "budget"},
+    **{"gemma4": "budget", "minicpmv4_6": "slices"},
 }
 
 
 @dataclass(frozen=True)
 class TileLayout(ImageLayout):
     """How a part of a picture becomes rows: the picture is resized to each of `earlier`, then to `resized`; `crop` of
-    it begins at `origin`. With `channels_last` a patch has the channels of each pixel side by side."""
+    it begins at `origin`. With `channels_last` a patch has the channels of each pixel side by side; `nested`: the
+    patches of a token come square by square of four."""
 
     earlier: tuple[Size, ...] = ()
     origin: Size = (0, 0)
     channels_last: bool = False
+    nested: bool = False
 
     def used_part(self) -> tuple[slice, slice] | None:
         """None: kernels do not resize twice, nor put channels last."""
@@ -232,6 +289,8 @@ class TileLayout(ImageLayout):
         """The rows [N, E] float32 of the part, of the picture as it was resized last."""
         (top, left), (height, width) = self.origin, self.crop or self.resized
         rows = super().rows_of(resized[top : top + height, left : left + width])
+        if self.nested:
+            rows = in_squares(rows)
         if not self.channels_last:
             return rows
         return np.ascontiguousarray(rows.reshape(len(rows), 3, -1).swapaxes(1, 2)).reshape(rows.shape)
@@ -275,7 +334,8 @@ class Tile(PreparedImage):
 
 @dataclass(frozen=True, eq=False)
 class TiledImage:
-    """A picture in parts: `tiles` row by row, `grid` (rows, columns) of them, and behind these the whole, if shown.
+    """A picture in parts: `tiles` row by row, `grid` (rows, columns) of them, and behind or before these the whole, if
+    shown.
 
     `digest` is the SHA-256 of the pixels and of how they are cut.
     """
@@ -305,6 +365,7 @@ class TilingProcessor:
     is_square: bool
     channels_last: bool
     max_patches: int
+    nested: bool
 
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int | None) -> TilingProcessor:
@@ -315,31 +376,34 @@ class TilingProcessor:
         rule = _RULES[config.kind.cut].open(config, vision, largest)
         sizes = vision.patch_size, vision.spatial_merge_size
         switches = bool(vision.image_size), config.kind.channels_last
-        return cls(rule, config.resample(), config.normalization(), *sizes, *switches, largest)
+        nested = vision.merging_layer is not None
+        return cls(rule, config.resample(), config.normalization(), *sizes, *switches, largest, nested)
 
     def prepare(self, pixels: np.ndarray) -> TiledImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one of which a part is too large."""
-        (rows, columns), sizes, whole = self.rule.cut(*pixels.shape[:2])
-        side = self.rule.side
-        layouts = [
-            self._layout(sizes, (row * side, column * side), (side, side))
+        (rows, columns), sizes, whole, whole_first = self.rule.cut(*pixels.shape[:2])
+        height, width = (sizes[-1][0] // rows, sizes[-1][1] // columns) if sizes else (0, 0)
+        tiles = [
+            self._layout(sizes, (row * height, column * width), (height, width))
             for row in range(rows)
             for column in range(columns)
         ]
-        layouts += [] if whole is None else [self._layout(whole, (0, 0), None)]
+        shown = [] if whole is None else [self._layout(whole, (0, 0), None)]
+        layouts = [*shown, *tiles] if whole_first else [*tiles, *shown]
         if max(layout.patches for layout in layouts) > self.max_patches:
             raise ImageError(
                 f"an image of {pixels.shape[1]} x {pixels.shape[0]} pixels is too long for its width: the vision "
                 f"engines take {self.max_patches} patches. Crop it, or build with a larger --max-image-patches"
             )
         digest, canvases = image_digest(pixels, layouts[-1]), Canvases(pixels, layouts)
-        tiles = tuple(self._tile(layout, pixels.shape[:2], canvases, digest) for layout in layouts)
-        return TiledImage(tiles, (rows, columns), digest, math.prod(pixels.shape[:2]))
+        parts = tuple(self._tile(layout, pixels.shape[:2], canvases, digest) for layout in layouts)
+        return TiledImage(parts, (rows, columns), digest, math.prod(pixels.shape[:2]))
 
     def _layout(self, sizes: tuple[Size, ...], origin: Size, crop: Size | None) -> TileLayout:
         merge = 1 if self.is_square else self.merge_size
         layout = TileLayout(sizes[-1], self.resample, self.normalization, self.patch_size, merge, crop=crop)
-        return replace(layout, earlier=sizes[:-1], origin=origin, channels_last=self.channels_last)
+        own = {"channels_last": self.channels_last, "nested": self.nested}
+        return replace(layout, earlier=sizes[:-1], origin=origin, **own)
 
     def _tile(self, layout: TileLayout, size: tuple[int, ...], canvases: Canvases, digest: str) -> Tile:
         own = hashlib.sha256(f"{digest} {layout!r}".encode()).hexdigest()

@@ -76,7 +76,7 @@ class VisionEncoder:
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error
 
-    def written(self, image: PreparedImage | TiledImage) -> list[int]:
+    def written(self, image: PreparedImage | TiledImage, number: int) -> list[int]:
         """The ids of an image in a prompt, with what stands around its parts."""
         token = self.kind.token_id
         if self._texts is None:
@@ -85,7 +85,7 @@ class VisionEncoder:
             counts, rows, columns = image.runs, len(image.runs), 1
         else:
             counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
-        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns)
+        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns, number)
         parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
         return [*chain.from_iterable(parts), *end]
 

@@ -60,6 +60,7 @@ _FAMILY_FIELDS = {
     "smolvlm": ("image_size", "feature_layers"),
     "lfm2_vl": ("num_position_embeddings", "feature_layers", "projector_size"),
     "internvl": ("image_size", "feature_layers", "class_token"),
+    "minicpmv4_6": ("num_position_embeddings", "feature_layers"),
     "gemma4": ("num_position_embeddings", "feature_layers"),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.

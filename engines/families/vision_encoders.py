@@ -177,6 +177,7 @@ _STEPS = {
     "smolvlm": tile_encoders.smolvlm_steps,
     "lfm2_vl": tile_encoders.lfm2_vl_steps,
     "internvl": tile_encoders.internvl_steps,
+    "minicpmv4_6": tile_encoders.minicpmv4_6_steps,
 }
 
 

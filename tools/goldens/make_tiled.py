@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
@@ -64,7 +65,7 @@ class Model:
 
     `cuts` are other settings of the image processor, each with sizes of pictures. The `seed` is the place in the table
     where there is none of its own, which Gemma 4's have so that no token of media is among those that follow: its class
-    takes these for padding.
+    takes these for padding. The tokenizer may know more `letters`.
     """
 
     config: Callable[..., Any]
@@ -82,6 +83,7 @@ class Model:
     cuts: list[tuple[dict[str, Any], list[tuple[int, int]]]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     seed: int | None = None
+    letters: str = ""
 
 
 _NORMED = {"image_mean": _HALF, "image_std": _HALF, "do_image_splitting": True}
@@ -159,6 +161,16 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Mode
     )
 
 
+_MINICPM = {
+    **{"scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4, "image_mean": _HALF, "image_std": _HALF},
+    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
+}
+_MINICPM_SIZES = [size for size in _SIZES if max(size) < 60 * min(size)]  # strips become too long
+_MINICPM_TOKENS = ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"]
+_MINICPM_NAMES = (
+    *("image_start_token", "image_end_token", "slice_start_token", "slice_end_token"),
+    *("image_id_start_token", "image_id_end_token", "image_token", "video_token"),
+)
 _GEMMA4_IDS = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "audio_token_id": "<|audio|>"}
 MODELS = {
     "smolvlm": Model(
@@ -219,6 +231,34 @@ MODELS = {
         {"model_type": "qwen2"},
         {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False, "use_mean_pooling": False},
     ),
+    "minicpmv4_6": Model(
+        transformers.MiniCPMV4_6Config,
+        transformers.MiniCPMV4_6ForConditionalGeneration,
+        {
+            **_TEXT,
+            **{"model_type": "qwen3_5_text", "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+            **{"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            },
+        },
+        {**_TOWER, "num_hidden_layers": 3, "image_size": 28},
+        {"insert_layer_id": 1, "tie_word_embeddings": False},
+        [*_MINICPM_TOKENS, "<|image_pad|>", "<|video_pad|>"],
+        "<|image_pad|>",
+        lambda image_processor, tokenizer: transformers.MiniCPMV4_6Processor(
+            image_processor, transformers.MiniCPMV4_6VideoProcessor(), tokenizer
+        ),
+        MiniCPMV4_6ImageProcessorPil,
+        _MINICPM,
+        "look at\n<|image_pad|>\n\nand <|image_pad|>what is it?\n",
+        [(30, 94), (40, 20)],
+        [(_MINICPM, _MINICPM_SIZES), ({**_MINICPM, "max_slice_nums": 9}, _MINICPM_SIZES[:6])],
+        names=dict(zip(_MINICPM_NAMES, [*_MINICPM_TOKENS, "<|image_pad|>", "<|video_pad|>"], strict=True)),
+        letters="01",
+    ),
     # As E2B and E4B, and as the larger ones.
     "gemma4": _gemma4(
         {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 4},
@@ -275,7 +315,7 @@ def make_model(name: str, directory: Path) -> None:
 
 def _tokenizer(golden: Model, directory: Path) -> Any:
     """Letters, and line feeds that are one token where there are two."""
-    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ"])}
+    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ", *golden.letters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "</s>", *golden.tokens)])
@@ -305,6 +345,11 @@ def _parts(processor: Any, image: Any) -> list[tuple[list[int], np.ndarray]]:
     """(rows and columns of patches, the patches [N, E] float32 in reading order) of each part of a picture."""
     given = {"crop_to_patches": True} if isinstance(processor, GotOcr2ImageProcessorPil) else {}
     values = processor(images=[image], return_tensors="pt", **given)
+    if "target_sizes" in values:
+        rows, grids = values["pixel_values"][0].numpy(), values["target_sizes"].tolist()
+        patches = rows.reshape(3, 4, -1, 4).transpose(2, 0, 1, 3).reshape(-1, 48).astype(np.float32)
+        ends = np.cumsum([height * width for height, width in grids])[:-1]
+        return list(zip(grids, np.split(patches, ends), strict=True))
     if "image_position_ids" in values:
         places, rows = values["image_position_ids"][0].numpy(), values["pixel_values"][0].numpy()
         columns, lines = (places.max(axis=0) + 1).tolist()
