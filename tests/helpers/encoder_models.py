@@ -90,6 +90,14 @@ MODELS = {
         projector_size=56,
         projector_norm=True,
     ),
+    "minicpmv4_6": replace(
+        _SIGLIP,
+        family="minicpmv4_6",
+        image_size=None,
+        spatial_merge_size=4,
+        num_position_embeddings=25,
+        merging_layer=1,
+    ),
     "internvl": replace(
         _SIGLIP, family="internvl", image_size=40, spatial_merge_size=2, class_token=True, activation="gelu"
     ),
@@ -110,8 +118,8 @@ def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
     if config.image_side:
         return [(1, config.image_side, config.image_side)]
-    if config.spatial_merge_size == 3:
-        return [(1, 6, 9), (1, 3, 3), (1, 15, 6)]
+    if config.spatial_merge_size > 2:
+        return [(1, rows * config.spatial_merge_size, 2 * config.spatial_merge_size) for rows in (1, 3, 5)]
     return [(1, 6, 10), (1, 2, 2), (1, 14, 6)]
 
 
