@@ -224,8 +224,7 @@ class SliceRule:
         if math.prod(grid) == 1:
             return Cut((0, 0), (), (self._shown(height, width, True),))
         rows, columns = grid
-        of_slice = (_nearest(edge, count) / count for edge, count in zip((height, width), grid, strict=True))
-        tall, wide = self._shown(*of_slice, True)
+        tall, wide = self._shown(_nearest(height, rows) / rows, _nearest(width, columns) / columns, True)
         return Cut(grid, ((tall * rows, wide * columns),), (self._shown(height, width, False),), whole_first=True)
 
     def _shown(self, height: float, width: float, grows: bool) -> Size:
@@ -402,8 +401,8 @@ class TilingProcessor:
     def _layout(self, sizes: tuple[Size, ...], origin: Size, crop: Size | None) -> TileLayout:
         merge = 1 if self.is_square else self.merge_size
         layout = TileLayout(sizes[-1], self.resample, self.normalization, self.patch_size, merge, crop=crop)
-        own = {"channels_last": self.channels_last, "nested": self.nested}
-        return replace(layout, earlier=sizes[:-1], origin=origin, **own)
+        layout = replace(layout, channels_last=self.channels_last, nested=self.nested)
+        return replace(layout, earlier=sizes[:-1], origin=origin)
 
     def _tile(self, layout: TileLayout, size: tuple[int, ...], canvases: Canvases, digest: str) -> Tile:
         own = hashlib.sha256(f"{digest} {layout!r}".encode()).hexdigest()

@@ -43,10 +43,7 @@ PART_TEXTS = {
         "", _AROUND, _AROUND + "<row_{row}_col_{column}>{image}", row="\n", whole=f"\n{_GLOBAL}", alone=_GLOBAL
     ),
     "lfm2_vl": PartTexts(
-        "<|image_start|>",
-        "<|image_end|>",
-        "<|img_row_{row}_col_{column}|>{image}",
-        whole="<|img_thumbnail|>{image}",
+        "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>{image}", whole="<|img_thumbnail|>{image}"
     ),
     "internvl": PartTexts("<img>", "</img>"),
     "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),

@@ -160,7 +160,8 @@ def read_build(
     loras = read_adapters(asked.adapters, config)
     ranks = [adapter.rank for adapter in loras.values()]
     vision, encoder = None if asked.vision is None else Path(asked.vision), None
-    if vision is not None and _has_vision_part(source):
+    published = JSONObject.read(source / "config.json", CheckpointError).values
+    if vision is not None and isinstance(published.get("vision_config"), dict):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     known = limits if isinstance(limits, EngineLimits) else None
     wanted: dict[str, Any] = {} if limits is None or isinstance(limits, EngineLimits) else dict(limits)

@@ -16,7 +16,14 @@ from edgellm.engines.families.vision_parts import (
     self_attention_steps,
     tower_steps,
 )
-from edgellm.engines.model.encoder_steps import AveragePool, DropFirst, EncoderAttention, Gather, Prepend, ScaledResidual
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    ScaledResidual,
+)
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Add, Input, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, embedding_rows
@@ -67,7 +74,9 @@ def minicpmv4_6_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     merger = TowerWeights("merger.", config.projector_prefix, 1e-6)
     linears = merger.linear("mlp.0.linear_1", wide, wide), merger.linear("mlp.0.linear_2", config.out_hidden_size, wide)
     return [
-        NormLinear("hidden_0", (Input("patches"),), tower.convolution("embeddings.patch_embedding", hidden, patch, True)),
+        NormLinear(
+            "hidden_0", (Input("patches"),), tower.convolution("embeddings.patch_embedding", hidden, patch, True)
+        ),
         Add("hidden_0", "hidden_0", "position_embeddings"),
         *layer_steps(config, tower, rows, "attention_mask", range(merging)),
         *self_attention_steps(config, tower, name, value, value, (rows // 4, 4)),

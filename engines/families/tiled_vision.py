@@ -85,7 +85,7 @@ def _read_internvl(top: ConfigFields) -> Read:
 
 
 def _read_minicpmv4_6(top: ConfigFields) -> Read:
-    """SigLIP for pictures of any shape, which merges squares of four patches within its layers, and again behind them."""
+    """SigLIP for pictures of any shape, which merges squares of four patches within its layers, and again behind."""
     _take_squares(top)
     fields, values = read_tower(top, "minicpmv4_6_vision", ("minicpmv4_6_vision",))
     for found, key, expected in (

@@ -205,7 +205,9 @@ _TOWER_PREFIXES = (
     "vision_model.",
 )
 _PROJECTOR_PREFIXES = tuple(
-    f"{outer}{name}." for name in ("multi_modal_projector", "connector", "embed_vision", "merger") for outer in ("model.", "")
+    f"{outer}{name}."
+    for name in ("multi_modal_projector", "connector", "embed_vision", "merger")
+    for outer in ("model.", "")
 )
 
 

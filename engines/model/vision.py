@@ -51,8 +51,8 @@ class VisionConfig:
     width inside its projector; `projector_norm`. InternVL's: `class_token`; `attention_bias`; `qk_norm`, of all heads
     together; `rms_norms` in place of layer norms; `final_norm` behind the layers.
 
-    MiniCPM-V 4.6's: `num_position_embeddings`, of which each patch has the nearest; `merging_layer`, behind which squares
-    of four patches are merged, as the tokens then are.
+    MiniCPM-V 4.6's: `num_position_embeddings`, of which each patch has the nearest; `merging_layer`, behind which
+    squares of four patches are merged.
     Gemma 4's: `rope_theta`; `num_position_embeddings` of columns, and as many of rows; `clipped`, linear layers whose
     inputs and outputs have bounds; `standardized`, tokens that a bias and a scale of each column are applied to.
     """
@@ -169,8 +169,8 @@ class VisionConfig:
 def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every input but the weights, by name.
 
-    `patches` [1, R, elements], the image's first; for Qwen's and Gemma 4's `rotary_cos_sin` [1, R, D] and `attention_mask`
-    [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
+    `patches` [1, R, elements], the image's first; for Qwen's and Gemma 4's `rotary_cos_sin` [1, R, D] and
+    `attention_mask` [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
     `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each token's); for
     Qwen3-VL, Qwen3.5, LFM2-VL, MiniCPM-V and Gemma 4 `position_embeddings` [1, R, H]; for MiniCPM-V `merged_mask`
     [1, 1, 1, R / 4] (which squares of four are patches); for SmolVLM and InternVL `block_rows` [1, R] (which

@@ -54,8 +54,8 @@ def randomize_vectors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None
 
 
 def law_of(name: str, deviation: float) -> Law:
-    """How a tensor is drawn: norms, biases and decays as `randomize_vectors` does, bounds on their side of 0, the others
-    in a bell around it."""
+    """How a tensor is drawn: norms, biases and decays as `randomize_vectors` does, bounds on their side of 0, the
+    others in a bell around it."""
     if name.endswith("A_log"):
         return {"range": [-5.0, -0.5]}
     if name.endswith("bias"):

@@ -315,7 +315,9 @@ def make_model(name: str, directory: Path) -> None:
 
 def _tokenizer(golden: Model, directory: Path) -> Any:
     """Letters, and line feeds that are one token where there are two."""
-    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ", *golden.letters])}
+    vocabulary = {
+        text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ", *golden.letters])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "</s>", *golden.tokens)])
