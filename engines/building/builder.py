@@ -33,10 +33,11 @@ from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES, ModelSource, write_description
-from edgellm.engines.errors import BuildError, EdgeLLMError, explained
+from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, explained
 from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
+from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape

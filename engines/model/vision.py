@@ -170,11 +170,11 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     """Shape and dtype of every input but the weights, by name.
 
     `patches` [1, R, elements], the image's first; for Qwen's and Gemma 4's `rotary_cos_sin` [1, R, D] and
-    `attention_mask` [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
-    `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each token's); for
-    Qwen3-VL, Qwen3.5, LFM2-VL, MiniCPM-V and Gemma 4 `position_embeddings` [1, R, H]; for MiniCPM-V `merged_mask`
-    [1, 1, 1, R / 4] (which squares of four are patches); for SmolVLM and InternVL `block_rows` [1, R] (which
-    patch stands in each row behind the tower). Masks are there if a layer reads them.
+    `attention_mask` [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in
+    each row), `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each
+    token's); for Qwen3-VL, Qwen3.5, LFM2-VL, MiniCPM-V and Gemma 4 `position_embeddings` [1, R, H]; for MiniCPM-V
+    `merged_mask` [1, 1, 1, R / 4] (which squares of four are patches); for SmolVLM and InternVL `block_rows` [1, R]
+    (which patch stands in each row behind the tower). Masks are there if a layer reads them.
     """
     rows = shape.tokens
     inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}

@@ -261,9 +261,9 @@ MODELS = {
     ),
     # As E2B and E4B, and as the larger ones.
     "gemma4": _gemma4(
-        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 4},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
         {"use_clipped_linears": True},
-        seed=128,
+        seed=111,
         cuts=[({**_GEMMA4, "max_soft_tokens": 70}, _SIZES), (_GEMMA4, _SIZES)],
     ),
     "gemma4_wide": _gemma4(
