@@ -206,6 +206,49 @@ def test_every_prefix_has_the_logits_of_transformers(golden: Golden) -> None:
         assert_close(found[known], expected[known])
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("gemma4", {"padding_id": 3}),
+        ("gemma4_wide", {"image_tokens": 0}),
+        ("minicpmv4_6", {"mrope_section": (2, 1, 1), "mrope_interleaved": True, "spatial_merge_size": 4}),
+    ],
+)
+def test_what_a_language_model_does_with_pictures_would_be_missed(
+    name: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    language = Language(Golden(name, tmp_path))
+    language.config = replace(language.config, **changed)
+    if "mrope_section" in changed:  # as of models that count rows and columns
+        language.images = [
+            replace(each, grid=tile.grid)
+            for each, tile in zip(language.images, Golden(name, tmp_path).tiles, strict=True)
+        ]
+    runner = language.runner(with_window_rows(language.config, EngineLimits(1, 16, 128)))
+    runner.start(0, language.token_ids, 0, SamplingValues(), language.placed()).wait()
+    found, expected = runner.logits(0), language.expected["logits"][-1]
+    known = ~np.isnan(expected)
+    assert np.abs(found - expected)[known].max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("gemma4", {"rope_theta": 10000.0}),
+        ("gemma4_wide", {"standardized": False}),
+        ("minicpmv4_6", {"merging_layer": 0}),
+    ],
+)
+def test_what_an_encoder_has_of_its_own_would_be_missed(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    golden = Golden(name, tmp_path)
+    directory = EngineDirectory.open(golden.path)
+    assert directory.vision is not None
+    directory = replace(directory, vision=replace(directory.vision, config=replace(golden.vision, **changed)))
+    runner = open_vision(open_backend("numpy", directory), directory)
+    found = np.concatenate([each.rows for each in runner.encode(golden.tiles)])
+    assert relative_difference(found, golden.expected["rows"]) > 0.01
+
+
 def test_a_model_answers_as_transformers_does(golden: Golden) -> None:
     """By the raw prompt, and by a conversation whose template writes a marker for each picture."""
     texts, pictures = golden.prompt.split(golden.marker), iter(golden.images)
