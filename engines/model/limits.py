@@ -190,7 +190,7 @@ class EngineLimits:
         if tokens and padding > self.kv_rows - self.kv_capacity:
             least = _rounded_up(tokens, self.prefill_chunks[0])
             return (
-                f"--prefill-chunk is {chunk}, expected {least}: an image of up to {tokens} tokens would be padded by "
+                f"--prefill-chunk is {chunk}, expected {least}: an image of {tokens} tokens would be padded by "
                 f"{padding} rows, which do not fit behind the context"
             )
         return None

@@ -39,7 +39,7 @@ _FAMILIES = (
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     "nemotron_h",
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "mistral3", "qwen3_5", "paligemma"),
-    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr", "minicpmv4_6"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (
@@ -51,7 +51,7 @@ _PACKED = ("-FP8", "-NVFP4", "-Static-PerTensor")
 #: Of whose defaults transformers makes no model: they do not say what their layers are, or how large heads.
 _UNMADE = ("lfm2_moe", "hunyuan_v1_dense")
 _OF_ENCODERS = (
-    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision", "merger"),
     *("audio_tower", "embed_audio", "mtp"),
 )
 
