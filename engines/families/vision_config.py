@@ -238,12 +238,13 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     return config
 
 
-def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray | None:
-    """The table of positions [positions, H] float32, Gemma 4's [2, positions, H] of columns and rows; None where the
-    family has none.
+def position_table(checkpoint: Checkpoint, config: VisionConfig, patches: int) -> np.ndarray | None:
+    """The table of positions [positions, H] float32, Gemma 4's [2, positions, H] of columns and rows, those that images
+    of so many patches have; None where the family has none.
 
     Raises CheckpointError where a value is infinite or NaN.
     """
     for spec in host_weights(config):
-        return load_numpy_weights(checkpoint, [spec])[spec.name]
+        table = load_numpy_weights(checkpoint, [spec])[spec.name]
+        return table if table.ndim == 2 else table[:, : patches // config.spatial_merge_size].copy()
     return None
