@@ -19,6 +19,7 @@ from edgellm.engines.backends.device_layouts import takes_runs
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.errors import EngineError
+from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, fused, may_fuse
 from edgellm.kernels.arrays import DeviceArray
@@ -114,7 +115,7 @@ class PackedLoader:
                 self._device.upload(blocks, part.data)
                 unblock(self._module, blocks, target, part.arrangement)()
             elif part.arrangement in ("bytes", "rows"):
-                self._device.upload(target, np.ascontiguousarray(part.data).view(np.uint8))
+                self._device.upload(target, contiguous(part.data).view(np.uint8))
             else:
                 given = np.ascontiguousarray(part.data).view(np.uint32)
                 words = self._staged("words", given.shape, "uint32")

@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import is_known_finite, remember_finite
-from edgellm.engines.formats.tensors import STORAGE, float32_into
+from edgellm.engines.formats.tensors import STORAGE, contiguous, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.engines.quantization.stored import StoredWeight
@@ -227,7 +227,7 @@ def iterate_weight_parts(
                 piece = converted(info, values, own, "float32")
                 yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
             continue
-        values = _neighbours_first(_part(checkpoint, name, shape), spec.kernel).reshape(-1)
+        values = contiguous(_neighbours_first(_part(checkpoint, name, shape), spec.kernel)).reshape(-1)
         info = checkpoint.info(name)
         step = max(1, values.size) if info.dtype == own else _PIECE
         for start in range(0, values.size, step):

@@ -131,7 +131,11 @@ class CompressedTensors(Quantization):
     method = "compressed-tensors"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        self._ignored = [_Target(name, settings) for name in settings.names("ignore")]
+        ignored = settings.names("ignore")
+        #: Names of modules, of which there may be hundreds, and what else is ignored.
+        self._ignored_names = frozenset(ignored)
+        others = [name for name in ignored if name == _CLASS or name.startswith("re:")]
+        self._ignored = [_Target(name, settings) for name in others]
         sparsity = settings.inner("sparsity_config").values.get("format")
         if sparsity not in (None, "dense"):
             raise settings.inner("sparsity_config").refused("format", "'dense'", _ADVICE)
@@ -156,7 +160,7 @@ class CompressedTensors(Quantization):
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """The layout of the first target that fits, unless the module is ignored."""
-        if any(ignored.fits(names) for ignored in self._ignored):
+        if not self._ignored_names.isdisjoint(names) or any(ignored.fits(names) for ignored in self._ignored):
             return None
         return next((layout for target, layout in self._targets if target.fits(names)), None)
 

@@ -90,6 +90,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "attention_bias": False,
     },
+    #: 128 experts of a layer, of which a token goes through 8: 17 GB in int4.
+    "qwen3-30b-a3b": LLAMA_3_2_1B
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
     "llama-1b": LLAMA_3_2_1B,
     "llama-8b": LLAMA_3_2_1B
     | {
@@ -312,7 +332,8 @@ def write_checkpoint(
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head", "re:.*visual.*"])}
+        dense = ["lm_head", "re:.*visual.*", "re:.*mlp[.]gate$"]
+        config = config | {"quantization_config": quantization_config(packed, dense)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
@@ -336,7 +357,7 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
     tensors = {}
     for spec in specs:
         for name, shape in spec.parts:
-            if packed is not None and len(shape) == 2 and ".layers." in name:
+            if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
                 tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, random)
                 continue
             size = int(np.prod(shape))
