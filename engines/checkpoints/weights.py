@@ -44,7 +44,9 @@ class FiniteCheck:
         self._checkpoint = checkpoint
         parts = [part for spec in specs for part in spec.parts]
         # Packed ones are looked at whenever they are read.
-        infos = {name: checkpoint.info(name) for name, shape in parts if shape and checkpoint.layout(name, shape) is None}
+        infos = {
+            name: checkpoint.info(name) for name, shape in parts if shape and checkpoint.layout(name, shape) is None
+        }
         loaded: dict[Path, set[str]] = {}
         for info in infos.values():
             loaded.setdefault(info.file, set()).add(info.name)

@@ -36,7 +36,10 @@ def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     layers = "transformer.layers." if config.family == "mistral3" else "encoder.layers."
     behind = [f"{layers}{index}." for index in range(used_layers(config), config.num_layers)]
     behind += ["post_layernorm."] if config.family == "llava" else []
-    return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
+    names = [f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids")]
+    if config.family == "gemma4":  # its encoder of audio
+        names += [f"{outer}{name}." for outer in ("model.", "") for name in ("audio_tower", "embed_audio")]
+    return tuple(names)
 
 
 def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILIES, PROMPT, WINDOWED
 
@@ -66,6 +67,17 @@ def test_tensorrt_builds_what_a_family_varies(
         pytest.skip("TensorRT-RTX, which builds without a GPU, is not installed: pip install '.[test]'")
     config = read_decoder_config(make_checkpoint(tmp_path, 1, **FAMILIES[family]))
     assert build_plan(config, EngineShape("prefill", 1, 32, 96, 128), "float16", "composed", "sm_86")
+
+
+def test_images_of_gemma_4_are_built_beside_an_encoder_of_audio_that_is_not_supported(tmp_path: Path) -> None:
+    golden, source = golden_folder("tiled") / "gemma4", tmp_path / "checkpoint"
+    shutil.copytree(golden, source, ignore=shutil.ignore_patterns("expected.safetensors", "prompt.json", "cuts.json"))
+    audio = {f"model.{name}.weight": np.zeros((4, 2), np.float16) for name in ("audio_tower.a", "embed_audio.b")}
+    save_file(load_file(source / "model.safetensors") | audio, source / "model.safetensors")
+    build_engine_directory(source, tmp_path / "engines", {"max_image_patches": 36, "kv_capacity": 512}, [], "bfloat16")
+    directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.vision is not None and directory.vision.config.clipped
+    assert (directory.limits.image_rows[-1], list(directory.config.media)) == (36, ["image"])
 
 
 def test_a_model_is_built_without_encoders_that_are_not_supported(
