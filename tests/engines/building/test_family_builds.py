@@ -74,7 +74,9 @@ def test_images_of_gemma_4_are_built_beside_an_encoder_of_audio_that_is_not_supp
     shutil.copytree(golden, source, ignore=shutil.ignore_patterns("expected.safetensors", "prompt.json", "cuts.json"))
     audio = {f"model.{name}.weight": np.zeros((4, 2), np.float16) for name in ("audio_tower.a", "embed_audio.b")}
     save_file(load_file(source / "model.safetensors") | audio, source / "model.safetensors")
-    build_engine_directory(source, tmp_path / "engines", {"max_image_patches": 36, "kv_capacity": 512}, [], "bfloat16")
+    build_engine_directory(
+        source, tmp_path / "engines", {"max_image_patches": 36, "prefill_chunk": 32, "kv_capacity": 128}, [], "bfloat16"
+    )
     directory = EngineDirectory.open(tmp_path / "engines")
     assert directory.vision is not None and directory.vision.config.clipped
     assert (directory.limits.image_rows[-1], list(directory.config.media)) == (36, ["image"])
