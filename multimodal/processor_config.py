@@ -159,6 +159,13 @@ class ProcessorConfig:
         value = self.values.get(key)
         return value if _is_count(value) else self.refuse(key, "a whole number above 0")
 
+    def agree(self, **sizes: int) -> None:
+        """Raise CheckpointError where the file does not say so of the `sizes`, by their names, which are the
+        encoder's."""
+        for key, size in sizes.items():
+            if self.count(key) != size:
+                self.refuse(key, f"{size}, as config.json has it of the vision encoder")
+
     def positive(self, key: str) -> float:
         """A number above 0."""
         value = self.values.get(key)

@@ -132,10 +132,7 @@ class TokenRule:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> TokenRule:
         """The rule of a `preprocessor_config.json`; pictures and tiles are no larger than `max_patches` say."""
-        names = {"encoder_patch_size": vision.patch_size, "downsample_factor": vision.spatial_merge_size}
-        for key, expected in names.items():
-            if config.count(key) != expected:
-                config.refuse(key, f"{expected}, as config.json has it of the vision encoder")
+        config.agree(encoder_patch_size=vision.patch_size, downsample_factor=vision.spatial_merge_size)
         unit, side = vision.patch_size * vision.spatial_merge_size, config.count("tile_size")
         if side % unit:
             config.refuse("tile_size", f"a multiple of a token's side, {unit} pixels")
@@ -181,10 +178,7 @@ class BudgetRule:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> BudgetRule:
         """The rule of a `preprocessor_config.json`; pictures are no larger than `max_patches` say."""
-        names = {"patch_size": vision.patch_size, "pooling_kernel_size": vision.spatial_merge_size}
-        for key, expected in names.items():
-            if config.count(key) != expected:
-                config.refuse(key, f"{expected}, as config.json has it of the vision encoder")
+        config.agree(patch_size=vision.patch_size, pooling_kernel_size=vision.spatial_merge_size)
         tokens = min(config.count("max_soft_tokens"), max_patches // vision.merge_patches)
         return cls(vision.patch_size * vision.spatial_merge_size, tokens)
 
@@ -210,8 +204,7 @@ class SliceRule:
     @classmethod
     def open(cls, config: ProcessorConfig, vision: VisionConfig, max_patches: int) -> SliceRule:
         """The rule of a `preprocessor_config.json`."""
-        if config.count("patch_size") != vision.patch_size:
-            config.refuse("patch_size", f"{vision.patch_size}, as config.json has it of the vision encoder")
+        config.agree(patch_size=vision.patch_size)
         if config.values["downsample_mode"] != "16x":
             config.unsupported("downsample_mode", "16x")
         if not config.switch("use_image_id"):

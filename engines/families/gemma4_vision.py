@@ -30,6 +30,8 @@ _DEFAULTS = {
     "intermediate_size": 3072,
     "num_hidden_layers": 16,
     "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
     "num_channels": 3,
     "patch_size": 16,
     "pooling_kernel_size": 3,
@@ -38,8 +40,6 @@ _DEFAULTS = {
     "rope_theta": 100.0,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-#: The attention's heads, which published files give.
-_HEADS = {"head_dim": 64, "num_key_value_heads": 12}
 
 
 def read_gemma4_vision(top: ConfigFields) -> Read:
@@ -51,12 +51,10 @@ def read_gemma4_vision(top: ConfigFields) -> Read:
     values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
     heads = values["num_heads"]
     for key, expected in {"head_dim": values["hidden_size"] // max(1, heads), "num_key_value_heads": heads}.items():
-        found = _HEADS[key] if raw.get(key) is None else raw[key]
-        if found != expected:
-            fields.refuse(key, found, f"supported is {expected}")
-    for key in ("attention_bias", "hidden_act"):
-        if raw.get(key) not in (None, False, _DEFAULTS["hidden_activation"]):
-            fields.refuse(key, raw[key], "supported is none")
+        if fields.size(key) != expected:
+            fields.refuse(key, fields.values[key], f"supported is {expected}")
+    if fields.switch("attention_bias"):
+        fields.refuse("attention_bias", True, "supported is false")
     rope = raw.get("rope_parameters")
     kind = rope.get("rope_type", "axial") if isinstance(rope, dict) else "axial"
     if kind not in ("axial", "default"):
