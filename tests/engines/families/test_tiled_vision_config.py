@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from edgellm.engines.backends.executors import refusal_on
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.formats.strict_formats import JSONObject, plain_values
+from edgellm.engines.model.limits import vision_shape
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_processor import open_image_processor
 
@@ -201,6 +203,27 @@ def test_minicpm_v_shows_the_whole_before_its_slices(tmp_path: Path) -> None:
     rule = open_image_processor(tmp_path, config, 4096).rule
     assert rule.cut(1080, 1920) == ((2, 4), ((896, 1792),), ((336, 616),), True)
     assert rule.cut(300, 400) == ((0, 0), (), ((392, 504),), False)
+
+
+@pytest.mark.parametrize("capability", ["sm_87", "sm_90", "sm_110", "sm_120"])
+@pytest.mark.parametrize(
+    ("name", "vision"),
+    [
+        ("gemma4", {}),
+        (
+            "gemma4",
+            {
+                **{"hidden_size": 1152, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72},
+                **{"intermediate_size": 4304, "use_clipped_linears": False, "standardize": True},
+            },
+        ),
+        ("minicpmv4_6", {"intermediate_size": 4304, "num_hidden_layers": 27}),
+    ],
+)
+def test_kernels_take_encoders_of_published_sizes(name: str, vision: dict[str, Any], capability: str) -> None:
+    config = vision_of(name, vision=vision)
+    shape = vision_shape(config.rows_for_patches(4096))
+    assert refusal_on(config, shape, "bfloat16", capability) is None
 
 
 def test_images_of_larger_gemma_4_see_themselves() -> None:
