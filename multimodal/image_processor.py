@@ -11,10 +11,11 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.multimodal.cut_rules import RULES_OF_FAMILIES
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
-from edgellm.multimodal.tiles import RULES_OF_FAMILIES, TilingProcessor
+from edgellm.multimodal.tiles import TilingProcessor
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200

@@ -86,9 +86,9 @@ class ProcessorKind(NamedTuple):
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
     With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
-    `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
-    by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from 0 to 1. Of a video
-    `size` may bound the pixels of all frames together (`bounds_all`).
+    `cut` (see `cut_rules.py`), it is tiles and the whole, or one of them; with `channels_last` a patch has the channels
+    of each pixel side by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from
+    0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
