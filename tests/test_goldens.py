@@ -44,7 +44,7 @@ LIMITS = {
     "policy": 2_000,
     "published": 26_000,
     "quantized": 205_000,
-    "speech": 8_000,
+    "speech": 10_000,
     "tiled": 26_000,
     "torch_files": 8_000,
     "video": 13_000,

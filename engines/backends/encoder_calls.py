@@ -1,5 +1,5 @@
-"""The program of a vision encoder as calls of kernels, on places in memory: the tensors at the engine's edge, and
-buffers that live as long as something reads them.
+"""The program of an encoder of images or speech as calls of kernels, on places in memory: the tensors at the engine's
+edge, and buffers that live as long as something reads them.
 
 The residual stream is float32, whatever the model's dtype is, and so is what a linear layer gives; what one takes is in
 the model's dtype, its rows in eights of columns.
@@ -25,6 +25,7 @@ from edgellm.engines.model.encoder_steps import (
     Product,
     ScaledResidual,
     StandardNorm,
+    Unfold,
 )
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
@@ -261,6 +262,12 @@ class EncoderCalls:
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
         return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
+    def _unfold(self, step: Unfold, number: int) -> Place:
+        columns = padded_width(step.channels * math.prod(step.kernel))
+        given = step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding
+        output = self._buffer((step.places, columns), "compute")
+        return self._call("unfold", self._values[step.value], *given, output)
+
     def _product(self, step: Product, number: int) -> Place:
         value = self._values[step.value]
         output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
@@ -285,11 +292,12 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     ClippedGate: EncoderCalls._clipped_gate,
     NormedHeads: EncoderCalls._normed_heads,
     StandardNorm: EncoderCalls._standard_norm,
+    Unfold: EncoderCalls._unfold,
 }
 
 
 def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | None:
-    """Why kernels do not run a vision encoder's program in a dtype, where blocks may have `shared_limit` bytes of
+    """Why kernels do not run an encoder's program in a dtype, where blocks may have `shared_limit` bytes of
     shared memory; None if they do."""
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
@@ -356,6 +364,7 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     NormedHeads: lambda step, limit: heads_refusal(step.head_size),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
+    Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",
 }
 
 

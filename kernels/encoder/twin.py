@@ -1,4 +1,4 @@
-"""The kernels of vision encoders in NumPy, float32: they define what `CudaEncoder` computes."""
+"""The kernels of encoders in NumPy, float32: they define what `CudaEncoder` computes."""
 
 from __future__ import annotations
 
@@ -75,6 +75,13 @@ class NumpyEncoder:
         x = values * np.float32(factor)
         x = x if bias is None else (x - bias) * scale
         np.copyto(output, x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)))
+
+    @checked_launch(_check)
+    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+        images = values[:, :channels].reshape(-1, height, width, channels)
+        padded = np.pad(images, ((0, 0), (above, above), (left, left), (0, 0)))
+        seen = np.lib.stride_tricks.sliding_window_view(padded, (down, across), (1, 2))[:, ::stride, ::stride]
+        _write(output, seen.reshape(len(output), -1))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:
