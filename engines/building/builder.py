@@ -161,8 +161,7 @@ def read_build(
     loras = read_adapters(asked.adapters, config)
     ranks = [adapter.rank for adapter in loras.values()]
     vision, encoder = None if asked.vision is None else Path(asked.vision), None
-    published = JSONObject.read(source / "config.json", CheckpointError).values
-    if vision is not None and isinstance(published.get("vision_config"), dict):
+    if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     known = limits if isinstance(limits, EngineLimits) else None
     wanted: dict[str, Any] = {} if limits is None or isinstance(limits, EngineLimits) else dict(limits)
@@ -192,12 +191,18 @@ def read_build(
     return inputs, chosen, dtype
 
 
+def _has_vision_part(source: Path) -> bool:
+    return isinstance(JSONObject.read(source / "config.json", CheckpointError).values.get("vision_config"), dict)
+
+
 def _begun(target: Path, inputs: BuildInputs, dtype: str, limits: EngineLimits, weights: str, note: str) -> BuildReport:
     """The report of a build of which nothing is done, with what a user should know, a `note` among it."""
     config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
     made = inputs.head_bytes + inputs.draft_bytes
     report = BuildReport(target, config, dtype, limits, draft, inputs.vision, weights, inputs.weight_bytes, made)
     report.notes += [note] if note else []
+    if config.image_token_id is None and _has_vision_part(source):
+        report.notes.append("The vision encoder of this model is not supported: it is served without images.")
     lost = None if draft is not None else lost_mtp(source, config)
     report.notes += [f"{lost}. It drafts with nothing."] if lost else []
     is_shipped = draft is not None and draft.generation == MTP
