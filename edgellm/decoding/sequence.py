@@ -135,6 +135,8 @@ class DecodingSequence:
     drawn: list[int] = field(default_factory=list)
     #: So many of its first tokens are those of system messages and tools, as far as that is known.
     system_tokens: int = 0
+    #: Whether all of it is computed, whatever slots hold of it.
+    is_fresh: bool = False
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0
     is_over: bool = False

@@ -83,6 +83,14 @@ class KVContents:
             return 0
         return common_beginning(self._ids, prompt_ids)
 
+    def use_all(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None) -> bool:
+        """Whether the rows hold all of a prompt, computed with an adapter, each where it was written; they are then
+        used."""
+        found = self.common(prompt_ids, adapter) == len(prompt_ids)
+        found = found and (self._cut is None or self._most == len(prompt_ids))
+        self.last_use = next(_uses) if found else self.last_use
+        return found
+
     def replace(
         self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None, place: int = 0, held: int = 0
     ) -> None:
