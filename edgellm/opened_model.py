@@ -128,12 +128,13 @@ class OpenedModel:
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )
-            hidden = None if hidden_layers is None else HiddenStates(opened, self.directory, hidden_layers)
-            memory = {**media.memory, **({} if hidden is None else hidden.memory)}
+            memory = dict(media.memory)
+            if hidden_layers is not None:
+                self._hidden = HiddenStates(opened, self.directory.config, limits, hidden_layers)
+                memory |= self._hidden.memory
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, memory)
-            if hidden is not None:
-                hidden.allocate()
-            self._hidden = hidden
+            if self._hidden is not None:
+                self._hidden.allocate()
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:

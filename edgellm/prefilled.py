@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.kernels.arrays import ITEM_SIZES, Array
@@ -64,9 +65,9 @@ class HiddenStates(FeatureUser):
     Engines give them out as features, of all layers side by side, and write over them with each chunk.
     """
 
-    def __init__(self, backend: Backend, directory: EngineDirectory, layers: Sequence[int]) -> None:
-        self._backend, config, limits = backend, directory.config, directory.limits
-        self._size, taken = config.hidden_size, config.feature_layers
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, layers: Sequence[int]) -> None:
+        """`layers` are among the `feature_layers` of the `config`."""
+        self._backend, self._size, taken = backend, config.hidden_size, config.feature_layers
         self._shape = limits.max_batch, limits.kv_capacity, len(taken) * self._size
         self._firsts = [taken.index(layer) * self._size for layer in layers]
         self._slot, self._user = 0, FeatureUser()
@@ -93,7 +94,8 @@ class HiddenStates(FeatureUser):
         self, slot: int, following: np.ndarray, position: int, features: Array, media: PromptMedia | None
     ) -> None:
         """See `FeatureUser.take_chunk`; rows of padding are written over, or left."""
-        rows = self._rows[self._slot : self._slot + 1].reshape(*self._shape[1:])[position : position + features.shape[1]]
+        own = self._rows[self._slot : self._slot + 1].reshape(*self._shape[1:])
+        rows = own[position : position + features.shape[1]]
         self._backend.copy(rows, features.reshape(-1, self._shape[2])[: rows.shape[0]])
         self._user.take_chunk(slot, following, position, features, media)
 

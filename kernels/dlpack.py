@@ -63,7 +63,7 @@ for _function in (_delete, _drop):  # readers may call them while Python is bein
 
 
 class SharedArray:
-    """A view of an `array`, NumPy's or a GPU's, of `shape` of its elements along each axis, of the last axis from number
+    """A view of an `array`, NumPy's or a GPU's, of `shape` of its elements along each axis, of the last from number
     `first` on, that `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written. `gpu`
     is the index of the GPU that it is on, None: the host.
 
