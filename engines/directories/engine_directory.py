@@ -181,21 +181,16 @@ class EngineDirectory:
 
     def with_hidden_layers(self, layers: Sequence[int] | None) -> EngineDirectory:
         """The same whose steps give out the hidden states that enter these layers, too (the number of layers: those
-        behind the final norm); None: as it was built. EngineDirectoryError where others are given out already, as to a
-        draft, and for what are no such layers."""
-        config = self.config
-        if layers is None or (config.feature_layers and set(layers) <= set(config.feature_layers)):
+        behind the final norm); None: as it was built. EngineDirectoryError for what are no such layers, and for others
+        than a draft takes, where there is one."""
+        if layers is None:
             return self
-        if config.feature_layers:
-            user = "its embeddings are of" if config.is_embedding else "its draft takes"
-            raise EngineDirectoryError(
-                f"hidden_layers is {list(layers)}: of {self.name} these are among {list(config.feature_layers)}, which "
-                f"{user}: name some of them, or build without a draft (--draft none)"
-            )
-        if not all(0 < layer <= config.num_layers for layer in layers) or len(set(layers)) < len(layers) or not layers:
-            raise EngineDirectoryError(
-                f"hidden_layers is {list(layers)}: expected different layers from 1 to {config.num_layers}"
-            )
+        config, taken = self.config, self.config.feature_layers
+        if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, config.num_layers + 1)):
+            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {config.num_layers}"
+            raise EngineDirectoryError(f"hidden_layers is {list(layers)}: expected of {self.name} different {known}")
+        if taken:
+            return self
         digest = hash_bytes(f"{self.description_sha256} {list(layers)}".encode())
         return replace(self, config=replace(config, feature_layers=tuple(layers)), description_sha256=digest)
 

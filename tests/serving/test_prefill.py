@@ -95,7 +95,7 @@ def test_hidden_states_are_of_the_whole_prompt_and_hold_its_slot(tiny_engines: P
         with pytest.raises(RequestError, match="hidden_layers is"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
     for wrong in ([4], [1, 1]):
-        with pytest.raises(EngineDirectoryError, match="expected different layers from 1 to 3"):
+        with pytest.raises(EngineDirectoryError, match="expected of tiny different layers from 1 to 3"):
             LLM(tiny_engines, backend="numpy", hidden_layers=wrong).close()
 
 
@@ -104,7 +104,7 @@ def test_hidden_states_that_a_draft_takes_are_handed_out_beside_it(tiny_draft_en
         taken, expected = plain.directory.config.feature_layers, [plain.generate(PROMPT.prompt, max_tokens=12)]
         with pytest.raises(RequestError, match="expected False for a model that was opened without hidden_layers"):
             plain.prefill(PROMPT, hidden_states=True)
-    with pytest.raises(EngineDirectoryError, match=r"hidden_layers is \[3, 99\]: of .*which its draft takes"):
+    with pytest.raises(EngineDirectoryError, match=r"hidden_layers is \[3, 99\]: .*, which its draft takes"):
         LLM(tiny_draft_engines, backend="numpy", hidden_layers=[3, 99]).close()
     with LLM(tiny_draft_engines, backend="numpy", hidden_layers=taken[-1:]) as llm:
         with llm.prefill(PROMPT, hidden_states=True) as states:
