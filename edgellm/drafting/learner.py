@@ -12,30 +12,24 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
-from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
+from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
-#: Nodes of the trees of given candidates, the root included, and given candidates of joint ones: where every shape is
-#: captured, and where any is computed at once.
+#: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
+#: at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
-#: otherwise; and so must joint rounds, which give that in any case.
-GAIN, JOINT_GAIN = 1.2, 1.05
-#: What joint rounds give of the tokens that both drafts promise: both are often right at the same places.
-JOINT_SHARE = 0.95
-#: No step counts as having taken so many times longer than expected: it was interrupted.
-INTERRUPTED = 1.25
+#: otherwise.
+GAIN = 1.2
 #: How quickly what is seen is followed: what looks find, what rounds save, and what looking takes.
 _PACE, _WORTH_PACE, _LOOK_PACE = 0.05, 0.1, 0.1
 #: What a round saves over its time, as a first guess.
@@ -73,14 +67,11 @@ class Learner(Policy):
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
-        sizes, counts = (CAPTURED_TREES, CAPTURED_JOINT) if ahead else (COMPUTED_TREES, COMPUTED_JOINT)
+        sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
         #: The plans of given candidates alone, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        self._joined: Callable[[DraftPlan], tuple[DraftPlan, ...]] = cache(
-            lambda plan: tuple(plan.joined(count, min(count, deepest), most_nodes) for count in counts if deepest)
-        )
-        beside = (*self.given_plans, *(plan for each in own for plan in self._joined(each)))
-        self.plans, self.forced_plans = ((*own, *beside), ()) if self.looks_up else (self.own, beside)
+        of_all = (*own, *self.given_plans)
+        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
         guess = CAPTURED if ahead else COMPUTED
@@ -208,13 +199,6 @@ class Learner(Policy):
                 ranked.append((option.rate - GAIN * other.rate, plan, option))
             if longest <= plan.given_nodes + ahead:
                 break
-        for plan in () if other.plan is None else self._joined(other.plan):
-            if plan.longest <= step.room:
-                extra = sum([each.expected_beside(plan, other.reach) for each in found])
-                option = Option(plan, JOINT_SHARE * (other.tokens + extra), times.of(plan))
-                ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
-            if longest <= plan.given_nodes:
-                break
         for margin, plan, option in sorted(ranked, key=lambda each: -each[0]):
             if step.runner.takes_given(step.batch, plan, step.ruled):
                 self._best_compared = option
@@ -289,7 +273,7 @@ class Learner(Policy):
         tokens, expected, is_own = sum(emitted) / batch, times.plain, plan is not None and not plan.takes_given
         if plan is not None or waited:
             expected = times.of(plan)
-        saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain if plan is not None or waited else 0.0
+        saved = tokens - min(seconds, LARGEST_SURPRISE * expected) / times.plain if plan is not None or waited else 0.0
         saved *= self._adaptive or not is_own
         self.account.ended(tokens, saved - cost / times.plain, plan is not None)
         gained = BUDGET_SHARE * tokens - cost / times.plain + (0.0 if is_own else saved)

@@ -25,7 +25,7 @@ REFRESHED = 8
 #: gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays begins later by no
 #: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py).
 #: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
-KEPT, PUT_OFF, MOST_KEPT = 3, 0.25, 128
+KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3

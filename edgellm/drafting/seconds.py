@@ -17,9 +17,8 @@ LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
 LOAD_DRIFT, NOISE, MEMORY = 0.05, 0.15, 1500.0
-#: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
-#: that is slower by this one is left out: it met cold caches.
-LARGEST_SURPRISE, COLD = 2.0, 1.5
+#: No step counts as slower or faster than expected by more than this factor: it was interrupted, or met cold caches.
+LARGEST_SURPRISE = 2.0
 
 
 class Guess(NamedTuple):
@@ -70,7 +69,6 @@ class Seconds:
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
-        self._seen: set[DraftPlan] = set()
         self._alone = 0
 
     @property
@@ -97,10 +95,6 @@ class Seconds:
         is_plain = plan is None and not waited
         expected, places = (self.plain, []) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        if plan is not None and plan not in self._seen:
-            self._seen.add(plan)
-            if surprise > math.log(COLD):
-                return
         learned = float(abs(surprise) <= limit)  # what is cut says less, and may come again: it makes nothing surer
         surprise = max(-limit, min(limit, surprise))
         self._variance += steps * LOAD_DRIFT**2
