@@ -44,8 +44,7 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
-    #: Whether the device had nothing to do until it was launched; whether the drafter was asked for it, or rested.
-    waited: bool = False
+    #: Whether the drafter was asked for it, or rested.
     asked: bool = False
     rests: bool = False
     #: What was waited for, when it was there, and for how long.
@@ -262,7 +261,7 @@ class DecodingLoop:
             wait = self._runner.decode(batch, rules, begun).wait
         else:
             wait = self._runner.round(batch, plan, rules, trees).wait
-        kind = now.ruled, waited, now.asked, now.rests
+        kind = now.ruled, now.asked, now.rests
         self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, *kind))
         for sequence in self.running:
             sequence.least += 1
@@ -283,7 +282,7 @@ class DecodingLoop:
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
         if launch.asked and counts:
-            self._drafter.record(plan, counts, seconds, launch.ruled, launch.waited, launch.blocked)
+            self._drafter.record(plan, counts, seconds, launch.ruled, launch.blocked)
         elif launch.rests:
             self._drafter.rested_steps += 1
             self._drafter.rested_seconds += seconds

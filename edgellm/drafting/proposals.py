@@ -111,23 +111,6 @@ class Proposed(NamedTuple):
         parents = self.tree.parents
         return sum([chance for parent, chance in zip(parents, self.chances, strict=True) if parent < 0])
 
-    def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
-        """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
-        and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
-        those that come behind a chain that leads."""
-        count = plan.given_nodes
-        if self.tree.leads:
-            chances = self.chances[:count]
-            behind = chances[-1] * sum(reach[: max(0, plan.steps - len(chances))]) if chances else 0.0
-            return max(0.0, sum(chances) + behind - sum(reach))
-        depths: list[int] = []
-        found = 0.0
-        for parent, chance in zip(self.tree.parents[:count], self.chances, strict=False):
-            depth = 0 if parent < 0 else depths[parent] + 1
-            depths.append(depth)
-            found += chance * (1.0 - reach[depth] if depth < len(reach) else 1.0)
-        return found
-
 
 def chain_of(tokens: Sequence[int], leads: bool = False) -> GivenTree:
     """A tree of one path; whether it `leads` a joint one."""
