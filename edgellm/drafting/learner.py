@@ -33,6 +33,9 @@ GAIN = 1.2
 #: For a round that comes every other time, and saves half of a plain step then, the device may wait for the host for
 #: this share of a plain step; a step that had begun in between would hide half of the waiting: (w + 1/2 ... )
 LONGEST_WAIT = 1 / 3
+#: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
+#: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
+LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
 #: How quickly it is followed for how long the host waits.
 _PACE = 0.1
 
@@ -75,10 +78,11 @@ class Learner(Policy):
         self._rounds: Counter[str] = Counter()
         self._best_compared: Option | None = None
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
+        self._rested_until = 0
         self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
-        self._looked, self._blocked = 0.0, 0.0
+        self._looked, self._blocked = 0.0, [0.0, 0.0]
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
         #: found in place of a plain step that had begun.
         self._behind_round, self._missed = False, False
@@ -110,6 +114,8 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             return None if begun or self._adaptive else first_fitting(self.own, *step), None
+        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
+            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
@@ -124,6 +130,10 @@ class Learner(Policy):
         else:
             self._take_rest(ruled)
         return plan, None
+
+    def _is_host_bound(self, times: Seconds) -> bool:
+        """Whether the device waits for the host, so that looking makes plain steps slower, too."""
+        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
 
     def _take_rest(self, ruled: bool) -> None:
         """Let the loop take plain steps until there is something to look for or to choose."""
@@ -154,7 +164,7 @@ class Learner(Policy):
         search, seconds = self.searches[step.ruled], time.perf_counter() - began
         if found:
             search.patience = 0
-        if self._ahead and not waited and self._blocked > seconds:
+        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
             return
         self._looked += seconds
         if not found:
@@ -217,6 +227,7 @@ class Learner(Policy):
         emitted: Sequence[int],
         seconds: float,
         ruled: bool = False,
+        waited: bool = False,
         blocked: float = 0.0,
     ) -> None:
         """See `Policy`. Without rules there is nothing to weigh an always equal plan against."""
@@ -225,22 +236,25 @@ class Learner(Policy):
         if self.rested_steps:
             self._count_rests()
         batch, looked, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
-        self._blocked += _PACE * (blocked - self._blocked)
+        if plan is None or not ruled:  # under rules the host has nothing to do beside a round
+            self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
         times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
         if times is None:
             self._first_step(plan, seconds)
+            self._blocked[ruled] = blocked
             return
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
-        tokens, saved, is_given = sum(emitted) / batch, 0.0, plan is not None and plan.is_given
-        if plan is not None and (self._adaptive or is_given):
+        tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
+        waited = plan is None and (waited or (ruled and self._is_host_bound(times)))
+        if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, saved * is_given - cost)
-        times.record(plan, seconds)
+        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
+        times.record(plan, seconds, waited)
 
     def _count_rests(self) -> None:
         """Take notice of the plain steps that were not asked for since this was done last, all at once."""
@@ -251,7 +265,7 @@ class Learner(Policy):
         self._choice.ended(None, (), ruled, steps)
         self.account.ended(steps, 0.0, False)
         self.searches[ruled].earn(steps, 0.0)
-        self._times[self.rests_as].record(None, seconds / steps, steps)
+        self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
         """The first step of a batch size, under rules or not, has ended: from now on there are figures."""

@@ -10,10 +10,10 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 
 #: The name of a step without a draft.
 PLAIN = "plain"
-#: Standard deviations of logarithms: of the load of the machine over a first plain step, of the first guess of rounds,
-#: as far as all share it, and of a plan's own. Guesses were up to twice or half of what is measured on an H200, two
+#: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for
+#: the host adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or half of what is measured on an H200, two
 #: imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
-LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.3, 0.25
+LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
 LOAD_DRIFT, NOISE, MEMORY = 0.05, 0.15, 1500.0
@@ -57,9 +57,11 @@ class Seconds:
         self, plans: Sequence[DraftPlan], guess: Guess, batch: int, plain: float, like: Seconds | None
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
-        self._guessed = {plan: (guess.ratio(plan, batch), place) for place, plan in enumerate(plans, 1)}
-        # Of the terms but the load, that of all rounds first; they return to the guess, and their variances to these.
-        self._first = [GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
+        self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
+        self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
+        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
+        # variances to these.
+        self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
@@ -71,24 +73,25 @@ class Seconds:
         """Of a plain step now."""
         return self._plain * math.exp(self._load)
 
-    def of(self, plan: DraftPlan) -> float:
-        """Of a round now."""
-        guessed, place = self._guessed[plan]
-        return self._plain * guessed * math.exp(self._load + self._logs[0] + self._logs[place])
+    def of(self, plan: DraftPlan | None) -> float:
+        """Of a round now; of None of a plain step before which the device waits for the host."""
+        guessed, places = self._terms[plan]
+        return self._plain * guessed * math.exp(self._load + sum([self._logs[place] for place in places]))
 
     def risk(self, plan: DraftPlan) -> float:
         """What a round may lose, in plain steps, if nothing is accepted."""
         return max(0.0, self.of(plan) / self.plain - 1.0)
 
-    def record(self, plan: DraftPlan | None, seconds: float, steps: int = 1) -> None:
-        """Take notice of a finished round, or of several plain `steps` that took so many seconds on average."""
-        expected, places = (self.plain, ()) if plan is None else (self.of(plan), (0, self._guessed[plan][1]))
+    def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1) -> None:
+        """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
+        is_plain = plan is None and not waited
+        expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
         learned = float(abs(surprise) <= limit)  # what is cut says less, and may come again: it makes nothing surer
         surprise = max(-limit, min(limit, surprise))
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
-        if plan is None:
+        if is_plain:
             self._alone += steps
         else:
             kept, self._alone = math.exp(-(1 + self._alone) / MEMORY), 0
