@@ -30,13 +30,14 @@ CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
 #: otherwise.
 GAIN = 1.2
-#: For a round that comes every other time, and saves half of a plain step then, the device may wait for the host for
-#: this share of a plain step; a step that had begun in between would hide half of the waiting: (w + 1/2 ... )
-LONGEST_WAIT = 1 / 3
+#: The device may wait for the host before a round that comes every other time for this share of what it saves: a step
+#: that had begun meanwhile would hide half of the waiting, so that w < (s + w / 2) / 2. What rounds save over their
+#: time, as a first guess.
+LONGEST_WAIT, FIRST_SAVED = 2 / 3, 0.5
 #: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
 #: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
 LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
-#: How quickly it is followed for how long the host waits.
+#: How quickly it is followed what rounds save, and how long the host waits.
 _PACE = 0.1
 
 
@@ -83,6 +84,7 @@ class Learner(Policy):
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
+        self._saved = FIRST_SAVED
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
         #: found in place of a plain step that had begun.
         self._behind_round, self._missed = False, False
@@ -209,7 +211,7 @@ class Learner(Policy):
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
-        return times is not None and self._looks(False, False) and waits < LONGEST_WAIT * times.plain
+        return times is not None and self._looks(False, False) and waits < LONGEST_WAIT * self._saved * times.plain
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
@@ -219,7 +221,7 @@ class Learner(Policy):
             return self._choice.current is not None
         if self._missed:
             return self.searches[True].affords(is_fresh=False)
-        return self.searches[True].is_due(self._chosen + 1) and waits < LONGEST_WAIT * times.plain
+        return self.searches[True].is_due(self._chosen + 1) and waits < LONGEST_WAIT * self._saved * times.plain
 
     def record(
         self,
@@ -252,6 +254,8 @@ class Learner(Policy):
         waited = plan is None and (waited or (ruled and self._is_host_bound(times)))
         if waited or (plan is not None and (self._adaptive or not is_own)):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
+        if plan is not None and plan.is_given:
+            self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
         self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
         times.record(plan, seconds, waited)
