@@ -282,7 +282,7 @@ class Learner(Policy):
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
         rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
-        acceptance = self._choice.chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
+        acceptance = self._choice.chances[ruled].estimates() | ({"said before": self.host.trust.ratios} if self.looks_up else {})
         times = self._times.get(self._latest)
         options = [] if times is None else self._choice.ratings(batch, ruled, times)
         if options and self._best_compared is not None:

@@ -14,9 +14,9 @@ from edgellm.engines.speculation.runner import DecodingRunner
 
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the steps that tries may lose where drafting does not pay, and where it does that of trying other plans,
-#: and the share of a round that a try counts as losing at least: forecasts of what was not tried may be wrong.
-TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
+#: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
+#: losing at least: forecasts of what was not tried may be wrong.
+TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
 FEARED = 5.0
 #: The plans are rated anew after so many plain steps, by which the draft model's figures fade a little.
@@ -83,19 +83,16 @@ class OwnPlans:
         return tried.plan
 
     def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
-        """An option to try against the forecast: where drafting does not pay the best draft, once the steps without
-        have paid for what it may lose, else what pays with its share of the steps without it for what it should lose.
-        """
-        if best.plan is None:
-            tried = next((each for each in others if step.fits(each.plan)), None)
-            return tried if tried is not None and tried.risk <= TRIES_SHARE * self._undrafted else None
-        credit, tried = 0.0, None
+        """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does not
+        pay those since the latest round for what it may lose, else those since the plan was used for what it should."""
         for each in others:
-            loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
-            left = EXPLORATION_SHARE * (self._steps - self._used[each.plan]) / len(self._plans) - loss
-            if left > credit and step.fits(each.plan):
-                credit, tried = left, each
-        return tried
+            loss, since = each.risk, self._undrafted
+            if best.plan is not None:
+                loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                since = self._steps - self._used[each.plan]
+            if loss <= TRIES_SHARE * since and step.fits(each.plan):
+                return each
+        return None
 
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
