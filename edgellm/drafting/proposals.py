@@ -101,13 +101,8 @@ class Proposed(NamedTuple):
         )
 
 
-def chain_of(tokens: Sequence[int]) -> GivenTree:
-    """A tree of one path."""
-    return GivenTree(tokens, range(-1, len(tokens) - 1))
-
-
 #: No candidates.
-NOTHING = Proposed.of(chain_of([]), [])
+NOTHING = Proposed.of(GivenTree([], []), [])
 
 
 class Trust:
@@ -187,7 +182,8 @@ class HostProposals:
         except ConstraintError:
             return NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(chain_of(forced), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            path = GivenTree(forced, range(-1, len(forced) - 1))
+            return Proposed.of(path, [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return NOTHING
         if said.place < sequence.known:

@@ -46,13 +46,12 @@ class DraftingReport:
 
 class Option(NamedTuple):
     """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
-    plain steps, as far as that is to be feared; a draft model comes to depth d + 1 with probability `reach[d]`."""
+    plain steps, as far as that is to be feared."""
 
     plan: DraftPlan | None
     tokens: float
     seconds: float
     risk: float = 0.0
-    reach: Sequence[float] = ()
 
     @property
     def rate(self) -> float:

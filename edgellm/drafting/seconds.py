@@ -16,7 +16,8 @@ PLAIN = "plain"
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-LOAD_DRIFT, NOISE, MEMORY = 0.05, 0.15, 1500.0
+#: They fade after so many steps at once.
+LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: No step counts as slower or faster than expected by more than this factor: it was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
 
@@ -66,7 +67,7 @@ class Seconds:
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
-        self._alone = 0
+        self._unfaded = 0
 
     @property
     def plain(self) -> float:
@@ -91,10 +92,9 @@ class Seconds:
         surprise = max(-limit, min(limit, surprise))
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
-        if is_plain:
-            self._alone += steps
-        else:
-            kept, self._alone = math.exp(-(1 + self._alone) / MEMORY), 0
+        self._unfaded += steps
+        if self._unfaded >= FADED and not is_plain:
+            kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             logs[:] = [kept * log for log in logs]
             pairs = zip(variances, self._first, strict=True)
             variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]

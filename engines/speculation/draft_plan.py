@@ -58,6 +58,9 @@ class DraftPlan:
     given_nodes: int = 0
     given_depth: int = 0
 
+    def __hash__(self) -> int:
+        return hash((self.kind, self.top_k, self.steps, self.tree_size))  # plans are looked up in each step
+
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):
             raise EngineError(f"the drafting kind is {self.kind!r}: expected one of {', '.join(KINDS)}")
