@@ -30,15 +30,14 @@ CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
 #: otherwise.
 GAIN = 1.2
-#: The device may wait for the host before a round that comes every other time for this share of what it saves: a step
-#: that had begun meanwhile would hide half of the waiting, so that w < (s + w / 2) / 2. What rounds save over their
-#: time, as a first guess.
-LONGEST_WAIT, FIRST_SAVED = 2 / 3, 0.5
+#: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
+#: found under rules, as first guesses.
+FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
 #: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
 #: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
 LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
-#: How quickly it is followed what rounds save, and how long the host waits.
-_PACE = 0.1
+#: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
+_PACE, _FIND_PACE = 0.1, 0.05
 
 
 class Learner(Policy):
@@ -84,7 +83,7 @@ class Learner(Policy):
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
-        self._saved = FIRST_SAVED
+        self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
         #: found in place of a plain step that had begun.
         self._behind_round, self._missed = False, False
@@ -158,6 +157,8 @@ class Learner(Policy):
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found)
         self._behind_round = False
+        if step.ruled:
+            self._finds += _FIND_PACE * ((best is not None) - self._finds)
         self._charge(step, began, best is not None, waited)
         return found, best
 
@@ -211,7 +212,7 @@ class Learner(Policy):
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
-        return times is not None and self._looks(False, False) and waits < LONGEST_WAIT * self._saved * times.plain
+        return times is not None and self._looks(False, False) and self.waits_for(times, FIRST_CHANCE, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
@@ -221,7 +222,12 @@ class Learner(Policy):
             return self._choice.current is not None
         if self._missed:
             return self.searches[True].affords(is_fresh=False)
-        return self.searches[True].is_due(self._chosen + 1) and waits < LONGEST_WAIT * self._saved * times.plain
+        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
+
+    def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
+        """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
+        begins in its place would hide half of the waiting."""
+        return chance * (self._saved * times.plain + 0.5 * seconds) > seconds
 
     def record(
         self,
@@ -282,7 +288,8 @@ class Learner(Policy):
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
         rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
-        acceptance = self._choice.chances[ruled].estimates() | ({"said before": self.host.trust.ratios} if self.looks_up else {})
+        said_before = {"said before": self.host.trust.ratios} if self.looks_up else {}
+        acceptance = self._choice.chances[ruled].estimates() | said_before
         times = self._times.get(self._latest)
         options = [] if times is None else self._choice.ratings(batch, ruled, times)
         if options and self._best_compared is not None:

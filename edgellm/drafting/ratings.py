@@ -90,8 +90,8 @@ class Search:
     steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
     steps between."""
 
-    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be overdrawn
-    #: to use what was found: a look and a round of it take so long on slow hosts. Settled with
+    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
+    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
     #: tools/bench/drafting_workloads.py and host_time.py.
     FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
 

@@ -10,15 +10,15 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 
 #: The name of a step without a draft.
 PLAIN = "plain"
-#: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for
-#: the host adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or half of what is measured on an H200, two
-#: imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
+#: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
+#: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
+#: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
 #: They fade after so many steps at once.
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
-#: No step counts as slower or faster than expected by more than this factor: it was interrupted, or met cold caches.
+#: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
 
 
@@ -88,8 +88,9 @@ class Seconds:
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        learned = float(abs(surprise) <= limit)  # what is cut says less, and may come again: it makes nothing surer
-        surprise = max(-limit, min(limit, surprise))
+        learned = 1.0
+        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
+            surprise, learned = limit**2 / surprise, 0.0
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
         self._unfaded += steps
