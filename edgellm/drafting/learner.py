@@ -181,7 +181,7 @@ class Learner(Policy):
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                tokens = step.batch + sum([each.expected(plan.given_nodes) for each in found])
+                tokens = step.batch + sum([sum(each.chances[: plan.given_nodes]) for each in found])
                 ranked.append(Option(plan, tokens, times.of(plan)))
             if longest <= plan.given_nodes:
                 break
@@ -296,4 +296,4 @@ class Learner(Policy):
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
         chosen = self._choice.current if by_rate is None else by_rate.plan
-        return reported(options, chosen, batch, (rounds, self._choice.explored, acceptance))
+        return reported(options, chosen, batch, rounds, self._choice.explored, acceptance)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.errors import ConstraintError
@@ -48,25 +47,12 @@ class Said:
 
 
 class Proposed(NamedTuple):
-    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums`
-    of these up to each, with 0 before the first.
-
-    `promises` say for each how likely it is if its parent comes, by the index; none where that was not asked.
-    """
+    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes; `promises` say
+    how likely that is if its parent comes, by the index (none where that was not asked)."""
 
     tree: GivenTree
     chances: Sequence[float]
-    sums: Sequence[float]
-    promises: Sequence[float]
-
-    @classmethod
-    def of(cls, tree: GivenTree, chances: Sequence[float], promises: Sequence[float] = ()) -> Proposed:
-        """The values with the sums."""
-        return cls(tree, chances, [*accumulate(chances, initial=0.0)], promises)
-
-    def expected(self, count: int) -> float:
-        """How many of the first `count` candidates should come."""
-        return self.sums[min(count, len(self.chances))]
+    promises: Sequence[float] = ()
 
     def cut(self, plan: DraftPlan) -> GivenTree:
         """The first candidates, as far as a plan has places for them: it has the levels then, too."""
@@ -94,7 +80,7 @@ class Proposed(NamedTuple):
         if not kept:
             return None
         came = self.chances[place]
-        return Proposed.of(
+        return Proposed(
             GivenTree([said[node] for node in kept], places),
             [self.chances[node] / came for node in kept],
             [self.promises[node] for node in kept] if self.promises else (),
@@ -102,7 +88,7 @@ class Proposed(NamedTuple):
 
 
 #: No candidates.
-NOTHING = Proposed.of(GivenTree([], []), [])
+NOTHING = Proposed(GivenTree([], []), [])
 
 
 class Trust:
@@ -125,7 +111,7 @@ class Trust:
         for parent, promise in zip(proposal.parents, proposal.promises, strict=True):
             chance = min(self.MOST, promise * self.ratios[bisect_right(self.KINDS, promise) - 1])
             chances.append(chance * chances[parent] if parent >= 0 else chance)
-        return Proposed.of(GivenTree(proposal.tokens, proposal.parents), chances, proposal.promises)
+        return Proposed(GivenTree(proposal.tokens, proposal.parents), chances, proposal.promises)
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
@@ -183,7 +169,7 @@ class HostProposals:
             return NOTHING  # whoever asks for the mask hears of it
         if forced:
             path = GivenTree(forced, range(-1, len(forced) - 1))
-            return Proposed.of(path, [FORCED_CHANCE**depth for depth in range(len(forced))])
+            return Proposed(path, [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return NOTHING
         if said.place < sequence.known:

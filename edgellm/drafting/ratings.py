@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -63,21 +63,15 @@ class Option(NamedTuple):
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
 
 
-def reported(
-    options: Sequence[Option],
-    chosen: DraftPlan | None,
-    batch: int,
-    counted: tuple[dict[str, int], int, dict[str, list[float]]],
-) -> DraftingReport:
-    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, a plain step first, and
-    why."""
+def reported(options: Sequence[Option], chosen: DraftPlan | None, batch: int, *counted: Any) -> DraftingReport:
+    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, and why."""
     if not options:
         return DraftingReport(PLAIN, "nothing was timed yet", *counted)
     ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
-    plain = options[0].forecast(batch)
-    taken = next((option for option in options if option.plan is chosen), options[0]).forecast(batch)
+    plain = next(each for each in ranked if each.name == PLAIN)
+    taken = next((option.forecast(batch) for option in options if option.plan is chosen), plain)
     best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
-    reason = f"{plain}; the best draft, {best}" if taken.name == PLAIN else f"{taken}; {plain}"
+    reason = f"{plain}; the best draft, {best}" if taken is plain or chosen is None else f"{taken}; {plain}"
     return DraftingReport(taken.name, reason, *counted, ranked)
 
 
