@@ -250,7 +250,8 @@ class Launch:
     def __call__(self) -> None:
         (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise KernelError(f"launching {self.name} failed: {status}")
+            early = "" if self._function else ": it was made while its module was compiled, make it again behind that"
+            raise KernelError(f"launching {self.name} failed: {status}{early}")
 
 
 def launch_kernel(

@@ -151,7 +151,7 @@ class CudaBackend(CudaDevice):
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, DeviceArray | AnyPacked]:
         """The weights side by side, filled straight from the memory-mapped checkpoint; packed ones in the kernels'
-        layout, and those of vision encoders with zeros behind that a loaded engine takes so (`EncoderEngine.paddings`).
+        layout, and those of encoders with zeros behind that a loaded engine takes so (`EncoderEngine.paddings`).
         The kernels that engines need for them are loaded, too."""
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
@@ -220,7 +220,7 @@ class CudaBackend(CudaDevice):
         check.conclude(found | small)
 
     def _paddings(self) -> dict[str, Padding]:
-        """How the weights of vision encoders stand in memory that loaded engines do not take as they are published."""
+        """How the weights of encoders stand in memory that loaded engines do not take as they are published."""
         encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
         return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
 
@@ -325,9 +325,9 @@ class CudaBackend(CudaDevice):
         return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
-        """A vision encoder on kernels, where they take it."""
+        """An encoder on kernels, where they take it."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        if shape.model != "vision" or kernel_refusal(config, shape, dtype, limit) is not None:
+        if shape.phase != "encode" or kernel_refusal(config, shape, dtype, limit) is not None:
             return None
         kernels = EncoderStepKernels(self._encoder, self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.device_layouts import model_layouts
@@ -33,10 +33,8 @@ def open_backend(
         from edgellm.engines.backends.numpy_backend import NumpyBackend
         from edgellm.engines.backends.numpy_ranks import NumpyRanks
 
-        draft = None if directory.draft is None else directory.draft.config
-        vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
-        configs = directory.config, draft, vision
+        configs: list[Any] = [directory.models.get(model) for model in ("base", "draft", "vision", "audio")]
         return cast(Backend, NumpyBackend(*configs) if gpus == 1 else NumpyRanks(gpus, *configs))
     if gpus > 1:
         raise EngineError(f"gpus is {gpus}, but steps are shared by NumPy's ranks alone so far: take one GPU")

@@ -21,7 +21,7 @@ from edgellm.engines.checkpoints.weight_files import (
     open_weight_files,
 )
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo, element_bytes
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import (
     ENCODER_PREFIXES,
@@ -38,6 +38,7 @@ from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization
 from edgellm.engines.quantization.layout import (
     PACKED_ENDINGS,
+    TABLE_CLASS,
     UNUSED_ENDINGS,
     Layout,
     LinearTensors,
@@ -54,10 +55,10 @@ _BARE = ("embed_tokens.weight", "norm.weight")
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
-#: Weights of two dimensions that are no linear layer's.
-_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
-#: A table that is packed where its tensors say so: what packs all linear layers leaves it alone.
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
+#: Weights of two dimensions that are no linear layer's. They are packed where their tensors say so: what packs all
+#: linear layers leaves them alone.
+_TABLES = (_TOKEN_ROWS, "embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
 _WEIGHT = ".weight"
 #: What chooses experts.
 _ROUTERS = (
@@ -96,6 +97,8 @@ class Checkpoint:
         self._layouts = {
             name: found for file in files if isinstance(file, GgufWeights) for name, found in file.layouts.items()
         }
+        #: What `quantization` says of modules: of each expert it is asked again and again, and it may have long lists.
+        self._asked: dict[str, Layout | None] = {}
         self._is_multimodal = is_multimodal(config)
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
@@ -176,12 +179,18 @@ class Checkpoint:
         return self._files[file].status
 
     def raw_bytes(self, name: str) -> np.ndarray:
-        """The tensor's bytes as they lie in the file, [nbytes] uint8, a read-only view; of a shortlist a copy."""
+        """The tensor's bytes as they lie in the file, [nbytes] uint8, or of one that is turned [N, K, bytes of an
+        element]: a read-only view, of a shortlist a copy."""
         if self._head_rows is not None and name == _HEAD:
             info, ids = self._head_rows
             return self._files[info.file].bytes_of(info).reshape(info.shape[0], -1)[ids].reshape(-1)
         info = self.info(name)
-        return self._files[info.file].bytes_of(info)
+        if not info.turned:
+            return self._files[info.file].bytes_of(info)
+        (rows, columns), size = info.shape, element_bytes(info.dtype)
+        lying = replace(info, nbytes=((columns - 1) * info.turned + rows) * size)
+        data = self._files[info.file].bytes_of(lying)
+        return np.ndarray((rows, columns, size), np.uint8, data, strides=(size, info.turned * size, 1))
 
     def raw(self, name: str) -> np.ndarray:
         """The tensor in its own dtype, a read-only view of the file; bfloat16 as its bits, uint16."""
@@ -191,12 +200,7 @@ class Checkpoint:
                 f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
                 "Take the model's unquantized checkpoint"
             )
-        dtype = np.dtype(STORAGE[info.dtype])
-        if not info.turned:
-            return self.raw_bytes(name).view(dtype).reshape(info.shape)
-        (rows, columns), step = info.shape, info.turned * dtype.itemsize
-        lying = replace(info, nbytes=(columns - 1) * step + rows * dtype.itemsize)
-        return np.ndarray(info.shape, dtype, self._files[info.file].bytes_of(lying), strides=(dtype.itemsize, step))
+        return self.raw_bytes(name).view(STORAGE[info.dtype]).reshape(info.shape)
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
@@ -223,13 +227,16 @@ class Checkpoint:
         is_dense = name in self.tensors and self.tensors[name].dtype in STORAGE
         if is_dense and (name.startswith("mtp.") or name.endswith(_ROUTERS)):
             return None  # a draft head's that ships with the model, or a router: not all who pack one say that it is
-        if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
+        if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT):
             return None
-        module = name.removesuffix(_WEIGHT)
-        if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
+        module, is_table = name.removesuffix(_WEIGHT), name.endswith(_TABLES)
+        if is_table and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
             return None
-        alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-        return self.quantization.layout(published_names(module) if self._is_wrapped else alone)
+        if module not in self._asked:
+            alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
+            names = published_names(module) if self._is_wrapped else alone
+            self._asked[module] = self.quantization.layout((*names, TABLE_CLASS) if is_table else names)
+        return self._asked[module]
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import TensorInfo
+from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.formats.tensors import language_model_name
 from edgellm.engines.model.config import LARGEST_EXPERTS
 
@@ -25,6 +26,8 @@ _STACKS = {
     ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts.", _GATE_UP),
     ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts.", _DOWN),
 }
+#: How the name of a stack's scales ends, of Hugging Face's FP8: each is that of a block of rows and columns.
+_SCALES = "_scale_inv"
 #: gpt-oss's: transposed, or in blocks [E, rows, blocks, 16] with scales [E, rows, blocks]. Gate and up are one tensor.
 _OF_GPT_OSS = {
     f".mlp.experts.{name}{ending}": (_MLP, (f"{name}.weight{ending}",))
@@ -39,12 +42,19 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
     found: dict[str, TensorInfo] = {}
     stacks = _OF_GPT_OSS if config.get("model_type") == "gpt_oss" else _STACKS
     for name, info in tensors.items():
-        ending = next((each for each in stacks if name.endswith(each)), "")
+        stack = name.removesuffix(_SCALES)  # itself, or whose scales these are
+        ending = next((each for each in stacks if stack.endswith(each)), "")
         prefix, parts = stacks.get(ending, ("", ("",)))
-        turned = len(info.shape) == 3 and _is_turned(name, info, config)
-        stacked = 2 if turned else 1
-        if not prefix or len(info.shape) < 3 or info.shape[stacked] % len(parts) or info.shape[0] > LARGEST_EXPERTS:
+        codes = tensors.get(stack, info)
+        turned = len(info.shape) == len(codes.shape) == 3 and _is_turned(stack, codes, config)
+        stacked, unit = 2 if turned else 1, len(parts)
+        if not prefix or min(len(info.shape), len(codes.shape)) < 3 or info.shape[0] > LARGEST_EXPERTS:
             found[name] = info  # a stack that does not fit is found to be unknown
+            continue
+        if stack != name and unit > 1:  # a block of both gates and ups belongs to neither
+            unit *= _block_rows(config)
+        if info.shape[stacked] % len(parts) or codes.shape[stacked] % unit:
+            found[name] = info
             continue
         rows, shape = info.shape[stacked] // len(parts), info.shape[1:]
         for place in range(info.shape[0] * len(parts)):
@@ -58,8 +68,15 @@ def experts_apart(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) 
                 own = info.part(place, (rows, math.prod(shape[1:])), words)
             else:
                 own = info.part(place, (rows, *shape[1:]), words)
-            found[f"{name.removesuffix(ending)}{prefix}{expert}.{parts[part]}"] = own
+            found[f"{stack.removesuffix(ending)}{prefix}{expert}.{parts[part]}{name.removeprefix(stack)}"] = own
     return found
+
+
+def _block_rows(config: Mapping[str, Any]) -> int:
+    """How many rows of a stack share a scale: blocks are as high as they are wide where stacks may be turned."""
+    settings = config.get("quantization_config")
+    block = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    return block[0] if isinstance(block, list) and block and is_integer(block[0]) and block[0] > 0 else 1
 
 
 def _is_turned(name: str, info: TensorInfo, config: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import is_known_finite, remember_finite
-from edgellm.engines.formats.tensors import STORAGE, float32_into
+from edgellm.engines.formats.tensors import STORAGE, contiguous, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.engines.quantization.stored import StoredWeight
@@ -41,20 +41,21 @@ class FiniteCheck:
 
     def __init__(self, checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
         self._checkpoint = checkpoint
+        parts = [part for spec in specs for part in spec.parts]
+        # Packed ones are looked at whenever they are read.
+        infos = {name: checkpoint.info(name) for name, shape in parts if checkpoint.layout(name, shape) is None}
         loaded: dict[Path, set[str]] = {}
-        for name, shape in (part for spec in specs for part in spec.parts):
-            if checkpoint.layout(name, shape) is None:  # packed ones are looked at whenever they are read
-                info = checkpoint.info(name)
-                loaded.setdefault(info.file, set()).add(info.name)
+        for info in infos.values():
+            loaded.setdefault(info.file, set()).add(info.name)
         #: The tensors' names by their file, of files that are not known to be good.
         self._due = {
             file: names for file, names in loaded.items() if not is_known_finite(file, checkpoint.status(file), names)
         }
+        self._names = {name for name, info in infos.items() if info.file in self._due}
 
     def is_due(self, name: str) -> bool:
         """Whether the tensor is to be looked at."""
-        info = self._checkpoint.info(name)
-        return info.name in self._due.get(info.file, ())
+        return name in self._names
 
     def conclude(self, found: Mapping[str, int]) -> None:
         """Take what was `found` in each tensor that is due: the index, in C order, of its first value that is infinite
@@ -225,7 +226,7 @@ def iterate_weight_parts(
                 piece = converted(info, values, own, "float32")
                 yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
             continue
-        values = _neighbours_first(_part(checkpoint, name, shape), spec.kernel).reshape(-1)
+        values = contiguous(_neighbours_first(_part(checkpoint, name, shape), spec.kernel)).reshape(-1)
         info = checkpoint.info(name)
         step = max(1, values.size) if info.dtype == own else _PIECE
         for start in range(0, values.size, step):

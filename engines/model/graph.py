@@ -159,7 +159,11 @@ class ProgramGraph(Generic[Tensor]):
         layers = step.gate_up, step.down
         biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
-        y = self.to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        given = self._linear(x, step.latent[0]) if step.latent else x
+        y = operations.experts(step, given, scores, correction, gate_up, down)
+        if step.latent:
+            y = self._linear(operations.to_compute(y), step.latent[1])
+        y = self.to_residual(y)
         if step.shared:
             first, second, *gates = step.shared
             sums, is_gated = self._linear(x, first), step.mixture.gated

@@ -144,6 +144,8 @@ class _Sharding:
 
     def _experts(self, step: Experts) -> Sequence[Step]:
         """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
+        if step.latent:
+            raise EngineError(f"{step.title}, whose experts have a width of their own, is not shared: take one GPU")
         count = step.mixture.experts
         first, last = self._about(count)
 

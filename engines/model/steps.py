@@ -311,7 +311,8 @@ class Experts(Step):
     at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture` says; biases are [E, 2 I] and [E, H].
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
-    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual.
+    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual. With
+    the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
     these alone, and so is the sum; the residual is added by one rank, which `adds`.
@@ -327,6 +328,7 @@ class Experts(Step):
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
+    latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
     adds: bool = field(default=True, metadata=ADDED_LATER)
 
@@ -405,3 +407,7 @@ class SideBySide(Step):
     """output = the columns of several values, one behind the other."""
 
     values: tuple[str, ...] = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = [kinds[value][0] for value in self.values if value in kinds]
+        return {self.output: ((*rows[0][:-1], sum(each[-1] for each in rows)), "compute")} if rows else {}

@@ -13,6 +13,7 @@ import numpy as np
 from edgellm.engines.quantization.floats import Fp8Layout, Mxfp4Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import (
     FLOATS,
+    TABLE_CLASS,
     WORDS,
     Layout,
     LinearTensors,
@@ -24,7 +25,7 @@ from edgellm.engines.quantization.layout import (
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
-#: What quantized modules are called; subclasses of it that models have count as it.
+#: What quantized linear layers are called, as are subclasses of it that models have.
 _CLASS = "Linear"
 _UNREAD = {
     "int-quantized": "8-bit integers with 8-bit activations (W8A8)",
@@ -131,7 +132,11 @@ class CompressedTensors(Quantization):
     method = "compressed-tensors"
 
     def __init__(self, settings: Settings, dtype: str) -> None:
-        self._ignored = [_Target(name, settings) for name in settings.names("ignore")]
+        ignored = settings.names("ignore")
+        #: Names of modules, of which there may be hundreds, and what else is ignored.
+        self._ignored_names = frozenset(ignored)
+        others = [name for name in ignored if name == _CLASS or name.startswith("re:")]
+        self._ignored = [_Target(name, settings) for name in others]
         sparsity = settings.inner("sparsity_config").values.get("format")
         if sparsity not in (None, "dense"):
             raise settings.inner("sparsity_config").refused("format", "'dense'", _ADVICE)
@@ -147,8 +152,8 @@ class CompressedTensors(Quantization):
             inputs = inputs or bool(group.values.get("input_activations"))
             layout = None if top == "dense" else _layout(group, top, dtype)
             for target in group.names("targets"):
-                if target in ("Embedding", "Conv2d", "Conv1d"):
-                    raise group.refused("targets", f"names, patterns or {_CLASS!r}", _ADVICE)
+                if target in ("Conv2d", "Conv1d"):
+                    raise group.refused("targets", f"names, patterns, {_CLASS!r} or {TABLE_CLASS!r}", _ADVICE)
                 self._targets.append((_Target(target, group), layout))
         # as the package orders them: a module's own name, patterns, then its class
         self._targets.sort(key=lambda item: item[0].rank)
@@ -156,7 +161,7 @@ class CompressedTensors(Quantization):
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """The layout of the first target that fits, unless the module is ignored."""
-        if any(ignored.fits(names) for ignored in self._ignored):
+        if not self._ignored_names.isdisjoint(names) or any(ignored.fits(names) for ignored in self._ignored):
             return None
         return next((layout for target, layout in self._targets if target.fits(names)), None)
 

@@ -3,6 +3,7 @@ weights alone; and Hugging Face's FP8 and gpt-oss's MXFP4."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,12 +166,16 @@ class FineGrainedFp8(Quantization):
             self._layout = Fp8Layout("fine-grained FP8", "block", settings.block("weight_block_size"), scale, dtype)
         listed = settings.names("modules_to_not_convert") or settings.names("ignored_layers") or ("lm_head",)
         self._names = listed
-        self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in listed]
+        plain = [name for name in listed if re.fullmatch(r"[\w.]+", name)]
+        #: Of what names begin: there may be hundreds, which take long as patterns. Others are patterns.
+        self._beginnings = tuple(f"{name.rstrip('.')}." for name in plain)
+        others = [name for name in listed if name not in plain]
+        self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in others]
         if settings.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static":
             self.notes = ("The scales of activations are ignored: 8-bit floats are weights only here.",)
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """The layout of all linear layers but those named; names are whole, or begin or end a module's name."""
-        if any(name.endswith(self._names) for name in names):
+        if any(name.endswith(self._names) or f"{name}.".startswith(self._beginnings) for name in names):
             return None
         return None if any(pattern.match(name) for pattern in self._patterns for name in names) else self._layout

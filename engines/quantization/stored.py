@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,8 +49,8 @@ class StoredCodes:
 @dataclass(frozen=True)
 class StoredWeight:
     """A `PackedWeight` whose `codes` are as they are published: of one tensor, or of several whose rows follow each
-    other. Their columns are those of the file: `order` has yet to be applied to them. `levels` stand for `own_scales`
-    and `own_minima`, which are made of them where something asks."""
+    other. Their columns are those of the file: `order` has yet to be applied to them. `read_levels` gives
+    `levels`, which stand for `own_scales` and `own_minima`: all are made where something asks."""
 
     format: WeightFormat
     codes: tuple[StoredCodes, ...]
@@ -59,7 +59,12 @@ class StoredWeight:
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
     own_minima: np.ndarray | None = None
-    levels: Levels | None = None
+    read_levels: Callable[[], Levels] | None = None
+
+    @cached_property
+    def levels(self) -> Levels | None:
+        """See `PackedWeight`."""
+        return self.read_levels and self.read_levels()
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -104,9 +109,9 @@ def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
         return first
     codes = tuple(codes for part in parts for codes in part.codes)
     scales, minima = _joined([part.own_scales for part in parts]), _joined([part.own_minima for part in parts])
-    zeros, found = _joined([part.zeros for part in parts]), [part.levels for part in parts if part.levels is not None]
-    levels = Levels(*map(np.concatenate, zip(*found, strict=True))) if found else None
-    return replace(first, codes=codes, own_scales=scales, zeros=zeros, own_minima=minima, levels=levels)
+    zeros, found = _joined([part.zeros for part in parts]), [part.read_levels for part in parts if part.read_levels]
+    read = (lambda: Levels(*map(np.concatenate, zip(*(read() for read in found), strict=True)))) if found else None
+    return replace(first, codes=codes, own_scales=scales, zeros=zeros, own_minima=minima, read_levels=read)
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "acceptance/arguments.cuh"
+#include "shared/last_of.cuh"
 #include "shared/reductions.cuh"
 
 namespace acceptance {
@@ -31,15 +32,6 @@ __device__ inline Tree tree_of(const TreeNodes& all, unsigned slot, unsigned siz
 
 __device__ inline Row* rows_of(unsigned char* workspace, unsigned slot, unsigned size) {
     return reinterpret_cast<Row*>(workspace) + (size_t)slot * size;
-}
-
-// Whether the calling thread is the last of `total` to come here; the counter is back at 0 afterwards. What the others
-// wrote before is visible to the last one.
-__device__ inline bool last_of(unsigned* counter, unsigned total) {
-    __threadfence();
-    bool last = atomicInc(counter, total - 1) == total - 1;
-    __threadfence();
-    return last;
 }
 
 // Id of a winning value_and_id; 0 where there is none.

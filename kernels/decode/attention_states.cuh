@@ -2,6 +2,7 @@
 // the order of the keys, by the warp that computed all of them or by whoever finds them in memory.
 #pragma once
 #include "decode/attention_block.cuh"
+#include "shared/last_of.cuh"
 
 namespace decode {
 namespace keys_by_position {
@@ -86,12 +87,9 @@ template <typename T, int STEPS> __device__ __forceinline__ void merge_shares(co
         if (block.split >> block.owner_bits == 0) merge_states<false>(block, block.split, block.owner_bits);
         return;
     }
-    if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
-        __threadfence();
-        // Wraps to 0, ready for the next layer.
-        const unsigned last = block.active * block.PARTS - 1;
-        block.tables->is_last_block = atomicInc(block.counters + blockIdx.z * block.kv_heads + block.kv_head, last) == last;
-        __threadfence();
+    if (threadIdx.x == 0) {  // behind a barrier of the block
+        unsigned* counter = block.counters + blockIdx.z * block.kv_heads + block.kv_head;
+        block.tables->is_last_block = last_of(counter, block.active * block.PARTS);
     }
     __syncthreads();
     if (block.tables->is_last_block) merge_states<true>(block, 0, 0);

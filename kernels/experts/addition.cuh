@@ -1,6 +1,7 @@
 // The sum of what a row's experts give: in the order of their ids, which is that of its weights, whoever adds.
 #pragma once
 #include "decode/common.cuh"
+#include "shared/last_of.cuh"
 
 namespace experts {
 
@@ -49,11 +50,7 @@ template <typename T> __device__ __forceinline__ void add_four(const Addition& g
 __device__ __forceinline__ bool comes_last(unsigned* counter, unsigned count) {
     bool is_last = false;
     __syncthreads();
-    if (threadIdx.x == 0) {  // behind a barrier of the block: the fences speak for all of its threads
-        __threadfence();
-        is_last = atomicInc(counter, count - 1) == count - 1;
-        __threadfence();
-    }
+    if (threadIdx.x == 0) is_last = last_of(counter, count);
     return __syncthreads_or(is_last);
 }
 

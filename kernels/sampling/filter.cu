@@ -9,6 +9,7 @@
 // All sums are of integers, so their order does not matter.
 #include "sampling/arguments.cuh"
 #include "shared/groups.cuh"
+#include "shared/last_of.cuh"
 #include "shared/ordered_keys.cuh"
 #include "shared/portable_math.cuh"
 #include "shared/reductions.cuh"
@@ -322,7 +323,7 @@ __global__ void filter_select(FilterThresholdArguments a, FilterRow* rows) {
     }
     __threadfence();  // each thread makes its part of the lists visible before its block reports
     __syncthreads();
-    if (threadIdx.x == 0) is_last = last_block_of_row(&shared_row.finished);
+    if (threadIdx.x == 0) is_last = last_of(&shared_row.finished, gridDim.x);
     __syncthreads();
     if (!is_last) return;
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sampling/arguments.cuh"
+#include "shared/last_of.cuh"
 #include "shared/reductions.cuh"
 
 // One sequence's state as it was before its token was known: read ahead of time, since every read takes a while, and
@@ -42,7 +43,7 @@ __device__ inline void choose_token(
     candidate = block_maximum(candidate, partial);
     if (threadIdx.x != 0) return;
     atomicMax(best + row, candidate);
-    if (!last_block_of_row(finished + row)) return;
+    if (!last_of(finished + row, gridDim.x)) return;
     unsigned long long winner = atomicExch(best + row, 0ull);
     int token = winner == 0 ? 0 : int(0xffffffffu - unsigned(winner));
     tokens[row] = token;

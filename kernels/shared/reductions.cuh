@@ -64,12 +64,3 @@ __device__ inline T block_inclusive_sum(T value, T (&partial)[MAXIMUM_WARPS]) {
     __syncthreads();
     return value;
 }
-
-// Whether the calling thread's block is the last of its row to come here. Call it from one thread of each block; the
-// counter is back at 0 afterwards. What other blocks wrote before is visible to the last one.
-__device__ inline bool last_block_of_row(unsigned* counter) {
-    __threadfence();
-    bool last = atomicInc(counter, gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
-    return last;
-}

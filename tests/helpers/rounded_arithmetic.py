@@ -153,7 +153,7 @@ class RoundedBackend(NumpyBackend):
         program = model_program(self._configs[shape.model], shape)
         engine = NumpyEngine(program)
         operations = RoundedOperations(engine._bindings, engine._bindings, self._dtype)
-        engine._graph = ProgramGraph(operations, program)
+        engine.run = ProgramGraph(operations, program).run
         return engine
 
 

@@ -27,7 +27,7 @@ from edgellm.kernels.kept import (
     read_manifest,
     write_cubin,
 )
-from edgellm.kernels.launch import Kernel, KernelModule
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.made import COMPILED, LOADED, Made
 
 COMMAND = "edgellm build robot --target sm_87"
@@ -268,6 +268,11 @@ class Driver:
     def cuFuncSetAttribute(self, *arguments: object) -> tuple[int]:
         return (0,)
 
+    CUlaunchConfig = SimpleNamespace
+
+    def cuLaunchKernelEx(self, config: object, function: object, *arguments: object) -> tuple[int]:
+        return (0 if function else 400,)
+
 
 def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,6 +299,7 @@ def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
     with module.side_by_side():
         module.prepare(early)
         assert module.function(Kernel(other, "f<1>"), 0) is None
+        too_early = Launch(module, Kernel(other, "f<1>"), (1, 1, 1), 32, 0, ())
         with pytest.raises(KernelError, match="bytes of shared memory"):
             module.function(Kernel(other, "f<1>"), 1 << 20)
         goes_on.set()
@@ -301,4 +307,7 @@ def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
     assert by_pycuda == [early]
     assert (made.counts[COMPILED], made.counts[LOADED]) == (3, len(driver.loaded))
     assert module.function(Kernel(other, "f<1>"), 0) == b"new otherf<1>"
+    Launch(module, Kernel(other, "f<1>"), (1, 1, 1), 32, 0, ())()
+    with pytest.raises(KernelError, match="was made while its module was compiled"):
+        too_early()
     assert made.counts[LOADED] == len(driver.loaded)

@@ -24,18 +24,24 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
     int ids[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; ++e) ids[e] = __ldcg(given.expert_ids + min(team + e * G::TEAMS, chosen - 1));
+    const auto copy = [&] {
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-        const char* own = begin + min(max(ids[e], 0), given.experts - 1) * given.stride;
-        const unsigned slot = ring + e * G::SLOT_BYTES;
-        const bool exists = share < blocks && team + e * G::TEAMS < chosen;
+        for (int e = 0; e < EACH; ++e) {
+            const char* own = begin + min(max(ids[e], 0), given.experts - 1) * given.stride;
+            const unsigned slot = ring + e * G::SLOT_BYTES;
+            const bool exists = share < blocks && team + e * G::TEAMS < chosen;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, own + i * row_bytes + lane * 16, exists);
-        if (lane < 2 * G::PIECES)
-            copy_async_16(slot + lane / G::PIECES * G::BLOCK_BYTES + tail, own + lane / G::PIECES * row_bytes + tail, exists);
-    }
-    commit_copies();
+            for (int i = 0; i < 2; ++i) copy_async_16(slot + i * G::BLOCK_BYTES + lane * 16, own + i * row_bytes + lane * 16, exists);
+            if (lane < 2 * G::PIECES)
+                copy_async_16(slot + lane / G::PIECES * G::BLOCK_BYTES + tail, own + lane / G::PIECES * row_bytes + tail, exists);
+        }
+        commit_copies();
+    };
+    copy();
     if (HOST_AHEAD) wait_for_previous_kernel();
+    int surely[EACH];  // what was chosen, where it was read while gates and ups chose
+#pragma unroll
+    for (int e = 0; HOST_AHEAD && HOST_ROUTES && e < EACH; ++e) surely[e] = __ldcg(given.expert_ids + min(team + e * G::TEAMS, chosen - 1));
     char* activations = shared + G::BEHIND;
     float *area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN), *products = area + G::AREA;
     const int chunks = SLICES * steps * 4;  // of a row
@@ -52,6 +58,16 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
     if (number < chosen) weight = __ldcg(addition.weights + number);
     if (number == 0) before = decode::to_float(static_cast<const T*>(addition.residual)[place]);
     wait_for_copies<0>();
+    if (HOST_AHEAD && HOST_ROUTES) {
+        bool is_other = false;  // the same for all lanes of a warp
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) is_other |= surely[e] != ids[e], ids[e] = surely[e];
+        if (is_other) {
+            __syncwarp();
+            copy();
+            wait_for_copies<0>();
+        }
+    }
     __syncthreads();
     const int step_bytes = chosen * 64;
     const unsigned own = shared_address(activations) + share * BLOCK_STEPS * step_bytes + own_quad() * 16;

@@ -10,7 +10,10 @@ of all layers), and of its kernels. Nothing of what is tried is in the kernels t
 - row adds: of one row, a block of downs has its columns of all experts and adds them, without a word to other blocks.
 - asks: gates and ups ask the second-level cache for the same experts' downs, 1 when their own weights are under way, 2
   when they have been multiplied.
-- releases: who comes last is found by one instruction in place of two fences and an atomic.
+- fences: who comes last is found by an atomic between two fences, in place of one instruction.
+- routes: of one row, each block of gates and ups chooses for itself, 1 by the scores of a router without a last block,
+  2 in clusters of eight blocks that score, too: two launches in place of three. With `ahead`, downs read what was
+  chosen before gates and ups end, and again behind that, lest it was another choice. `blocks` are those of a pair.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,20 +35,22 @@ from experts_speed import LAYERS, Bench, Step
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels import compiler
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.contract import SLICES, slice_steps
 from edgellm.kernels.decode.packed_rows import PackedRows, packed_rows
 from edgellm.kernels.experts import launcher
 from edgellm.kernels.experts.launcher import expert_bytes
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-#: Edits of experts/addition.cuh and of experts/packed_rows.cu: what stands there, what stands in its place.
-_RELEASES = {
-    """        __threadfence();
-        is_last = atomicInc(counter, count - 1) == count - 1;
-        __threadfence();
-""": """        unsigned before;
-        asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                     : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
-        is_last = before == count - 1;
+#: Edits of shared/last_of.cuh and of experts/packed_rows.cu: what stands there, what stands in its place.
+_FENCES = {
+    """    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter)), "r"(total - 1)
+                 : "memory");
+""": """    __threadfence();
+    before = atomicInc(counter, total - 1);
+    __threadfence();
 """
 }
 _BEGIN = "template <typename T, typename G, int KIND, typename Pairs>\n"
@@ -70,43 +75,62 @@ _MULTIPLIES = {
         else if (HOST_AHEAD && IS_SUMS) wait_for_previous_kernel();
 """,
 }
+#: Of experts/router.cu: without the choice, and of scores in shared memory.
+_ROUTES = {
+    "    if (!comes_last(counter, gridDim.x)) return;\n": "    return;\n",
+    "__ldcg(given.scores + static_cast<size_t>(row) * given.experts + expert)": "given.scores[expert]",
+}
+_ROUTED = {"experts/routed.cu": Path(__file__).with_name("experts_routed.cu").read_text("utf-8")}
+_CLUSTER, _NORM_SUMS = 8, 8 * (SLICES + 1) * 4
 #: A row's downs in a block: eight warps share K of each of its tiles. Bytes of shared memory that it asks for.
 _ROW, _ROW_BYTES = PackedRows(True, 8, 1, 4, 8, 1, 2), 112 << 10
 
 
 class Variant(NamedTuple):
-    """What is tried, and forms by columns of the matrix: weight tiles, depth, blocks, how many have registers."""
+    """What is tried, and forms by columns of the matrix: weight tiles, depth, blocks, how many have registers; and the
+    blocks of a pair in gates and ups that route."""
 
     ahead: int = 0
     row_adds: int = 0
     asks: int = 0
-    releases: int = 0
+    fences: int = 0
+    routes: int = 0
     forms: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    blocks: int = 33
 
     def __str__(self) -> str:
-        said = [f"{name}={value}" for name, value in zip(self._fields[:4], self[:4], strict=True) if value]
+        said = [f"{name}={value}" for name, value in zip(self._fields[:5], self[:5], strict=True) if value]
+        said += [f"{self.blocks} blocks"] * (self.routes > 0)
         return ", ".join(said + [f"K={columns} {form}" for columns, form in self.forms]) or "as it ships"
 
 
 def variants(rows: int, hidden: int, size: int) -> list[Variant]:
     """All, by themselves and together."""
     few, ring, downs = (hidden, (1, 0, 1, 2)), (hidden, (2, 3, 1, 2)), (size, (1, 2, 2, 2))
-    found = [Variant(), Variant(releases=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
+    found = [Variant(), Variant(fences=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
     if rows > 1:
-        found += [Variant(asks=1), Variant(asks=2), Variant(1, releases=1), Variant(1, 0, 2, 1)]
+        found += [Variant(asks=1), Variant(asks=2), Variant(1, 0, 2)]
         forms = (1, 0, 2, 2), (2, 1, 2, 2), (2, 2, 1, 1)
-        return found + [Variant(1, releases=1, forms=((size, form),)) for form in forms]
+        return found + [Variant(1, forms=((size, form),)) for form in forms]
     found += [Variant(ahead=1, forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
-    found += [Variant(row_adds=1), Variant(1, 1), Variant(1, 1, releases=1)]
-    return found + [Variant(1, adds, 0, 1, (form,)) for adds in (0, 1) for form in (few, ring)]
+    found += [Variant(row_adds=1), Variant(1, 1)]
+    found += [Variant(1, adds, forms=(form,)) for adds in (0, 1) for form in (few, ring)]
+    found += [Variant(routes=1), Variant(row_adds=1, routes=1), Variant(1, 1, routes=1)]
+    shapes = (32, 0, 2), (16, 0, 2), (16, 3, 1), (16, 6, 1), (32, 2, 2)  # blocks of a pair; depth, and blocks
+    for blocks, *form in shapes:
+        forms = ((hidden, (1, *form, 2)),)
+        found += [Variant(*way, routes=2, forms=forms, blocks=blocks) for way in ((0, 0), (0, 1), (1, 1))]
+    return found
 
 
 def patched(kernel: Kernel, variant: Variant) -> Kernel:
     """The same of edited sources."""
-    headers, own = {}, (variant.ahead, variant.row_adds, variant.asks)
+    headers, own = {}, (variant.ahead, variant.row_adds, variant.asks, variant.routes)
+    is_routed = "routed_gated" in kernel.expression
     for file, edits, is_needed in (
-        ("experts/addition.cuh", _RELEASES, variant.releases),
-        ("experts/packed_rows.cu", _MULTIPLIES, any(own) and "expert_" in kernel.expression),
+        ("experts/router.cu", _ROUTES, variant.routes and (is_routed or "::route<" in kernel.expression)),
+        ("shared/last_of.cuh", _FENCES, variant.fences),
+        ("experts/packed_rows.cu", _MULTIPLIES, any(own) and (is_routed or "expert_" in kernel.expression)),
     ):
         if not is_needed:
             continue
@@ -115,15 +139,28 @@ def patched(kernel: Kernel, variant: Variant) -> Kernel:
             assert text.count(before) == 1, before
             text = text.replace(before, after)
         headers[file] = text
-    macros = *kernel.source.macros, *zip(("HOST_AHEAD", "HOST_ROW_ADDS", "HOST_ASKS"), own, strict=True)
-    source = replace(kernel.source, headers=tuple(headers.items()))
+    names = "HOST_AHEAD", "HOST_ROW_ADDS", "HOST_ASKS", "HOST_ROUTES"
+    macros = *kernel.source.macros, *zip(names, own, strict=True)
+    source = replace(kernel.source, headers=(*kernel.source.headers, *headers.items()))
     return kernel._replace(source=replace(source, macros=macros) if any(own) else source)
+
+
+def routed(variant: Variant, bench: Bench, route: tuple[Kernel, Any], gated: Kernel) -> tuple[Kernel, int]:
+    """Gates and ups that choose, and how many tiles of 8 experts each block scores."""
+    tiles = bench.experts // (8 * _CLUSTER) if variant.routes == 2 else 0
+    each = route[0].expression.rpartition(",")[2].strip(" >")
+    expression = gated.expression.replace("expert_gated<", f"routed_gated<{tiles}, {each}, ")
+    macros = dict(route[0].source.macros) | dict(gated.source.macros)
+    name, text = next(iter(_ROUTED.items()))
+    source = ModuleSource(f"routed-{gated.source.name}", (name,), (expression,), tuple(macros.items()), ((name, text),))
+    return Kernel(source, expression), tiles
 
 
 @contextmanager
 def kernels_of(variant: Variant, bench: Bench, rows: int) -> Iterator[None]:
     """Meanwhile launches are made as a variant says."""
     forms, in_row = dict(variant.forms), variant.row_adds and rows == 1
+    router: list[tuple[Kernel, Any]] = []
 
     def chosen(batch: int, layout: Any, gpu: Any, normed: bool, experts_rows: int = 0) -> PackedRows | None:
         usual, form = packed_rows(batch, layout, gpu, normed, experts_rows), forms.get(layout.columns)
@@ -138,11 +175,25 @@ def kernels_of(variant: Variant, bench: Bench, rows: int) -> Iterator[None]:
     def launch(module: Any, kernel: Kernel, grid: Any, threads: int, shared_bytes: int, given: Any) -> Launch:
         if in_row and "expert_sums" in kernel.expression:
             grid, shared_bytes = (bench.hidden // 16, 1, 1), _ROW_BYTES
+        if variant.routes and "::route<" in kernel.expression:
+            router[:] = [(kernel, given)]
+        if variant.routes and "expert_gated" in kernel.expression:
+            kernel, tiles = routed(variant, bench, router[0], kernel)
+            staged = SLICES * slice_steps(bench.hidden) * 64
+            begin = max(shared_bytes - staged, tiles * 8 * bench.hidden * 2)
+            shared_bytes = begin + _NORM_SUMS + 2 * staged + tiles * SLICES * 32 + bench.experts * 4 + 2 * 32 * 4
+            grid, given = (variant.blocks, bench.chosen, 1), (*router[0][1][:2], *given)
+            cluster = (1, _CLUSTER, 1) if tiles else (1, 1, 1)
+            return Launch(module, patched(kernel, variant), grid, threads, shared_bytes, given, cluster)
         return Launch(module, patched(kernel, variant), grid, threads, shared_bytes, given)
 
     patches = patch.object(launcher, "packed_rows", chosen), patch.object(launcher, "Launch", launch)
-    with patches[0], patches[1], bench.kernels.module.side_by_side():
+    with patches[0], patches[1]:
         yield
+
+
+def _without_router(own: dict[str, Launch]) -> dict[str, Launch]:
+    return {name: launch for name, launch in own.items() if name != "route"}
 
 
 class Tried:
@@ -153,11 +204,21 @@ class Tried:
         self.step, self.routed = (Step(bench, bench.choices(rows, False)) for _ in range(2))
         self.routed.ids = [self.routed.routed.expert_ids] * LAYERS  # what its router chooses
 
+    def compile(self, tries: Sequence[Variant]) -> None:
+        """The modules of all, side by side: launches that are made meanwhile cannot run. What fails does so again."""
+        with suppress(Exception), self.bench.kernels.module.side_by_side():
+            for variant in tries:
+                with suppress(Exception), kernels_of(variant, self.bench, self.step.rows):
+                    self.routed.launches(0)
+
     def launches(self, variant: Variant) -> list[dict[str, Launch]]:
         """Those of a layer whose router chooses, and of all layers."""
         bench = self.bench
         with kernels_of(variant, bench, self.step.rows):
-            every = [self.routed.launches(0), *(self.step.launches(number) for number in range(LAYERS))]
+            step = self.routed if variant.routes else self.step
+            every = [self.routed.launches(0), *(step.launches(number) for number in range(LAYERS))]
+        if variant.routes:
+            return [own if variant.routes == 1 else _without_router(own) for own in every]
         for own, layer in zip(every, (bench.layers[0], *bench.layers), strict=True):
             addition, layout = own["gate_up"]._arguments[0].addition, layer.down.layout
             assert layout is not None
@@ -168,7 +229,7 @@ class Tried:
     def bits(self, own: dict[str, Launch]) -> bytes:
         """What a router and its experts give in a graph whose launches overlap, behind other choices and sums."""
         routed, device = self.routed, self.bench.device
-        arrays = routed.routed.expert_ids, routed.routed.expert_weights, routed.inner, routed.output, routed.counters
+        arrays = routed.x, *routed.routed[:2], routed.inner, routed.output, routed.counters
         for launch in own.values():
             launch.overlap_previous()
             launch()
@@ -206,8 +267,11 @@ def main() -> None:
     device = CudaDevice()
     bench = Bench(device, KernelModule(device.gpu, device.stream), options, "int4")
     for rows in options.rows:
-        tried = Tried(bench, rows)
-        for variant in (*variants(rows, bench.hidden, bench.size), Variant()):
+        tried, in_clusters = Tried(bench, rows), bench.chosen == _CLUSTER and bench.experts % (8 * _CLUSTER) == 0
+        tries = [each for each in variants(rows, bench.hidden, bench.size) if each.routes < 2 or in_clusters]
+        tried.compile(tries)
+        print(f"{rows} rows compiled behind {time.monotonic() - begun:.1f} s", flush=True)
+        for variant in (*tries, Variant()):
             if time.monotonic() - begun < options.seconds:
                 tried.take(variant)
         print(f"{rows} rows done behind {time.monotonic() - begun:.1f} s", flush=True)

@@ -90,6 +90,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "attention_bias": False,
     },
+    #: 128 experts of a layer, of which a token goes through 8: 17 GB in int4.
+    "qwen3-30b-a3b": LLAMA_3_2_1B
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
     "llama-1b": LLAMA_3_2_1B,
     "llama-8b": LLAMA_3_2_1B
     | {
@@ -303,16 +323,23 @@ def write_in_a_process(checkpoint: Path, *options: str) -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None, packed: WeightFormat | None = None
+    directory: Path,
+    config: dict,
+    seed: int = 0,
+    preprocessor: dict | None = None,
+    packed: WeightFormat | None = None,
+    others: Sequence[WeightSpec] = (),
 ) -> None:
     """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02).
 
     A model with a `preprocessor` has a vision encoder. Linear layers before the head are `packed` where that is a
-    format, symmetric integers of 4 bits: compressed-tensors' layout, evenly distributed codes.
+    format, symmetric integers of 4 bits: compressed-tensors' layout, evenly distributed codes. `others` are weights
+    beside those of the language model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
-        config = config | {"quantization_config": quantization_config(packed, ["lm_head", "re:.*visual.*"])}
+        dense = ["lm_head", "re:.*visual.*", "re:.*mlp[.]gate$"]
+        config = config | {"quantization_config": quantization_config(packed, dense)}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
@@ -320,7 +347,7 @@ def write_checkpoint(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     read = decoder_config(config)
-    specs = [*decoder_weights(read), *token_table(read)]
+    specs = [*decoder_weights(read), *token_table(read), *others]
     if preprocessor is not None:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)
@@ -336,7 +363,7 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat 
     tensors = {}
     for spec in specs:
         for name, shape in spec.parts:
-            if packed is not None and len(shape) == 2 and ".layers." in name:
+            if packed is not None and len(shape) == 2 and ".layers." in name and ".mlp.gate." not in name:
                 tensors |= packed_tensors(name.removesuffix(".weight"), shape, packed, random)
                 continue
             size = int(np.prod(shape))

@@ -89,11 +89,12 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
 
 
 def encoder_sources(dtype: str) -> list[ModuleSource]:
-    """Those of vision encoders: of each kind of arguments that steps have, each head size, and each activation."""
+    """Those of encoders: of each kind of arguments that steps have, each head size, and each activation."""
     kernels = [encoder_attention(dtype, size, tiles) for size in (64, 80) for tiles in (1, 2)]
     kernels.append(encoder_attention(dtype, 128, 1))
     kernels += [row_kernel("heads.cu", "prepare_heads", given, dtype) for given in ("float32", dtype)]
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
+    kernels += [row_kernel("rows.cu", "unfold", given, dtype) for given in ("float32", dtype)]
     of_rows = [("norm", *pair) for pair in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
     of_rows.append(("add_scaled_rows", dtype))

@@ -19,7 +19,19 @@ from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import READS, Experts, Input, Keep, Linear, NormLinear, Step
+from edgellm.engines.model.steps import (
+    READS,
+    Add,
+    Experts,
+    Input,
+    Keep,
+    Linear,
+    LinearResidual,
+    NormLinear,
+    Scale,
+    SideBySide,
+    Step,
+)
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
@@ -177,10 +189,29 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     if step.shared:
         activation = "silu" if mixture.gated else "relu_squared"
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
+    if step.latent:
+        yield from _latent_steps(step, given, ids, shares, inner, shared_inner)
+        return
+    if step.shared:
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
     beside = shared_output if step.shared else None, None if gate is None else shared_shares, step.scale, step.keep
     yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside)
+
+
+def _latent_steps(step: Experts, given: str, ids: str, shares: str, inner: str, shared_inner: str) -> Iterator[Step]:
+    """What follows the choice where experts have a width of their own: their sum begins at zero, and is added behind
+    the layer that leads back from it; what the expert of all tokens gives was added before."""
+    names = "latent_sums", "latent", "latent_zero", "latent_total", "latent_back"
+    sums, into, zero, total, back = (f"{step.output}_{name}" for name in names)
+    yield NormLinear(sums, (Input(given),), step.latent[0])
+    yield SideBySide(into, (sums,))  # in the compute dtype
+    yield Scale(zero, into, 0.0)
+    yield GateUpExperts(inner, into, ids, step.gate_up, step.mixture)
+    yield DownExperts(total, inner, ids, step.down, step.mixture, shares, zero)
+    yield LinearResidual(step.output, shared_inner, step.shared[1], step.residual, step.scale, step.keep)
+    yield NormLinear(back, (Input(total),), step.latent[1])
+    yield Add(step.output, step.output, back)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):

@@ -34,6 +34,9 @@ class AddRows(Implementation[Add]):
 class RowsSideBySide(Implementation[SideBySide]):
     """Copies the columns of values beside each other."""
 
+    def scratch(self, step: SideBySide, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
+
     def launches(self, step: SideBySide, run: Launching, next_early: bool) -> list[Any]:
         output = run.array(step.output)
         output, launches, column = output.reshape(-1, output.shape[-1]), [], 0

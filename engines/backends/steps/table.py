@@ -141,8 +141,8 @@ def kernel_choice(
     """
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
-    if shape.model == "vision":
-        return None, "vision encoders have kernels of their own"
+    if shape.phase == "encode":
+        return None, "encoders have kernels of their own"
     program = for_kernels(replace(model_program(config, passes(shape)[-1][1]), packed=packed or {}))
     rows = most_rows(program)
     if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):

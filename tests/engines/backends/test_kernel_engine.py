@@ -268,7 +268,7 @@ def test_inputs_of_packed_layers_are_permuted_and_scaled(
 
 
 @WAYS
-@pytest.mark.parametrize("head", DRAFTS)
+@pytest.mark.parametrize("head", [name for name in DRAFTS if DRAFTS[name].decoder.mixture is None])
 def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, way: type) -> None:
     config, shape = DRAFTS[head], draft_shape("accept", 2, 7, 64)
     dense, packed = packed_linears(random_draft(config, shape, [29, 0]))
@@ -406,7 +406,7 @@ def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
             found |= {type(step) for program in programs for step in for_kernels(program).steps}
     for draft in DRAFTS.values():
         shapes = [draft_shape(phase, 1, 8, 64) for phase in ("prefill", "accept", "propose")]
-        found |= {type(step) for shape in shapes for step in model_program(draft, shape).steps}
+        found |= {type(step) for shape in shapes for step in for_kernels(model_program(draft, shape)).steps}
     assert found - {Reshape} == TABLE.keys()
 
 

@@ -16,8 +16,10 @@ from checkpoint_files import entry, file_bytes
 from checkpoint_tensors import read_tensor
 from command_line import Edgellm
 from fixed_shape_backend import host_view
+from packed_checkpoints import write_packed
 from safetensors.numpy import load_file, save_file
 from synthetic_images import synthetic_image
+from tiny_families import MIXTURES
 from tiny_multimodal import FAMILIES
 
 from edgellm import LLM, AdapterError, EdgeLLMError, SamplingParams
@@ -341,6 +343,21 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_not_called_good(large: Pa
         check.conclude({"w": -1})
     with pytest.raises(CheckpointError, match="is nan at"):
         loads(large, looked)
+
+
+def test_packed_parts_are_not_looked_at_by_a_name_that_no_tensor_has(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Nor where the weight becomes dense when it is loaded, as the gate of an expert of all tokens does."""
+    source = make_checkpoint(tmp_path / "source", 4, **MIXTURES["qwen3_5_moe"])
+    packed, _ = write_packed(source, tmp_path / "packed", tmp_path / "twin")
+    specs = decoder_weights(read_decoder_config(packed))
+    specs = [spec for spec in specs if spec.shape[0] == 1 or spec.name.endswith("norm.weight")]
+    with Checkpoint.open(packed) as checkpoint:
+        check = FiniteCheck(checkpoint, specs)
+        due = {name: check.is_due(name) for spec in specs for name, _ in spec.parts}
+    assert due == {name: not name.endswith(".shared_expert_gate.weight") for name in due}
+    assert set(due.values()) == {True, False}
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(large: Path, looked: list[int]) -> None:

@@ -104,6 +104,10 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
         (lambda v: v["config"].update(nope_layers=[0, 3]), r"'nope_layers' is \[0, 3\], expected different layers"),
         (lambda v: v["config"].update(attention_scale="1"), r"'attention_scale' is \"1\", expected a number or null"),
         (lambda v: v["config"].update(sliding_window=8), r"'kv_capacity' is \d+, by sliding_window expected at most 8"),
+        (
+            lambda v: v["config"].update(mixture={"experts": 6, "chosen": 2, "size": 24}, post_norms=True),
+            r"'post_norms' is (true|True), expected none of it where there is a 'mixture'",
+        ),
         (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number from 1 to 8"),
         (lambda v: v["limits"].update(tree=1), r"limits: unknown keys 'tree'"),
         (lambda v: v.update(files=[]), r"'files' is \[\], expected an object"),

@@ -11,13 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_images import GoldenModel, assert_close
 from quantized_checkpoints import logits
 from safetensors.numpy import load_file
 from tiny_families import MIXTURES
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import contiguous
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.config import read_quantization
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
+from edgellm.engines.runners.sampling_state import SamplingValues
 
 Make = Callable[..., Path]
 #: A layer's tensors by the endings of their names, and the values that they stand for.
@@ -143,6 +148,89 @@ def test_packed_experts_are_their_dense_twin(method: str, make_checkpoint: Make,
                 np.testing.assert_allclose(weight.values(), expected.raw(name), rtol=2**-8 if rounded else 1e-6)
     ours, wanted = (logits(each, [range(3, 40)]) for each in (packed, twin))
     assert np.abs(ours - wanted).max() <= (0.2 if rounded else 1e-4) * np.abs(wanted).max()
+
+
+def _fp8_stacks(golden: GoldenModel, folder: Path, turned: bool, block: int) -> dict[str, np.ndarray]:
+    """The golden's checkpoint in `folder`, with stacks of 8-bit floats as published for Qwen3-VL-MoE, or not turned;
+    the values that they stand for."""
+    random, tensors, values = np.random.default_rng(5), {}, {}
+    parts = *(f"{layer}.self_attn" for layer in range(3)), "1.mlp", "0.mlp.gate", "2.mlp.gate"
+    kept = ["model.visual", *(f"model.language_model.layers.{part}" for part in parts)]
+    for name, given in load_file(golden.path / MODEL).items():
+        if ".experts." not in name:
+            tensors[name] = StoredTensor("float16", given)
+            continue
+        codes = random.integers(0, 0x40, given.shape, np.uint8) | random.integers(0, 2, given.shape, np.uint8) << 7
+        scales = random.uniform(0.05, 0.2, [given.shape[0], *(-(-size // block) for size in given.shape[1:])])
+        scales = scales.astype(np.float32)
+        every = np.repeat(np.repeat(scales, block, axis=1), block, axis=2)[:, : given.shape[1], : given.shape[2]]
+        values[name] = _e4m3(codes) * every
+        codes, scales = (np.ascontiguousarray(each.swapaxes(1, 2) if turned else each) for each in (codes, scales))
+        tensors[name], tensors[f"{name}_scale_inv"] = (
+            StoredTensor("float8_e4m3", codes),
+            StoredTensor("float32", scales),
+        )
+    settings = {"quant_method": "fp8", "weight_block_size": [block, block], "modules_to_not_convert": kept}
+    shutil.copytree(golden.path, folder)
+    write_tensors(folder / MODEL, tensors)
+    config = json.loads((golden.path / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    golden.path = folder
+    return values
+
+
+def test_stacks_of_8_bit_floats_are_read_as_published_and_as_transformers_writes_them(tmp_path: Path) -> None:
+    found = []
+    for turned in (True, False):
+        golden = GoldenModel("qwen3_vl_moe")
+        values = _fp8_stacks(golden, tmp_path / f"{turned}", turned, 8)
+        stack, downs = (
+            values[f"model.language_model.layers.2.mlp.experts.{each}_proj"] for each in ("gate_up", "down")
+        )
+        with Checkpoint.open(golden.path) as checkpoint:
+            for part, expected in (("gate", stack[5, :24]), ("up", stack[5, 24:]), ("down", downs[5])):
+                weight = checkpoint.packed(f"model.layers.2.mlp.experts.5.{part}_proj.weight", expected.shape)
+                assert weight is not None
+                np.testing.assert_array_equal(weight.values(), expected.astype(np.float16))
+        runner = golden.runner(EngineLimits(max_batch=1, prefill_chunk=64, kv_capacity=96))
+        runner.start(0, golden.token_ids, 0, SamplingValues(), golden.placed()).wait()
+        found.append(runner.logits(0).copy())
+    assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("module", "packed"),
+    [
+        ("lm_head", False),
+        ("model.layers.1.mlp.down_proj", False),
+        ("model.layers.10.mlp.down_proj", True),
+        ("model.layers.3.self_attn.q_proj", False),
+        ("model.layers.4.self_attn.q_proj", True),
+        ("model.layers.4.mlp.gate", False),
+        ("model.visual.blocks.0.proj", False),
+    ],
+)
+def test_names_that_stay_dense_are_whole_or_begin_or_end_a_modules_or_are_patterns(module: str, packed: bool) -> None:
+    kept = ["lm_head", "model.layers.1", "model.layers.[23].self_attn", "mlp.gate", "model.visual."]
+    settings = {"quant_method": "fp8", "weight_block_size": [8, 8], "modules_to_not_convert": kept}
+    found = read_quantization(Path("model"), {"quantization_config": settings, "dtype": "float16"})
+    assert found is not None
+    assert (found.layout((module,)) is not None) == packed
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (65, 64), (3, 5), (1, 33)])
+def test_what_lies_turned_is_copied_in_order(shape: tuple[int, int]) -> None:
+    values = np.random.default_rng(3).integers(0, 256, shape[::-1], np.uint8).T
+    found = contiguous(values)
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, values)
+
+
+def test_stacks_are_refused_where_a_block_has_gates_and_ups(tmp_path: Path) -> None:
+    golden = GoldenModel("qwen3_vl_moe")
+    _fp8_stacks(golden, tmp_path / "model", True, 16)
+    with pytest.raises(CheckpointError, match=r"experts\.0\.gate_proj\.weight_scale_inv"):
+        golden.runner(EngineLimits(max_batch=1, prefill_chunk=64, kv_capacity=96))
 
 
 def test_damaged_experts_are_named(make_checkpoint: Make, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rounded_arithmetic import Distance, open_rounded_runner
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -38,6 +39,16 @@ def test_decode_equals_prefill_of_the_longer_prompt(runner: BaseEngineRunner) ->
     for count in range(len(answer)):
         runner.start(0, PROMPT + answer[:count], 0, SamplingValues()).wait()
         np.testing.assert_allclose(runner.logits(0), stepwise[count], atol=1e-4)
+
+
+def test_rounded_arithmetic_has_the_distance_of_its_dtype(directory: EngineDirectory, runner: BaseEngineRunner) -> None:
+    """What comparisons on a GPU take their bounds from is the rounding of products and sums, not of weights alone."""
+    assert directory.dtype == "float16"
+    answer = greedy_tokens(runner, PROMPT, 12)
+    expected = teacher_forced_logits(runner, PROMPT, answer)
+    with open_rounded_runner(directory) as rounded:
+        distance = Distance.between(teacher_forced_logits(rounded, PROMPT, answer), expected)
+    assert 1e-4 < distance.typical < 1e-2
 
 
 @pytest.mark.parametrize("reused", [1, 15, 16, 17, 39])

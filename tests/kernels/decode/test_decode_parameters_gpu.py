@@ -198,7 +198,7 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     projected, own, gate = (
         bench.normed(rows, 8960, 256, "float32", first=512),
         bench.both(rows, 8960),
-        bench.both(rows, 256),
+        bench.both(rows, 256, dtype="float32"),
     )
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
     bench.few.token_gate(gate[0], "gelu_tanh", projected[0], own[0], 16.0, output)()
