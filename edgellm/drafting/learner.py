@@ -298,4 +298,4 @@ class Learner(Policy):
             options.append(self._best_compared)
         by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
         chosen = self._choice.current if by_rate is None else by_rate.plan
-        return reported(options, chosen, batch, rounds, self._choice.explored, acceptance)
+        return reported(options, chosen, batch, (rounds, self._choice.explored, acceptance))

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -63,7 +63,12 @@ class Option(NamedTuple):
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
 
 
-def reported(options: Sequence[Option], chosen: DraftPlan | None, batch: int, *counted: Any) -> DraftingReport:
+def reported(
+    options: Sequence[Option],
+    chosen: DraftPlan | None,
+    batch: int,
+    counted: tuple[dict[str, int], int, dict[str, list[float]]],
+) -> DraftingReport:
     """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, and why."""
     if not options:
         return DraftingReport(PLAIN, "nothing was timed yet", *counted)
