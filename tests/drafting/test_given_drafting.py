@@ -405,3 +405,19 @@ def test_a_plain_step_stands_behind_a_round_unless_another_is_likely() -> None:
     record(drafts, None, 0.001, 3)
     assert drafts.goes_on(1, 0.0001)
     assert not drafts.goes_on(1, 0.01) and not drafts.goes_on(2, 0.0001)
+
+
+@pytest.mark.parametrize(("blocked", "rests"), [(0.0, True), (0.0009, False)])
+def test_where_the_host_is_slower_than_the_device_plain_steps_are_timed_alone(blocked: float, rests: bool) -> None:
+    """All that is asked for makes steps longer there, so that rounds would seem to gain."""
+    drafts, rested = drafting(captured=True, index=False), 0
+    forced = Answer(AllowedTokens([3], 50))
+    drafts.record(None, [1], 0.001, True, blocked=blocked)
+    for _ in range(400):
+        if drafts.rest > 0:
+            drafts.rest, drafts.rested_steps, rested = drafts.rest - 1, drafts.rested_steps + 1, rested + 1
+            drafts.rested_seconds += 0.001
+            continue
+        plan, _ = drafts.choose(Takes(), [forced], 100, True)
+        drafts.record(plan, [1 if plan is None else 8], 0.002, True, blocked=blocked)
+    assert (10 < rested < 40) == rests and (rested > 0) == rests
