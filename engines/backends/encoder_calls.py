@@ -185,6 +185,7 @@ class EncoderCalls:
         return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
+        assert step.residual is not None  # encoders have no ranks
         x, residual = self._operand((Input(step.value),), step.linear), self._values[step.residual]
         output = self._in_place(step.residual, number)
         self._call("linear_residual", x, step.linear, residual, output, step.scale)

@@ -51,7 +51,8 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual))}
+        added = (step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual)))
+        residuals = {residual for residual in added if residual is not None}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -133,7 +134,10 @@ class ProgramGraph(Generic[Tensor]):
 
     def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
         operations, values = self.operations, self.values
-        y, residual = values[step.value], self.to_residual(values[step.residual])
+        y = values[step.value]
+        if step.residual is None:  # one rank's part
+            return self._linear(operations.gather_rows(y, values["last_token_ids"]) if step.selects else y, step.linear)
+        residual = self.to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:

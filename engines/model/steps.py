@@ -248,11 +248,12 @@ class NormLinear(Step):
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
     """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), and with a
-    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`."""
+    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`. Without a residual the
+    output is linear(value), a part of a sum of all ranks."""
 
     value: str = field(metadata=READS)
     linear: Linear
-    residual: str = field(metadata=READS)
+    residual: str | None = field(metadata=READS)
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
@@ -265,7 +266,7 @@ class LinearResidual(Step):
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
-        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        kept = {} if self.keep is None or self.residual is None else _kept(self.keep, kinds[self.residual][0])
         return kept | {self.output: (rows, residual)}
 
 
@@ -281,9 +282,11 @@ class Reduce(Step):
 
 @dataclass(frozen=True)
 class Assemble(Step):
-    """output = the columns of what all ranks have in `value`, one rank's behind the other's."""
+    """output = the columns of what all ranks have in `value`, as many as `widths` say, one rank's behind the other's;
+    where ranks have memory of their own, it is the first one's alone."""
 
     value: str = field(metadata=READS)
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)

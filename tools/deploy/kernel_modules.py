@@ -26,6 +26,7 @@ from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.prefill.linear import PACKED_TILINGS, TILINGS, packed_prompt_kernel, prompt_kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.kernels.ranks.launcher import ranks_source
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
@@ -125,7 +126,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
     prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
-    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source, ranks_source)]
     return drawing + prefill + packed + every
 
 

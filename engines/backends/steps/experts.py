@@ -15,6 +15,7 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
 from edgellm.engines.backends.steps.linear import FewRows
+from edgellm.engines.backends.steps.ranks import with_sums
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
@@ -28,6 +29,7 @@ from edgellm.engines.model.steps import (
     Linear,
     LinearResidual,
     NormLinear,
+    Reduce,
     Scale,
     SideBySide,
     Step,
@@ -165,10 +167,18 @@ class DownExperts(_OfExperts):
 
 
 def for_kernels(program: Program) -> Program:
-    """The same, of which it is known what is packed, with each mixture of experts as the steps that kernels run."""
-    if not any(isinstance(step, Experts) for step in program.steps):
+    """The same, of which it is known what is packed, with each mixture of experts, and what ranks add, as the steps
+    that kernels run."""
+    kinds = {type(step) for step in program.steps}
+    if Reduce in kinds:
+        program = with_sums(program)
+    if Experts not in kinds:
         return program
-    each = (_steps_of(step, program) if isinstance(step, Experts) else (step,) for step in program.steps)
+    # Of a rank's own experts there are no kernels.
+    each = (
+        _steps_of(step, program) if isinstance(step, Experts) and step.own is None else (step,)
+        for step in program.steps
+    )
     return replace(program, steps=tuple(chain.from_iterable(each)))
 
 
