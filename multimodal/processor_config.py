@@ -74,6 +74,11 @@ _LFM2_VL = {
     **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
+_GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
+_MINICPMV4_6 = {
+    **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
+    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
+}
 
 
 class ProcessorKind(NamedTuple):
@@ -82,8 +87,9 @@ class ProcessorKind(NamedTuple):
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
     With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
-    `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
-    by side. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
+    `cut` (see `cut_rules.py`), it is tiles and the whole, or one of them; with `channels_last` a patch has the channels
+    of each pixel side by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from
+    0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
@@ -93,6 +99,7 @@ class ProcessorKind(NamedTuple):
     longest_edge: bool = False
     cut: str = ""
     channels_last: bool = False
+    centred: bool = False
     bounds_all: bool = False
 
 
@@ -109,6 +116,8 @@ PROCESSOR_KINDS = {
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
+    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="slices"),
+    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True, centred=True),
 }
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
@@ -150,6 +159,13 @@ class ProcessorConfig:
         """A whole number above 0."""
         value = self.values.get(key)
         return value if _is_count(value) else self.refuse(key, "a whole number above 0")
+
+    def agree(self, **sizes: int) -> None:
+        """Raise CheckpointError where the file does not say so of the `sizes`, by their names, which are the
+        encoder's."""
+        for key, size in sizes.items():
+            if self.count(key) != size:
+                self.refuse(key, f"{size}, as config.json has it of the vision encoder")
 
     def positive(self, key: str) -> float:
         """A number above 0."""
@@ -197,7 +213,10 @@ class ProcessorConfig:
         if self.switch("do_rescale"):
             factor = self.positive("rescale_factor")
         if not self.switch("do_normalize"):
-            return Normalization(factor, None, None)
+            half = (0.5, 0.5, 0.5) if self.kind.centred else None
+            return Normalization(factor, half, half)
+        if self.kind.centred:
+            self.unsupported("do_normalize", "false: the encoder has the mean and the deviation in it")
         mean, deviation = (self._channels(key) for key in ("image_mean", "image_std"))
         if min(deviation) <= 0:
             self.refuse("image_std", "numbers above 0")
