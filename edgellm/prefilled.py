@@ -55,10 +55,6 @@ class PrefilledStates:
         self.close()
 
 
-class Reader:
-    """Lives as long as somebody reads the rows of a slot."""
-
-
 class HiddenStates(FeatureUser):
     """The hidden states that enter some `layers`, of all tokens of a prompt of each slot: memory that a prefill fills.
 

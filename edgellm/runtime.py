@@ -23,7 +23,7 @@ from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
-from edgellm.prefilled import PrefilledStates, Reader
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
@@ -31,6 +31,10 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.turns import OngoingConversation
+
+
+class _Reader:
+    """Lives as long as somebody reads the rows of a slot."""
 
 
 class SpecDecodeRuntime(OpenedModel):
@@ -226,7 +230,7 @@ class SpecDecodeRuntime(OpenedModel):
                 runner.swap_rows(slot, last)
                 self._contents[slot], self._contents[last] = self._contents[last], self._contents[slot]
             runner.backend.synchronize()
-            reader, ids = Reader(), tuple(sequence.prompt_ids)
+            reader, ids = _Reader(), tuple(sequence.prompt_ids)
             pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
             keys, values = zip(*pairs, strict=True) if pairs else ((), ())
             states = () if hidden is None else hidden.shared(last, len(ids), reader)

@@ -185,9 +185,9 @@ class EngineDirectory:
         than a draft takes, where there is one."""
         if layers is None:
             return self
-        config, taken = self.config, self.config.feature_layers
-        if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, config.num_layers + 1)):
-            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {config.num_layers}"
+        config, taken, last = self.config, self.config.feature_layers, self.config.num_layers
+        if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, last + 1)):
+            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {last}"
             raise EngineDirectoryError(f"hidden_layers is {list(layers)}: expected of {self.name} different {known}")
         if taken:
             return self
