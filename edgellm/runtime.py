@@ -218,7 +218,7 @@ class SpecDecodeRuntime(OpenedModel):
         require(hidden is not None or hidden_states is False, "hidden_states", hidden_states, expected)
         with self._exclusive():
             slots, last = self.loop().slots, self._held.usable(runner) - 1
-            sequence.is_fresh = hidden is not None
+            sequence.is_fresh, sequence.needs_all_rows = hidden is not None, True
             slot = None if sequence.is_fresh else slots.holding(sequence)
             if slot is None:
                 slot = 0

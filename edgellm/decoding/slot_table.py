@@ -184,13 +184,12 @@ class SlotTable:
         runner, known, restored = self.runner, sequence.known, 0
         text_ids, tokens = sequence.text_ids, sequence.identities
         media = None if sequence.media is None else sequence.media.followed_by(known)
-        contents = self._bring_rows(slot, () if sequence.is_fresh else tokens, sequence)
+        contents = self._bring_rows(slot, tokens, sequence)
         try:
-            if sequence.is_fresh:
-                self.forget_rows(slot)
-            elif self._snapshots is not None:
+            if self._snapshots is not None:
                 restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, media)
-            reused = contents.reusable(tokens)
+            is_fresh = sequence.is_fresh or (sequence.needs_all_rows and not contents.has_all_rows)
+            reused = 0 if is_fresh else contents.reusable(tokens)
             stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
             draft_rows = None if runner.draft.rows(slot) is None else reused

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
 
 from edgellm.asynchronous import AsyncLLM
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.errors import EngineDirectoryError, EngineError
 from edgellm.engines.model.decoder import head_weight_name
 from edgellm.engines.model.limits import EngineLimits
@@ -244,6 +245,28 @@ def test_a_ring_is_handed_out_as_long_as_its_rows_are_in_order() -> None:
         states.shared_rows(0, 0, reach + 1, None)
     runner.close()
     plain.close()
+
+
+def test_rows_that_a_longer_text_wrote_over_are_computed_again(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A step sees a window of them; who reads them sees all."""
+    windows = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **windows, max_position_embeddings=512)
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 64, 512), [])
+    ids, shared = [3 + number * 7 % 200 for number in range(500)], 250
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        with llm.prefill(Request(ids[:shared])) as first:
+            expected, begun = [array.copy() for array in seen(first)], len(first.token_ids)
+        with llm.prefill(Request(ids[: shared + 1])) as more:
+            assert more.reused_tokens == begun == shared
+        llm.generate(ids, max_tokens=1)
+        for reused in (0, shared):
+            with llm.prefill(Request(ids[:shared])) as states:
+                assert states.reused_tokens == reused
+                for found, wanted in zip(seen(states), expected, strict=True):
+                    np.testing.assert_allclose(found, wanted, atol=1e-5)
+                del found
 
 
 def test_tokens_of_actions_are_a_choice_of_ids(llm: LLM) -> None:
