@@ -24,7 +24,7 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
 from edgellm.prefilled import PrefilledStates
-from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
+from edgellm.requests import Request, Response, check_choices, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
@@ -210,7 +210,7 @@ class SpecDecodeRuntime(OpenedModel):
         """
         sequence, runner, count = self.prepare(request), self._open_runner(), self.directory.config.num_layers
         layers = range(count) if layers is None else layers
-        are_layers = is_list(layers) and all(is_whole(each, 0, count - 1) for each in layers)
+        are_layers = isinstance(layers, Sequence) and all(is_whole(each, 0, count - 1) for each in layers)
         are_layers = are_layers and (len(layers) > 0 or hidden_states)
         require(are_layers, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
         hidden = self._hidden if hidden_states else None

@@ -213,7 +213,7 @@ def test_a_prefix_that_sees_itself_is_reused_as_a_whole(multimodal_engines: Call
 
 
 def test_what_has_no_such_rows_is_refused_by_name(llm: LLM) -> None:
-    for wrong in ([], [7], "01", [0.0]):
+    for wrong in ([], [7], "01", [0.0], iter([0])):
         with pytest.raises(RequestError, match="layers is"):
             llm.prefill(PROMPT, layers=wrong)
     with LLM(llm.directory.path, backend="numpy", kv_cache="int8") as packed:
