@@ -37,11 +37,27 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 SLICES, STEP = 16, 32
 
 
+class AddedTo(NamedTuple):
+    """What rows are added to before a linear layer takes them, as `norm_residual` adds them: `output` [R, K] float32 =
+    `residual` [R, K] float32 + the rows normed by `weight` [K], times a `factor` [1] float32 where there is one.
+
+    The output is no memory that the launch reads: each of its blocks reads the residual.
+    """
+
+    residual: OwnArray
+    output: OwnArray
+    weight: OwnArray
+    epsilon: float
+    offset: float = 0.0
+    factor: OwnArray | None = None
+
+
 class NormedInput(NamedTuple):
     """What a linear layer takes once it is normalized: rows whose columns `first` to `first + width` count.
 
     `values` [R, C] float32 or compute; `weight` [width] of the RMS norm, to which `offset` is added in float32 (Gemma:
-    1), None for the values as they are, rounded to compute. `width` None: all columns.
+    1), None for the values as they are, rounded to compute. `width` None: all columns. `added`: what is normed are not
+    the values, but what becomes of them there.
     """
 
     values: OwnArray
@@ -50,6 +66,7 @@ class NormedInput(NamedTuple):
     offset: float = 0.0
     first: int = 0
     width: int | None = None
+    added: AddedTo | None = None
 
     @property
     def columns(self) -> int:

@@ -14,9 +14,11 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode import contract, geometries
 from edgellm.kernels.decode.arguments import (
     THREADS,
+    AddedArgument,
     KeptArgument,
     LinearArgument,
     NormedArgument,
+    added_argument,
     addresses,
     check_room,
     check_rounded,
@@ -47,6 +49,12 @@ class NormLinearArgument(ctypes.Structure):
         ("kept", KeptArgument),
         *members("void* output", "int next_early activation"),
     ]
+
+
+class _AddedNormLinear(NormLinearArgument):
+    """`AddedNormLinear` of few_rows.cuh."""
+
+    _fields_ = [("added", AddedArgument)]
 
 
 class _LinearResidual(ctypes.Structure):
@@ -102,6 +110,7 @@ LINEAR_MACROS = (
     ("HOST_STAGED_BYTES", geometries.NARROW.staged_bytes(2, _COLUMNS)),
     ("HOST_STREAMED_BYTES", geometries.WIDE.streamed_bytes(9)),
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
+    ("HOST_ADDED_LINEAR_BYTES", ctypes.sizeof(_AddedNormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
 _NORM_MACROS = (
@@ -162,11 +171,13 @@ class CudaDecodeKernels(CudaColumns):
             own_rows(output, linear),
             next_early,
         )
+        prefix, arguments = self._with_added(inputs, arguments)
         if linear.is_packed and len(inputs) == 1:
-            return self._packed("rounded_linear" if inputs[0].weight is None else "norm_linear", linear, arguments)
+            name = "rounded_linear" if inputs[0].weight is None else "norm_linear"
+            return self._packed(prefix + name, linear, arguments)
         if len(inputs) == 1:
             geometry = geometries.norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
-            kernel = self._kernel("norm_linear", geometry.name, linear, inputs[0].weight is not None)
+            kernel = self._kernel(f"{prefix}norm_linear", geometry.name, linear, inputs[0].weight is not None)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), geometries.WIDE
@@ -185,11 +196,12 @@ class CudaDecodeKernels(CudaColumns):
             True,
             contract.activation_number(activation),
         )
+        prefix, arguments = self._with_added([normed], arguments)
         if linear.is_packed:
             name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
-            return self._packed(f"{name}gate_up", linear, arguments)
+            return self._packed(f"{prefix}{name}gate_up", linear, arguments)
         geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
-        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
+        kernel = self._kernel(f"{prefix}norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
@@ -354,9 +366,22 @@ class CudaDecodeKernels(CudaColumns):
             )
         return batch
 
+    def _with_added(
+        self, inputs: Sequence[NormedInput], arguments: NormLinearArgument
+    ) -> tuple[str, NormLinearArgument]:
+        """What the kernel's name begins with, and its arguments, where its input is added to a residual first. Raises
+        KernelError for two inputs."""
+        added = [each.added for each in inputs if each.added is not None]
+        if not added:
+            return "", arguments
+        if len(inputs) > 1:
+            raise KernelError("two inputs side by side are added to no residual: one of them is")
+        own = added_argument(added[0], inputs[0])
+        return "added_", _AddedNormLinear(*(getattr(arguments, name) for name, _ in arguments._fields_), own)
+
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """The launch of the same arguments by packed_rows.cu."""
-        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name.startswith("norm")
+        layout, batch, normed = linear.weight.layout, arguments.linear.batch, "norm_" in name
         way = packed_rows(batch, layout, capacity_of(self.module), normed)
         if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
             raise KernelError(

@@ -129,6 +129,7 @@ class NumpyDecodeKernels:
         next_early: bool = True,
     ) -> None:
         """`output` [R, N] = scale (x weight^T + bias), x [R, K] the normed inputs side by side; the last is kept."""
+        inputs = [with_added(each) for each in inputs]
         parts = [normalized(each) for each in inputs]
         _write_rows(output, linear, scaled(product(np.concatenate(parts, axis=1), linear), scale))
         keep(kept, selected_columns(inputs[-1]), parts[-1])
@@ -138,7 +139,7 @@ class NumpyDecodeKernels:
     ) -> NumpyLaunch:
         """`output` [R, F] = activation(gate) up of the normed input, `linear` [2F, K] gates, then ups."""
         activation_number(activation)
-        return NumpyLaunch(lambda: write(output, gated(product(normalized(normed), linear), activation)))
+        return NumpyLaunch(lambda: write(output, gated(product(normalized(with_added(normed)), linear), activation)))
 
     linear_residual = NumpyTiledKernels.linear_residual
 
@@ -188,7 +189,7 @@ class NumpyDecodeKernels:
         before = rows_of(residual)
         if selected is not None:
             before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
-        write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
+        write(output, _added(before, normed, factor))
 
     @launched
     def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> None:
@@ -338,6 +339,19 @@ def normalized(normed: NormedInput) -> np.ndarray:
     """What counts of an input, normed where it has a weight: [R, width]."""
     x = selected_columns(normed)
     return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
+
+
+def _added(before: np.ndarray, normed: NormedInput, factor: np.ndarray | None) -> np.ndarray:
+    return (before + normalized(normed)) * (np.float32(1) if factor is None else factor)
+
+
+def with_added(normed: NormedInput) -> NormedInput:
+    """The input where what it is added to, if anything, has its output."""
+    if (added := normed.added) is None:
+        return normed
+    own = NormedInput(normed.values, added.weight, added.epsilon, added.offset)
+    write(added.output, _added(rows_of(added.residual), own, added.factor))
+    return normed._replace(values=added.output, added=None)
 
 
 def _as_they_were(arranged: np.ndarray, inputs: InputPermutation) -> np.ndarray:

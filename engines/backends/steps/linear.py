@@ -19,7 +19,15 @@ from edgellm.engines.backends.steps.implementation import (
     step_rows,
     too_large,
 )
-from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching, StepKernels, comes_rounded, module_rows
+from edgellm.engines.backends.steps.launching import (
+    ELSEWHERE,
+    JOINED_INPUTS,
+    Launching,
+    StepKernels,
+    Waiting,
+    comes_rounded,
+    module_rows,
+)
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LinearResidual, NormLinear
@@ -71,6 +79,7 @@ class _AnyLinear(Implementation[Any]):
             given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
             joined = given * width if keep is not None and _keeps_apart(step) else 0
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
+            found |= {step.output + ELSEWHERE: ((rows, width), "float32")} if _may_wait(step, program) else {}
         else:
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
@@ -80,6 +89,16 @@ class _AnyLinear(Implementation[Any]):
         if keep is not None:
             found[keep.target] = ((given, kept_width), "compute")
         return found | {JOINED_INPUTS: ((joined,), "compute")}
+
+    def joins(self, step: Layer, run: Launching) -> bool:
+        if not isinstance(step, NormLinear) or (step.activation is not None and not step.gated):
+            return False
+        linear = LinearWeights(run.array(step.linear.weight.name))
+        return len(step.inputs) == len(linear.runs) == 1 and self._is_inside(step, run, linear)
+
+    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        """Whether the kernel that multiplies inputs prepares them, too."""
+        return False
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
@@ -144,6 +163,9 @@ class _AnyLinear(Implementation[Any]):
             launches.append(run.norm_rows(given, step.norm, given))
             normed = NormedInput(given, None)
         factor = None if step.factor is None else run.array(step.factor.name)
+        if _may_wait(step, run.program):
+            run.waits = Waiting(step.output, normed, factor)
+            return launches
         return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected, factor=factor)]
 
     def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -208,8 +230,11 @@ class FewRows(_AnyLinear):
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        way = _inside if prepares_inside(step, run.program) else self._normed_apart
+        way = _inside if self._is_inside(step, run, linear) else self._normed_apart
         return way(step, run, linear, next_early)
+
+    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        return prepares_inside(step, run.program)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.few
@@ -245,15 +270,18 @@ class PackedRows(_AnyLinear):
         return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        rows = step_rows(step, run.program)
-        if step.selects:
+        if self._is_inside(step, run, linear):
+            return _inside(step, run, linear, next_early)
+        if step.selects or run.kernels.few.takes(linear, step_rows(step, run.program), normed=False):
             return self._normed_apart(step, run, linear, next_early)
-        is_one = len(step.inputs) == 1 and rows <= MAX_NORMED_ROWS
-        inside = is_one and linear.arranged is None and prepares_inside(step, run.program)
-        if not run.kernels.few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
-            return self._tiled(step, run, linear, run.kernels.many, next_early)
-        way = _inside if inside else self._normed_apart
-        return way(step, run, linear, next_early)
+        return self._tiled(step, run, linear, run.kernels.many, next_early)
+
+    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        rows, adapted = step_rows(step, run.program), step.linear.name in run.program.adapted
+        if adapted or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS or linear.arranged is not None:
+            return False
+        takes = run.kernels.few.takes(linear, rows, normed=bool(step.inputs[0].norms))
+        return takes and prepares_inside(step, run.program)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
@@ -320,6 +348,14 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
         return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
     return None if step.scale == 1.0 else "what an activation gives is not scaled"
+
+
+def _may_wait(step: LinearResidual, program: Program) -> bool:
+    """Whether what a layer gives may wait to be added until the stream is taken: of so few rows that each block of the
+    layer which takes them adds them for itself, to a stream that no other engine reads."""
+    inside = step.residual == step.output and step.output not in program.edge
+    is_rms = step.norm is not None and step.norm.bias is None and not step.selects
+    return inside and is_rms and step_rows(step, program) <= MAX_NORMED_ROWS
 
 
 def _keeps_apart(step: LinearResidual) -> bool:

@@ -266,7 +266,8 @@ def test_packed_layers_of_few_rows_have_kernels_of_their_own(
 
 
 def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
-    """But embeddings, which come rounded; queries and keys are normed by one launch a layer."""
+    """But embeddings, which come rounded; queries and keys are normed by one launch a layer. What is added to the
+    residual stream is added by the layer that takes this, but to embeddings."""
     config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
     shape, layers = EngineShape("decode", 1, 1, 64, 64), config.num_layers
     prepared(config, shape, H200, True, FewRows)
@@ -274,12 +275,17 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     def count(*parts: str) -> int:
         return sum(all(part in name for part in parts) for name, *_ in launches)
 
-    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
-    assert count("norm_linear", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 1, 0)
+    assert count("added_norm_linear", "false, false") == layers - 1 and count("added_norm_linear") == layers
+    assert count("added_norm_gate_up", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
     launches.clear()
     prepared(config, shape, H200, True, FewRows, packed_layers())
-    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
-    assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 1, 0)
+    assert count("packed::added_rounded_linear") == count("packed::added_rounded_gate_up") == layers - 1
+    assert count("packed::rounded_gate_up") == 1 and count("packed::rounded_linear") == 0
+    launches.clear()
+    prepared(config, replace(shape, phase="verify", tokens=3, selected=3), H200, True, FewRows, packed_layers())
+    assert count("norm_residual") == 2 * layers and count("added_") == 0
 
 
 @pytest.mark.parametrize("way", [FewRows, ManyRows])
