@@ -14,7 +14,7 @@ from edgellm.engines.model.encoder_graph import ENCODER_STEPS
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import InsertColumns, TokenInputs, UnitNorm
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -124,6 +124,11 @@ class ProgramGraph(Generic[Tensor]):
         y = self._linear(operations.to_compute(x), step.linear)
         if step.activation is not None:
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
+        if step.through is not None:
+            width, whole = (self._program.kinds[each][0][-1] for each in (step.output, step.through))
+            sizes = step.first, width, whole - step.first - width
+            through = operations.split(self.values[step.through], sizes, axis=2)[1]
+            y = operations.to_compute(operations.multiply(operations.to_float32(y), through))
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
         if step.cap:
@@ -322,15 +327,12 @@ class ProgramGraph(Generic[Tensor]):
         behind = self.operations.split(self.values[step.into], (width, all_columns - width), axis=2)[1]
         return self.operations.concatenate((self.values[step.value], behind), axis=2)
 
-    def _token_gate(self, step: TokenGate) -> Tensor:
-        operations, (gate, *taken) = self.operations, (self.values[each] for each in step.reads)
-        width, whole = (self._program.kinds[each][0][-1] for each in step.reads[:2])
-        sizes = (step.first, width, whole - step.first - width)
-        projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
-        rows = operations.scale(rows, step.scale)
-        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
-        gate = operations.activation(operations.to_float32(gate), step.activation)
-        return operations.to_compute(operations.multiply(gate, through))
+    def _token_inputs(self, step: TokenInputs) -> Tensor:
+        operations, (width,) = self.operations, step.norm.weight.shape
+        x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
+        parts = self._program.kinds[step.value][0][-1] // width
+        normed = operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm))
+        return operations.scale(operations.add(normed, operations.scale(rows, step.scale)), TOKEN_SHARE)
 
 
 #: What computes each kind of step: it gives the step's output, or puts out nothing and returns None.
@@ -355,5 +357,5 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
     UnitNorm: ProgramGraph._unit_norm,
     InsertColumns: ProgramGraph._insert_columns,
-    TokenGate: ProgramGraph._token_gate,
+    TokenInputs: ProgramGraph._token_inputs,
 }

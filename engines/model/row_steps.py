@@ -38,17 +38,14 @@ class InsertColumns(Step):
 
 
 @dataclass(frozen=True)
-class TokenGate(Step):
-    """output = activation(value) * (norm(columns of `projected`) + scale * columns of `rows`) / sqrt(2), both from
-    `first` on and as many as the value has: what a token's own embeddings let through (Gemma 3n, Gemma 4)."""
+class TokenInputs(Step):
+    """output = (value, each part of its columns normed, + scale * rows) / sqrt(2): what a token's own embeddings let
+    through in each layer (Gemma 3n, Gemma 4)."""
 
     value: str = field(metadata=READS)
-    projected: str = field(metadata=READS)
     rows: str = field(metadata=READS)
-    first: int
     norm: Norm
     scale: float
-    activation: str
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.value][0], "compute")}

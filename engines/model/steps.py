@@ -225,7 +225,8 @@ class NormLinear(Step):
     """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
 
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
-    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap).
+    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap). What an
+    activation without a gate gives is multiplied by the columns of `through` from `first` on, where that is a value.
     """
 
     inputs: tuple[Input, ...] = field(metadata=READS)
@@ -236,6 +237,8 @@ class NormLinear(Step):
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    through: str | None = field(default=None, metadata=ADDED_LATER | READS)
+    first: int = field(default=0, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
 

@@ -5,7 +5,7 @@
 
 namespace decode {
 
-// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
+// What the kernels that norm take. inputs: one, or two side by side, or one and what its gates multiply. next_early: whether the next kernel may start at once,
 // or only when the previous one has finished. output: float, or T of gates and ups.
 struct NormLinear {
     NormedInput inputs[2];
@@ -94,6 +94,11 @@ template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(cons
 
 template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const AddedNormLinear& arguments, float* sums) {
     return {one_input<T>(static_cast<const NormLinear&>(arguments)), arguments.added, sums};
+}
+
+template <typename T> __device__ __forceinline__ ThroughOutput<T> through_output(const NormLinear& arguments) {
+    const NormedInput& through = arguments.inputs[1];
+    return {{static_cast<T*>(arguments.output), arguments.activation}, static_cast<const float*>(through.values), through.stride};
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const LinearResidual& arguments) {

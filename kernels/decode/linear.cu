@@ -34,6 +34,15 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const _
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, true);
 }
 
+// output = activation(input weight^T + bias) times other rows, of the rounded input, which is added to a residual first
+// where its arguments are of that
+template <typename T, typename Arguments, typename G, bool ADAPTED = false>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ Arguments arguments) {
+    extern __shared__ __align__(16) char shared[];
+    const auto inputs = one_input<T>(arguments, reinterpret_cast<float*>(shared + G::PARTIAL));
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(inputs, arguments.linear, through_output<T>(arguments), true);
+}
+
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
 template <typename T, typename SECOND>
 __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant__ NormLinear arguments) {

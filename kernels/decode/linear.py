@@ -29,6 +29,7 @@ from edgellm.kernels.decode.arguments import (
     normed_argument,
     own_rows,
     rows_of,
+    through_place,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.columns import CudaColumns
@@ -204,6 +205,33 @@ class CudaDecodeKernels(CudaColumns):
         kernel = self._kernel(f"{prefix}norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
+
+    def token_gate_linear(self, normed, linear, activation, through, first, output):
+        """See `NumpyDecodeKernels.token_gate_linear`."""
+        rows, batch = linear.weight.shape[0], self._batch([normed], linear)
+        check_room("output", output, batch, rows)
+        if normed.weight is not None or rows % 8 or linear.place is not None:
+            raise KernelError(
+                f"gates of {rows} rows of an input with a norm, or of parts of a layer; expected eights, alone"
+            )
+        place = NormedArgument(through_place(through, first, batch, rows), stride=through.shape[-1])
+        arguments = NormLinearArgument(
+            (NormedArgument * 2)(normed_argument(normed, self.dtype), place),
+            linear_argument(linear, batch, rows, 1.0),
+            KeptArgument(),
+            output.pointer,
+            True,
+            contract.activation_number(activation),
+        )
+        prefix, arguments = self._with_added([normed], arguments)
+        if linear.is_packed:
+            return self._packed(f"{prefix}token_gate", linear, arguments)
+        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
+        types = f"decode::{'Added' if prefix else ''}NormLinear", f"decode::{geometry.name}"
+        adapted = () if linear.adapters is None else ("true",)
+        shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
+        kernel = linear_kernel("token_gate", self._type, *types, *adapted)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows, columns = linear.weight.shape

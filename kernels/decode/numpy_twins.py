@@ -210,23 +210,44 @@ class NumpyDecodeKernels:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
         return NumpyLaunch(lambda: np.copyto(rows_of(rows)[:, : columns.shape[-1]], rows_of(columns)))
 
+    @launched
+    def token_inputs(
+        self, values: np.ndarray, own: np.ndarray, weight: np.ndarray, epsilon: float, offset: float, scale: float
+    ) -> None:
+        """Parts of `values` [R, C] float32, each as wide as the norm's `weight` [P], become where they are
+        (norm(part) + scale times the same columns of `own` [R, C] compute) / sqrt(2)."""
+        parts, before = (x.reshape(-1, weight.size) for x in (values, own))
+        through = rms_norm(parts, weight, epsilon, offset) + before * np.float32(scale)
+        write(values, (through * np.float32(TOKEN_SHARE)).reshape(values.shape))
+
     def token_gate(
-        self,
-        gate: np.ndarray,
-        activation: str,
-        projected: NormedInput,
-        own: np.ndarray,
-        scale: float,
-        output: np.ndarray,
+        self, gate: np.ndarray, activation: str, through: np.ndarray, first: int, output: np.ndarray
     ) -> NumpyLaunch:
-        """`output` [R, P] compute = activation(gate [R, P] float32) (the normed columns + scale times those of `own`
-        [R, C] compute that stand in the same place) / sqrt(2)."""
+        """`output` [R, P] compute = activation(gate [R, P] float32) times the columns of `through` [R, C] float32 from
+        `first` on."""
         activation_number(activation)
 
         def compute() -> None:
-            before = selected_columns(NormedInput(own, None, first=projected.first, width=projected.width))
-            through = (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
-            write(output, gated(np.concatenate((rows_of(gate), through), axis=1), activation))
+            own = selected_columns(NormedInput(through, None, first=first, width=gate.shape[-1]))
+            write(output, gated(np.concatenate((rows_of(gate), own), axis=1), activation))
+
+        return NumpyLaunch(compute)
+
+    def token_gate_linear(
+        self,
+        normed: NormedInput,
+        linear: LinearWeights,
+        activation: str,
+        through: np.ndarray,
+        first: int,
+        output: np.ndarray,
+    ) -> NumpyLaunch:
+        """`token_gate` of what a linear layer [P, K] gives of the rounded input."""
+        activation_number(activation)
+
+        def compute() -> None:
+            gate = product(normalized(with_added(normed)), linear)
+            self.token_gate(gate, activation, through, first, output)()
 
         return NumpyLaunch(compute)
 

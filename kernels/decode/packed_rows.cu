@@ -61,6 +61,16 @@ ROWS_KERNEL(added_rounded_gate_up, AddedNormLinear) {
     multiply_input<T, G, false, true>(arguments, output);
 }
 
+// output = activation(input weight^T + bias) times other rows, of the rounded input
+ROWS_KERNEL(token_gate, NormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
+}
+ROWS_KERNEL(added_token_gate, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
+}
+
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 ROWS_KERNEL(linear_residual, LinearResidual) {
     extern __shared__ __align__(16) char shared[];

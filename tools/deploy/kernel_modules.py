@@ -43,7 +43,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_gate")]
+    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_inputs", "token_gate")]
     kernels += [norm_kernel("norm_residual", f"{kind}, true")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))

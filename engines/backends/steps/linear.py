@@ -91,10 +91,17 @@ class _AnyLinear(Implementation[Any]):
         return found | {JOINED_INPUTS: ((joined,), "compute")}
 
     def joins(self, step: Layer, run: Launching) -> bool:
-        if not isinstance(step, NormLinear) or (step.activation is not None and not step.gated):
+        if not isinstance(step, NormLinear):
             return False
         linear = LinearWeights(run.array(step.linear.weight.name))
-        return len(step.inputs) == len(linear.runs) == 1 and self._is_inside(step, run, linear)
+        is_one = len(step.inputs) == len(linear.runs) == 1
+        return is_one and self._is_inside(step, run, linear) and not self._activates_apart(step, run, linear)
+
+    def _activates_apart(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        """Whether a step's activation is a launch of its own."""
+        if step.activation is None or step.gated:
+            return step.activation is not None and len(linear.runs) > 1
+        return step.through is None or len(linear.runs) > 1 or not self._is_inside(step, run, linear)
 
     def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
         """Whether the kernel that multiplies inputs prepares them, too."""
@@ -106,7 +113,7 @@ class _AnyLinear(Implementation[Any]):
             if step.cap:
                 launches = self.launches(replace(step, cap=0.0), run, next_early)
                 return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
-            if step.activation is not None and (not step.gated or len(linear.runs) > 1):
+            if self._activates_apart(step, run, linear):
                 return self._activated_apart(step, run, linear, next_early)
             return self._by_runs(step, run, linear, next_early)
         selected = self._selected(step, run)
@@ -134,10 +141,13 @@ class _AnyLinear(Implementation[Any]):
             return apart if name == step.output else run.array(name)
 
         own = Launching(run.kernels, run.program, array, iter(()))
-        launches = self._by_runs(replace(step, gated=False, activation=None), own, linear, next_early)
+        launches = self._by_runs(replace(step, gated=False, activation=None, through=None), own, linear, next_early)
         if step.gated:
             return [*launches, run.kernels.few.gate_rows(apart, activation, output)]
         assert activation is not None
+        if step.through is not None:
+            gate = run.kernels.few.token_gate(apart, activation, run.array(step.through), step.first, output)
+            return [*launches, gate]
         rows = output.reshape(-1, output.shape[-1])
         return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
 
@@ -345,8 +355,11 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
         return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
     if step.activation is None:
         return None
-    if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
-        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
+    gates = isinstance(step, NormLinear) and step.through is not None
+    if gates and any(given.norms for given in step.inputs):
+        return "gates of other rows take inputs without norms"
+    if step.activation not in (GATE_ACTIVATIONS if step.gated or gates else ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated or gates else ''}"
     return None if step.scale == 1.0 else "what an activation gives is not scaled"
 
 
@@ -378,6 +391,9 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
     """The launch that norms the inputs of a layer and multiplies them."""
     few, output = run.kernels.few, run.array(step.output)
     inputs = [part for given in step.inputs for part in run.parts(given)]
+    if step.through is not None:
+        through = run.array(step.through), step.first
+        return [few.token_gate_linear(inputs[0], linear, step.activation, *through, output)]
     if step.gated:
         return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
     return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]

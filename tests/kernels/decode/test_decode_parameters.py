@@ -100,9 +100,12 @@ def test_columns_of_gemma4():
     FEW.insert_columns(queries, x)()
     np.testing.assert_array_equal(x[:, :24], queries)
     gate, own, norm = normal(3, 8), normal(3, 40) * 2, 1 + 0.1 * normal(8)
-    FEW.token_gate(gate, "silu", NormedInput(before, norm, 1e-3, 0.0, 16, 8), own, 3.0, output)()
-    through = normed(NormedInput(before[:, 16:24], norm, 1e-3)) + 3.0 * own[:, 16:24]
-    expected = gate / (1 + np.exp(-gate)) * through / math.sqrt(2)
+    inputs = before.copy()
+    FEW.token_inputs(inputs, own, norm, 1e-3, 0.5, 3.0)()
+    parts = [normed(NormedInput(part, norm, 1e-3, 0.5)) for part in np.split(before, 5, axis=1)]
+    np.testing.assert_allclose(inputs, (np.concatenate(parts, axis=1) + 3.0 * own) / math.sqrt(2), rtol=1e-5, atol=1e-5)
+    FEW.token_gate(gate, "silu", inputs, 16, output)()
+    expected = gate / (1 + np.exp(-gate)) * inputs[:, 16:24]
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     residual, total, factor = normal(3, 8), np.empty((3, 8), np.float32), np.array([0.3], np.float32)
     FEW.norm_residual(NormedInput(before, norm, 1e-3, 0.0, 16, 8), residual, total, factor=factor)()

@@ -195,18 +195,20 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     np.testing.assert_array_equal(inserted[:, : 8 * size], values)
     np.testing.assert_array_equal(inserted[:, 8 * size :], found[:, 8 * size :])
 
-    projected, own, gate = (
-        bench.normed(rows, 8960, 256, "float32", first=512),
-        bench.both(rows, 8960),
-        bench.both(rows, 256, dtype="float32"),
-    )
+    inputs, own, gate = (bench.both(rows, *size) for size in ((8960, "float32"), (8960,), (256, "float32")))
+    norm, last_inputs = bench.both(256), device_copy(bench.gpu, inputs[1][rows - 1 :])
+    bench.few.token_inputs(inputs[0], own[0], norm[0], EPSILON, 1.0, 16.0)()
+    bench.few.token_inputs(last_inputs, own[0][rows - 1 :], norm[0], EPSILON, 1.0, 16.0)()
+    FEW.token_inputs(inputs[1], own[1], norm[1], EPSILON, 1.0, 16.0)()
+    through = bench.gpu.download(inputs[0])
+    np.testing.assert_allclose(through, inputs[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(bench.gpu.download(last_inputs)[0], through[-1])
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
-    bench.few.token_gate(gate[0], "gelu_tanh", projected[0], own[0], 16.0, output)()
-    FEW.token_gate(gate[1], "gelu_tanh", projected[1], own[1], 16.0, twin)()
+    bench.few.token_gate(gate[0], "gelu_tanh", inputs[0], 512, output)()
+    FEW.token_gate(gate[1], "gelu_tanh", inputs[1], 512, twin)()
     bits = bench.check(output, twin)
     alone = bench.empty(1, 256, dtype=dtype)
-    last_gate, last, last_own = (each[rows - 1 :] for each in (gate[0], projected[0].values, own[0]))
-    bench.few.token_gate(last_gate, "gelu_tanh", projected[0]._replace(values=last), last_own, 16.0, alone)()
+    bench.few.token_gate(gate[0][rows - 1 :], "gelu_tanh", last_inputs, 512, alone)()
     np.testing.assert_array_equal(bench.gpu.download(alone)[0], bits[-1])
 
     normed, residual = bench.normed(rows, 1536, 1536, "float32"), bench.both(rows, 1536, dtype="float32")
