@@ -195,8 +195,9 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     np.testing.assert_array_equal(inserted[:, : 8 * size], values)
     np.testing.assert_array_equal(inserted[:, 8 * size :], found[:, 8 * size :])
 
-    inputs, own, gate = (bench.both(rows, *size) for size in ((8960, "float32"), (8960,), (256, "float32")))
-    norm, last_inputs = bench.both(256), device_copy(bench.gpu, inputs[1][rows - 1 :])
+    inputs, gate = (bench.both(rows, width, dtype="float32") for width in (8960, 256))
+    own, norm, last_inputs = bench.both(rows, 8960), bench.both(256), bench.empty(1, 8960)
+    bench.gpu.upload(last_inputs, inputs[1][rows - 1 :])
     bench.few.token_inputs(inputs[0], own[0], norm[0], EPSILON, 1.0, 16.0)()
     bench.few.token_inputs(last_inputs, own[0][rows - 1 :], norm[0], EPSILON, 1.0, 16.0)()
     FEW.token_inputs(inputs[1], own[1], norm[1], EPSILON, 1.0, 16.0)()

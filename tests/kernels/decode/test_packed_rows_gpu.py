@@ -120,7 +120,8 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
 def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
     gpu, rows: int, width: int, columns: int, group: int, dtype: str, is_normed: bool, has_factor: bool, monkeypatch
 ) -> None:
-    """The sum, its product and what is kept of it; packed in every way, and dense."""
+    """The sum, its product and what is kept of it, gates, and gates of other rows, which have those of `token_gate`;
+    packed in every way, and dense."""
     kernels = CudaDecodeKernels(gpu.kernel_module, dtype, 64)
     layers = _layer(gpu, random_packed(width, columns, group, False, dtype, codes="int4"), dtype)
     given, before = (_random(gpu, "float32", size, columns)[size - rows :] for size in (rows, rows + 1))
@@ -128,7 +129,8 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
     factor = _random(gpu, "float32", 1) if has_factor else None
     apart, stream = gpu.empty((rows, columns), "float32"), gpu.empty((rows, columns), "float32")
     sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
-    kept = gpu.empty((rows, columns), dtype)
+    kept, through = gpu.empty((rows, columns), dtype), _random(gpu, "float32", rows, 2 * width)
+    gated = gpu.empty((rows, width), dtype)
     kernels.norm_residual(NormedInput(given, weight, 1e-6, 1.0), before, apart, factor=factor)()
     added = AddedTo(before, stream, weight, 1e-6, 1.0, factor)
 
@@ -142,7 +144,17 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
                 gpu.upload(output, np.ones_like(gpu.download(output)))
             launch()
             found += [gpu.download(output).view(np.uint8) for output in outputs]
-        return found
+        if is_normed:
+            return found
+        if sum_of is apart:
+            kernels.norm_linear([normed], linear, sums)()
+            kernels.token_gate(sums, "gelu_tanh", through, width, gated)()
+        else:
+            kernels.token_gate_linear(normed, linear, "gelu_tanh", through, width, gated)()
+            inside = gpu.download(gated).view(np.uint8)
+            kernels.token_gate_linear(NormedInput(apart, None), linear, "gelu_tanh", through, width, gated)()
+            np.testing.assert_array_equal(inside, gpu.download(gated).view(np.uint8))
+        return [*found, gpu.download(gated).view(np.uint8)]
 
     capacity, layout = capacity_of(gpu.kernel_module), layers[0].weight.layout
     for linear in layers:
