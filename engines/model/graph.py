@@ -14,7 +14,7 @@ from edgellm.engines.model.encoder_graph import ENCODER_STEPS
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -134,6 +134,10 @@ class ProgramGraph(Generic[Tensor]):
         if step.cap:
             y = operations.activation(operations.scale(operations.to_float32(y), 1 / step.cap), "tanh")
             y = operations.scale(y, step.cap)
+        if step.into is not None:
+            width, whole = step.linear.weight.shape[0], self._program.kinds[step.into][0][-1]
+            behind = operations.split(self.values[step.into], (width, whole - width), axis=2)[1]
+            y = operations.concatenate((y, behind), axis=2)
         return y
 
     def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
@@ -322,11 +326,6 @@ class ProgramGraph(Generic[Tensor]):
         normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
         return operations.concatenate((before, normed), axis=2)
 
-    def _insert_columns(self, step: InsertColumns) -> Tensor:
-        width, all_columns = (self._program.kinds[name][0][-1] for name in (step.value, step.into))
-        behind = self.operations.split(self.values[step.into], (width, all_columns - width), axis=2)[1]
-        return self.operations.concatenate((self.values[step.value], behind), axis=2)
-
     def _token_inputs(self, step: TokenInputs) -> Tensor:
         operations, (width,) = self.operations, step.norm.weight.shape
         x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
@@ -356,6 +355,5 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
     SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
     UnitNorm: ProgramGraph._unit_norm,
-    InsertColumns: ProgramGraph._insert_columns,
     TokenInputs: ProgramGraph._token_inputs,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TOKEN_ROWS, InsertColumns, TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TOKEN_ROWS, TokenInputs, UnitNorm
 from edgellm.engines.model.states import DeltaMatrix, SpaceMatrix
 from edgellm.engines.model.steps import (
     Attention,
@@ -77,8 +77,7 @@ class LayerWeights(NamedWeights):
         q_norm, k_norm = norms if norms and not behind else (None, None)
         if rows_layer != index:  # keys and values are there from that layer, and are written once more, as they are
             linear = self.linear("self_attn.q_proj", queries, len(inputs) * config.hidden_size, config.attention_bias)
-            queried = f"queries{ending}"
-            before: list[Step] = [NormLinear(queried, inputs, linear, keep=keep), InsertColumns(value, queried, value)]
+            before = [NormLinear(value, inputs, linear, keep=keep, into=value)]
         else:
             qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
             before = [NormLinear(value, inputs, qkv, keep=keep)]

@@ -27,17 +27,6 @@ class UnitNorm(Step):
 
 
 @dataclass(frozen=True)
-class InsertColumns(Step):
-    """output = `into` with the columns of `value` in the place of its first ones."""
-
-    value: str = field(metadata=READS)
-    into: str = field(metadata=READS)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: kinds[self.into]}
-
-
-@dataclass(frozen=True)
 class TokenInputs(Step):
     """output = (value, each part of its columns normed, + scale * rows) / sqrt(2): what a token's own embeddings let
     through in each layer (Gemma 3n, Gemma 4)."""

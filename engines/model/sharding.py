@@ -105,6 +105,8 @@ class _Sharding:
 
     def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
         rows = step.linear.weight.shape[0]
+        if step.into is not None:
+            return None
         if step.output == "logits":
             own = self._rows(step.linear, (self._about(rows),))
             return replace(step, output="own_logits", linear=own), Assemble(step.output, "own_logits")

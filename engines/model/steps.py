@@ -227,6 +227,7 @@ class NormLinear(Step):
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
     rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap). What an
     activation without a gate gives is multiplied by the columns of `through` from `first` on, where that is a value.
+    With `into` the output is that value with these columns in the place of its first ones.
     """
 
     inputs: tuple[Input, ...] = field(metadata=READS)
@@ -239,11 +240,14 @@ class NormLinear(Step):
     cap: float = field(default=0.0, metadata=ADDED_LATER)
     through: str | None = field(default=None, metadata=ADDED_LATER | READS)
     first: int = field(default=0, metadata=ADDED_LATER)
+    into: str | None = field(default=None, metadata=ADDED_LATER | READS)
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         of_keep = kinds[self.inputs[-1].value][0]
+        if self.into is not None:
+            return _kept(self.keep, of_keep) | {self.output: kinds[self.into]}
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
         return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
 

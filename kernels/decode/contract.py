@@ -102,7 +102,8 @@ class LinearWeights(NamedTuple):
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
     which takes it as it is. Of `PackedRuns` the kernels take `runs`, each by itself: the first of its rows and the
-    width of the whole, which adapters are of, are its `place`.
+    width of the whole, which adapters are of, are its `place`. So are those of a layer whose outputs are the first
+    columns of wider rows; it has no adapters.
     """
 
     weight: OwnArray
@@ -115,7 +116,7 @@ class LinearWeights(NamedTuple):
         """The layers of one format each that this one is."""
         if not isinstance(self.weight, PackedRuns):
             return (self,)
-        found, first, width = [], 0, self.weight.shape[0]
+        found, first, width = [], 0, self.width
         for run in self.weight.runs:
             end = first + run.shape[0]
             bias = None if self.bias is None else self.bias[first:end]

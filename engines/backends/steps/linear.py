@@ -84,7 +84,8 @@ class _AnyLinear(Implementation[Any]):
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
             found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
-            if step.activation is not None and (not step.gated or _has_runs(step, program)):
+            inserts_apart = step.into is not None and step.linear.name in program.adapted
+            if inserts_apart or (step.activation is not None and (not step.gated or _has_runs(step, program))):
                 found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
         if keep is not None:
             found[keep.target] = ((given, kept_width), "compute")
@@ -95,10 +96,12 @@ class _AnyLinear(Implementation[Any]):
             return False
         linear = LinearWeights(run.array(step.linear.weight.name))
         is_one = len(step.inputs) == len(linear.runs) == 1
-        return is_one and self._is_inside(step, run, linear) and not self._activates_apart(step, run, linear)
+        return is_one and self._is_inside(step, run, linear) and not self._ends_apart(step, run, linear)
 
-    def _activates_apart(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
-        """Whether a step's activation is a launch of its own."""
+    def _ends_apart(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        """Whether a step's activation, or what puts its columns into wider rows, is a launch of its own."""
+        if step.into is not None:  # adapters have as many columns as their layer
+            return step.linear.name in run.program.adapted
         if step.activation is None or step.gated:
             return step.activation is not None and len(linear.runs) > 1
         return step.through is None or len(linear.runs) > 1 or not self._is_inside(step, run, linear)
@@ -113,8 +116,10 @@ class _AnyLinear(Implementation[Any]):
             if step.cap:
                 launches = self.launches(replace(step, cap=0.0), run, next_early)
                 return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
-            if self._activates_apart(step, run, linear):
-                return self._activated_apart(step, run, linear, next_early)
+            if self._ends_apart(step, run, linear):
+                return self._ended_apart(step, run, linear, next_early)
+            if step.into is not None:
+                linear = linear._replace(place=(0, run.program.kinds[step.output][0][-1]))
             return self._by_runs(step, run, linear, next_early)
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
@@ -132,8 +137,9 @@ class _AnyLinear(Implementation[Any]):
             step = replace(step, keep=None)
         return found
 
-    def _activated_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """The same with an activation behind it: one without a gate, or of gates and ups of different formats."""
+    def _ended_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The same with an activation behind it, one without a gate, or of gates and ups of different formats, or with
+        what puts the columns of a layer with adapters into wider rows."""
         output, activation = run.array(step.output), step.activation
         apart = run.shared(SUMS, step_rows(step, run.program), linear.weight.shape[0])
 
@@ -141,7 +147,10 @@ class _AnyLinear(Implementation[Any]):
             return apart if name == step.output else run.array(name)
 
         own = Launching(run.kernels, run.program, array, iter(()))
-        launches = self._by_runs(replace(step, gated=False, activation=None, through=None), own, linear, next_early)
+        alone = replace(step, gated=False, activation=None, through=None, into=None)
+        launches = self._by_runs(alone, own, linear, next_early)
+        if step.into is not None:
+            return [*launches, run.kernels.few.insert_columns(apart, output)]
         if step.gated:
             return [*launches, run.kernels.few.gate_rows(apart, activation, output)]
         assert activation is not None

@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.row_steps import InsertColumns, TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
@@ -53,13 +53,6 @@ class UnitNormInPlace(Implementation[UnitNorm]):
     def launches(self, step: UnitNorm, run: Launching, next_early: bool) -> list[Any]:
         values = run.array(step.value)
         return [run.kernels.few.unit_norm(values, step.first, step.size, step.epsilon, next_early)]
-
-
-class InsertInPlace(Implementation[InsertColumns]):
-    """Copies columns to the place of the first ones of rows."""
-
-    def launches(self, step: InsertColumns, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.few.insert_columns(run.array(step.value), run.array(step.output))]
 
 
 class TokenInputsInPlace(Implementation[TokenInputs]):

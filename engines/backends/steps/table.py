@@ -26,7 +26,6 @@ from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows,
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import (
     AddRows,
-    InsertInPlace,
     NormPartsInPlace,
     RowsSideBySide,
     ScaleRows,
@@ -38,7 +37,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.steps import Add, Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
@@ -53,7 +52,6 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     SideBySide: (RowsSideBySide(),),
     NormParts: (NormPartsInPlace(),),
     UnitNorm: (UnitNormInPlace(),),
-    InsertColumns: (InsertInPlace(),),
     TokenInputs: (TokenInputsInPlace(),),
     NormLinear: _LINEAR,
     LinearResidual: _LINEAR,
