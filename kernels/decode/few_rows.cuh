@@ -84,15 +84,17 @@ template <typename T> struct AddedInputs : NormInputs<T, 1> {
     }
 };
 
-// `sums`: see AddedInputs.
-template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments, float* = nullptr) {
+// `sums_begin`: where the sums of AddedInputs begin in shared memory.
+template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments, int sums_begin = 0) {
     const NormedInput& input = arguments.inputs[0];
     const Kept& kept = arguments.kept;
     return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
             input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
 }
 
-template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const AddedNormLinear& arguments, float* sums) {
+template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const AddedNormLinear& arguments, int sums_begin) {
+    extern __shared__ __align__(16) char shared[];
+    float* sums = reinterpret_cast<float*>(shared + sums_begin);
     return {one_input<T>(static_cast<const NormLinear&>(arguments)), arguments.added, sums};
 }
 

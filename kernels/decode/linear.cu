@@ -21,16 +21,14 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_
 // Both of an input that is normed and added to a residual first.
 template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_linear(const __grid_constant__ AddedNormLinear arguments) {
-    extern __shared__ __align__(16) char shared[];
     const FloatOutput output = float_output(arguments.output, arguments.linear);
-    const AddedInputs<T> inputs = one_input<T>(arguments, reinterpret_cast<float*>(shared + G::PARTIAL));
+    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, arguments.next_early != 0);
 }
 template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const __grid_constant__ AddedNormLinear arguments) {
-    extern __shared__ __align__(16) char shared[];
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    const AddedInputs<T> inputs = one_input<T>(arguments, reinterpret_cast<float*>(shared + G::PARTIAL));
+    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, true);
 }
 
@@ -38,8 +36,7 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const _
 // where its arguments are of that
 template <typename T, typename Arguments, typename G, bool ADAPTED = false>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ Arguments arguments) {
-    extern __shared__ __align__(16) char shared[];
-    const auto inputs = one_input<T>(arguments, reinterpret_cast<float*>(shared + G::PARTIAL));
+    const auto inputs = one_input<T>(arguments, G::PARTIAL);
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(inputs, arguments.linear, through_output<T>(arguments), true);
 }
 

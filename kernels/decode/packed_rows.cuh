@@ -294,7 +294,7 @@ template <typename T, typename G, bool NORMED, bool ROUNDED, typename Arguments,
 __device__ __forceinline__ void multiply_input(const Arguments& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
-    const auto inputs = one_input<T>(arguments, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
+    const auto inputs = one_input<T>(arguments, G::AREAS_BEGIN);
     const int batch = G::ONE ? 1 : linear.batch, columns = linear.columns, steps = linear.steps;
     float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
     T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + (NORMED ? G::NORM_SUMS : 0));
