@@ -194,7 +194,10 @@ def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
     ):
         kind = "decode" if tokens == 1 else "verify"
         shape = EngineShape(kind, 1, tokens, 4096, 4096, tokens, kv_cache=kv_cache, window_rows=1088)
+        begin = len(launches)
         prepared(config, shape, ORIN, False, packed=packed)
+        # Seven a layer, and a norm of values where a layer has its own; embeddings scaled, inputs of all layers, the head.
+        assert tokens > 1 or len(launches) - begin == 12 * 7 + 6 + 5
     check(launches, ORIN)
 
 
