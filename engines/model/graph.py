@@ -14,7 +14,7 @@ from edgellm.engines.model.encoder_graph import ENCODER_STEPS
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -211,6 +211,9 @@ class ProgramGraph(Generic[Tensor]):
                 rotated = operations.pairs_apart(rotated, step.rotary) if step.neighbours else rotated
                 rotated = operations.rotary_embedding(rotated, self._rotary_rows(step))
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
+        if step.norms_values:
+            assert step.k_norm is not None
+            value = operations.rms_norm(value, None, step.k_norm.epsilon)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values, *scales = self._update_rows(step, key, value)
         scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
@@ -319,13 +322,6 @@ class ProgramGraph(Generic[Tensor]):
         rest = width - sum(norm.weight.shape[0] for norm in step.norms)
         return self.normed_parts(self.values[step.value], step.norms, rest)
 
-    def _unit_norm(self, step: UnitNorm) -> Tensor:
-        operations, width = self.operations, self._program.kinds[step.value][0][-1]
-        before, x = operations.split(self.values[step.value], (step.first, width - step.first), axis=2)
-        parts = operations.split_heads(x, (width - step.first) // step.size)
-        normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
-        return operations.concatenate((before, normed), axis=2)
-
     def _token_inputs(self, step: TokenInputs) -> Tensor:
         operations, (width,) = self.operations, step.norm.weight.shape
         x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
@@ -354,6 +350,5 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     GatedNorm: ProgramGraph._gated_norm,
     Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
     SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
-    UnitNorm: ProgramGraph._unit_norm,
     TokenInputs: ProgramGraph._token_inputs,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TOKEN_ROWS, TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TOKEN_ROWS, TokenInputs
 from edgellm.engines.model.states import DeltaMatrix, SpaceMatrix
 from edgellm.engines.model.steps import (
     Attention,
@@ -77,12 +77,10 @@ class LayerWeights(NamedWeights):
         q_norm, k_norm = norms if norms and not behind else (None, None)
         if rows_layer != index:  # keys and values are there from that layer, and are written once more, as they are
             linear = self.linear("self_attn.q_proj", queries, len(inputs) * config.hidden_size, config.attention_bias)
-            before = [NormLinear(value, inputs, linear, keep=keep, into=value)]
+            before: list[Step] = [NormLinear(value, inputs, linear, keep=keep, into=value)]
         else:
             qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
             before = [NormLinear(value, inputs, qkv, keep=keep)]
-            if config.value_norms:
-                behind.append(UnitNorm(value, value, query_size + kv_size, size, config.rms_norm_eps))
         is_local = in_window and config.local_rope_theta is not None
         attention = Attention(
             f"context{ending}",
@@ -103,6 +101,7 @@ class LayerWeights(NamedWeights):
             config.rotates_neighbours,
             config.norms_behind_rotation,
             config.scores_cap,
+            config.value_norms,
         )
         return [*before, *behind, attention]
 

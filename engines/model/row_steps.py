@@ -13,20 +13,6 @@ TOKEN_ROWS = "token_rows"
 
 
 @dataclass(frozen=True)
-class UnitNorm(Step):
-    """output = value whose columns from `first` on, part after part of `size`, are divided by
-    sqrt(mean of their squares + epsilon); those before stay as they are."""
-
-    value: str = field(metadata=READS)
-    first: int
-    size: int
-    epsilon: float
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: kinds[self.value]}
-
-
-@dataclass(frozen=True)
 class TokenInputs(Step):
     """output = (value, each part of its columns normed, + scale * rows) / sqrt(2): what a token's own embeddings let
     through in each layer (Gemma 3n, Gemma 4)."""

@@ -126,7 +126,9 @@ class _Sharding:
         self._split.add(step.output)
         return (replace(step, linear=self._rows(step.linear, ranges)),)
 
-    def _attention(self, step: Attention) -> Sequence[Step]:
+    def _attention(self, step: Attention) -> Sequence[Step] | None:
+        if step.norms_values:  # of Gemma 4 alone, whose other steps are not shared
+            return None
         (first, last), (begin, end) = self._queries(step), self._heads(step)
         self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
         self._split.add(step.output)

@@ -362,6 +362,7 @@ class Attention(Stateful):
     the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
     were halves. With `norms_behind` the norms stand behind the rotation. Without query heads (n is 0) rows are written,
     and nothing is put out. With a `cap` above 0 scores become cap tanh(score / cap) before the mask.
+    With `norms_values` value heads are normed as keys are, but without a weight.
     """
 
     value: str = field(metadata=READS)
@@ -381,6 +382,7 @@ class Attention(Stateful):
     neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind: bool = field(default=False, metadata=ADDED_LATER)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    norms_values: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)

@@ -26,24 +26,6 @@ __device__ __forceinline__ void store8(float* target, const float (&values)[8]) 
     place[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-// values: rows of float, `stride` apart, whose parts of `size` columns are divided where they are by the root of the mean of
-// their squares + epsilon. Grid (parts, rows); what a lane writes it has read.
-template <typename T>
-__global__ void __launch_bounds__(LANES) unit_norm(float* values, int stride, int size, float epsilon, int next_early) {
-    if (next_early) launch_next_kernel();
-    wait_for_previous_kernel();
-    if (!next_early) launch_next_kernel();
-    float* part = values + static_cast<size_t>(blockIdx.y) * stride + blockIdx.x * size;
-    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + epsilon);
-    for (int column = threadIdx.x * 8; column < size; column += LANES * 8) {
-        float eight[8];
-        load8_float(part + column, eight);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] *= factor;
-        store8(part + column, eight);
-    }
-}
-
 // The first `width` columns of rows of float, `stride` apart, become those of `columns` [rows, width]. Grid (ceil(width / (8
 // LANES)), rows).
 template <typename T>

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of, through_place
 from edgellm.kernels.decode.contract import TOKEN_SHARE, activation_number
 from edgellm.kernels.errors import KernelError
@@ -26,18 +25,6 @@ class CudaColumns:
     module: KernelModule
     dtype: str
     _type: str
-
-    def unit_norm(self, values, first, size, epsilon, next_early=True):
-        """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
-        stride = values.shape[-1]
-        if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:
-            raise KernelError(
-                f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
-                "float32, and whole parts in eights"
-            )
-        place = ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"])
-        numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
-        return self._of_rows("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
 
     def insert_columns(self, columns, rows):
         """See `NumpyDecodeKernels.insert_columns`."""
@@ -61,8 +48,8 @@ class CudaColumns:
                 f"{width} do not fit; expected float32 and {self.dtype} of as many elements, and whole parts in eights"
             )
         numbers = map(ctypes.c_float, (epsilon, offset, scale, TOKEN_SHARE))
-        sizes = ctypes.c_int(width), ctypes.c_int(stride)
-        arguments = *map(ctypes.c_void_p, addresses(values, own, weight)), *sizes, *numbers
+        widths = ctypes.c_int(width), ctypes.c_int(stride)
+        arguments = *map(ctypes.c_void_p, addresses(values, own, weight)), *widths, *numbers
         return self._of_rows("token_inputs", stride // width, rows, arguments)
 
     def token_gate(self, gate, activation, through, first, output):

@@ -16,8 +16,9 @@ from edgellm.kernels.quantization.device_layout import InputPermutation, PackedM
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
-#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps.
-ARITHMETIC = 1
+#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps, 2
+#: since attention norms values.
+ARITHMETIC = 2
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
@@ -180,7 +181,7 @@ class AttentionWeights(NamedTuple):
     how many; None: all. `sinks` [n_q] compute are scores of each query head beside those of keys, which have no value.
     Queries take columns `query_columns` further on. `neighbours`: elements 2j and 2j + 1 are rotated together; queries
     and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation. With a `cap` above 0
-    scaled scores become cap tanh(score / cap).
+    scaled scores become cap tanh(score / cap). `values_normed`: values are, as keys, but without a weight.
     """
 
     q_norm: OwnArray | None
@@ -195,6 +196,7 @@ class AttentionWeights(NamedTuple):
     neighbours: bool = False
     norms_behind: bool = False
     cap: float = 0.0
+    values_normed: bool = False
 
 
 class AttentionStep(NamedTuple):

@@ -405,7 +405,7 @@ class CudaDecodeKernels(CudaColumns):
         if len(inputs) > 1:
             raise KernelError("two inputs side by side are added to no residual: one of them is")
         own = added_argument(added[0], inputs[0])
-        return "added_", _AddedNormLinear(*(getattr(arguments, name) for name, _ in arguments._fields_), own)
+        return "added_", _AddedNormLinear(*(getattr(arguments, name) for name, *_ in arguments._fields_), own)
 
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """The launch of the same arguments by packed_rows.cu."""

@@ -199,13 +199,6 @@ class NumpyDecodeKernels:
         for part in parts:
             selected_columns(part)[...] = normalized(part)
 
-    @launched
-    def unit_norm(self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True) -> None:
-        """Columns `first` on of `values` [R, C] float32, part after part of `size`, are divided where they are by
-        sqrt(mean of their squares + epsilon)."""
-        parts = rows_of(values)[:, first:].reshape(len(rows_of(values)), -1, size)
-        rows_of(values)[:, first:] = rms_norm(parts, np.float32(1), epsilon, 0.0).reshape(len(parts), -1)
-
     def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
         return NumpyLaunch(lambda: np.copyto(rows_of(rows)[:, : columns.shape[-1]], rows_of(columns)))
@@ -290,6 +283,7 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     kinds = weights.epsilon, weights.offset, weights.neighbours, weights.norms_behind
     query, key = heads_made_ready((query, key), norms, turns, *kinds)
+    value = rms_norm(value, np.float32(1), weights.epsilon, 0.0) if weights.values_normed else value
     query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):

@@ -43,7 +43,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_inputs", "token_gate")]
+    kernels += [column_kernel(name, kind) for name in ("insert_columns", "token_inputs", "token_gate")]
     kernels += [norm_kernel("norm_residual", f"{kind}, true")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
@@ -51,6 +51,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
     attentions.append((256, AttentionKind(False, tile_warps=1)))
     attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
+    attentions += [(size, AttentionKind(window=size == 256, values_normed=True)) for size in (256, 512)]
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]

@@ -7,7 +7,7 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
@@ -41,18 +41,6 @@ class RowsSideBySide(Implementation[SideBySide]):
             launches.append(run.kernels.few.norm(part, output, column))
             column += part.columns
         return launches
-
-
-class UnitNormInPlace(Implementation[UnitNorm]):
-    """Divides parts of rows where they are by their root mean square."""
-
-    def refusal(self, step: UnitNorm, program: Program, limit: int) -> str | None:
-        in_eights = step.first % 8 == step.size % 8 == 0 and step.value == step.output
-        return None if in_eights else f"parts of rows begin and are wide in eights, not {step.first} and {step.size}"
-
-    def launches(self, step: UnitNorm, run: Launching, next_early: bool) -> list[Any]:
-        values = run.array(step.value)
-        return [run.kernels.few.unit_norm(values, step.first, step.size, step.epsilon, next_early)]
 
 
 class TokenInputsInPlace(Implementation[TokenInputs]):

@@ -24,20 +24,13 @@ from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Impleme
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
-from edgellm.engines.backends.steps.rows import (
-    AddRows,
-    NormPartsInPlace,
-    RowsSideBySide,
-    ScaleRows,
-    TokenInputsInPlace,
-    UnitNormInPlace,
-)
+from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TokenInputs, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.steps import Add, Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
@@ -51,7 +44,6 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     Add: (AddRows(),),
     SideBySide: (RowsSideBySide(),),
     NormParts: (NormPartsInPlace(),),
-    UnitNorm: (UnitNormInPlace(),),
     TokenInputs: (TokenInputsInPlace(),),
     NormLinear: _LINEAR,
     LinearResidual: _LINEAR,

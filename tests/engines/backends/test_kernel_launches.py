@@ -55,8 +55,6 @@ class Made(NamedTuple):
 
 def lets_next_start(expression: str, arguments: Any) -> bool:
     """By what a kernel is given: a struct, or for layer norms the words of their contract, whose seventh says so."""
-    if expression.startswith("decode::unit_norm<"):
-        return bool(arguments[-1].value)
     first = arguments[0]
     return bool(first[6] if expression.startswith("encoder::norm<") else getattr(first, "next_early", True))
 
@@ -196,8 +194,8 @@ def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
         shape = EngineShape(kind, 1, tokens, 4096, 4096, tokens, kv_cache=kv_cache, window_rows=1088)
         begin = len(launches)
         prepared(config, shape, ORIN, False, packed=packed)
-        # Seven a layer, and a norm of values where a layer has its own; embeddings scaled, inputs of all layers, the head.
-        assert tokens > 1 or len(launches) - begin == 12 * 7 + 6 + 5
+        # Seven a layer; embeddings scaled, inputs of all layers, the head.
+        assert tokens > 1 or len(launches) - begin == 12 * 7 + 5
     check(launches, ORIN)
 
 

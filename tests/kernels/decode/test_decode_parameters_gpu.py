@@ -182,18 +182,12 @@ def test_parts_are_normed_where_they_are(bench: Bench, dtype, early, widths) -> 
 @pytest.mark.parametrize("size", [256, 512])
 def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     """Heads of E2B: 8 of queries, one of keys and one of values; 35 layers' embeddings of 256, and a layer's factor."""
-    x, expected = bench.both(rows, 10 * size, dtype="float32", scale=20.0)
-    before = expected.copy()
-    bench.few.unit_norm(x, 9 * size, size, EPSILON)()
-    FEW.unit_norm(expected, 9 * size, size, EPSILON)()
-    found = bench.gpu.download(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found[:, : 9 * size], before[:, : 9 * size])
+    x, before = bench.both(rows, 10 * size, dtype="float32", scale=20.0)
     queries, values = bench.both(rows, 8 * size, dtype="float32")
     bench.few.insert_columns(queries, x)()
     inserted = bench.gpu.download(x)
     np.testing.assert_array_equal(inserted[:, : 8 * size], values)
-    np.testing.assert_array_equal(inserted[:, 8 * size :], found[:, 8 * size :])
+    np.testing.assert_array_equal(inserted[:, 8 * size :], before[:, 8 * size :])
 
     inputs, gate = (bench.both(rows, width, dtype="float32") for width in (8960, 256))
     own, norm, last_inputs = bench.both(rows, 8960), bench.both(256), bench.empty(1, 8960)
