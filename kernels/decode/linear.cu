@@ -32,12 +32,16 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const _
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, true);
 }
 
-// output = activation(input weight^T + bias) times other rows, of the rounded input, which is added to a residual first
-// where its arguments are of that
-template <typename T, typename Arguments, typename G, bool ADAPTED = false>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ Arguments arguments) {
-    const auto inputs = one_input<T>(arguments, G::PARTIAL);
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(inputs, arguments.linear, through_output<T>(arguments), true);
+// output = activation(input weight^T + bias) times other rows, of the rounded input, or of one that is added first
+template <typename T, typename G, bool ADAPTED = false>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ NormLinear arguments) {
+    const ThroughOutput<T> output = through_output<T>(arguments);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments), arguments.linear, output, true);
+}
+template <typename T, typename G, bool ADAPTED = false>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_token_gate(const __grid_constant__ AddedNormLinear arguments) {
+    const ThroughOutput<T> output = through_output<T>(arguments);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments, G::PARTIAL), arguments.linear, output, true);
 }
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.

@@ -213,19 +213,16 @@ class NumpyDecodeKernels:
         through = rms_norm(parts, weight, epsilon, offset) + before * np.float32(scale)
         write(values, (through * np.float32(TOKEN_SHARE)).reshape(values.shape))
 
+    @launched
     def token_gate(
         self, gate: np.ndarray, activation: str, through: np.ndarray, first: int, output: np.ndarray
-    ) -> NumpyLaunch:
+    ) -> None:
         """`output` [R, P] compute = activation(gate [R, P] float32) times the columns of `through` [R, C] float32 from
         `first` on."""
-        activation_number(activation)
+        own = selected_columns(NormedInput(through, None, first=first, width=gate.shape[-1]))
+        write(output, gated(np.concatenate((rows_of(gate), own), axis=1), activation))
 
-        def compute() -> None:
-            own = selected_columns(NormedInput(through, None, first=first, width=gate.shape[-1]))
-            write(output, gated(np.concatenate((rows_of(gate), own), axis=1), activation))
-
-        return NumpyLaunch(compute)
-
+    @launched
     def token_gate_linear(
         self,
         normed: NormedInput,
@@ -234,15 +231,9 @@ class NumpyDecodeKernels:
         through: np.ndarray,
         first: int,
         output: np.ndarray,
-    ) -> NumpyLaunch:
+    ) -> None:
         """`token_gate` of what a linear layer [P, K] gives of the rounded input."""
-        activation_number(activation)
-
-        def compute() -> None:
-            gate = product(normalized(with_added(normed)), linear)
-            self.token_gate(gate, activation, through, first, output)()
-
-        return NumpyLaunch(compute)
+        self.token_gate(product(normalized(with_added(normed)), linear), activation, through, first, output)()
 
     @launched
     def norm(

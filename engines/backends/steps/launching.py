@@ -3,14 +3,17 @@ a linear layer together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.steps import Input, Keep, Linear, Norm, NormLinear
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.quantization.device_layout import InputPermutation
 
@@ -41,6 +44,18 @@ class Waiting(NamedTuple):
     name: str
     normed: NormedInput
     factor: Array | None
+
+
+def other_place(step: LinearResidual, program: Program) -> Edge:
+    """The other place of the residual stream, where what a step gives may wait to be added until the stream is taken:
+    of so few rows that each block of the layer which takes them adds them for itself, to a stream that no other engine
+    reads."""
+    rows, width = math.prod(program.kinds[step.output][0][:-1]), step.linear.weight.shape[0]
+    inside = step.residual == step.output and step.output not in program.edge
+    is_rms = step.norm is not None and step.norm.bias is None and not step.selects
+    return (
+        {step.output + ELSEWHERE: ((rows, width), "float32")} if inside and is_rms and rows <= MAX_NORMED_ROWS else {}
+    )
 
 
 class Launching:

@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from edgellm.engines.backends.steps import launching
 from edgellm.engines.backends.steps.implementation import (
     PROMPT_PHASES,
     Implementation,
@@ -19,15 +20,7 @@ from edgellm.engines.backends.steps.implementation import (
     step_rows,
     too_large,
 )
-from edgellm.engines.backends.steps.launching import (
-    ELSEWHERE,
-    JOINED_INPUTS,
-    Launching,
-    StepKernels,
-    Waiting,
-    comes_rounded,
-    module_rows,
-)
+from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching, StepKernels, comes_rounded, module_rows
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import LinearResidual, NormLinear
@@ -79,7 +72,7 @@ class _AnyLinear(Implementation[Any]):
             given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
             joined = given * width if keep is not None and _keeps_apart(step) else 0
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
-            found |= {step.output + ELSEWHERE: ((rows, width), "float32")} if _may_wait(step, program) else {}
+            found |= launching.other_place(step, program)
         else:
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
@@ -182,8 +175,8 @@ class _AnyLinear(Implementation[Any]):
             launches.append(run.norm_rows(given, step.norm, given))
             normed = NormedInput(given, None)
         factor = None if step.factor is None else run.array(step.factor.name)
-        if _may_wait(step, run.program):
-            run.waits = Waiting(step.output, normed, factor)
+        if launching.other_place(step, run.program):
+            run.waits = launching.Waiting(step.output, normed, factor)
             return launches
         return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected, factor=factor)]
 
@@ -370,14 +363,6 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     if step.activation not in (GATE_ACTIVATIONS if step.gated or gates else ACTIVATIONS):
         return f"the activation {step.activation} has no kernel{' with a gate' if step.gated or gates else ''}"
     return None if step.scale == 1.0 else "what an activation gives is not scaled"
-
-
-def _may_wait(step: LinearResidual, program: Program) -> bool:
-    """Whether what a layer gives may wait to be added until the stream is taken: of so few rows that each block of the
-    layer which takes them adds them for itself, to a stream that no other engine reads."""
-    inside = step.residual == step.output and step.output not in program.edge
-    is_rms = step.norm is not None and step.norm.bias is None and not step.selects
-    return inside and is_rms and step_rows(step, program) <= MAX_NORMED_ROWS
 
 
 def _keeps_apart(step: LinearResidual) -> bool:

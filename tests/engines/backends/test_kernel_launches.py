@@ -26,7 +26,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode import attention, columns, linear, tiled_linear
+from edgellm.kernels.decode import attention, columns, linear, norms, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
 from edgellm.kernels.prefill import launcher as prefill
@@ -77,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         def __call__(self) -> None:
             pass
 
-    for module in (attention, columns, linear, tiled_linear, launcher, encoder, prefill):
+    for module in (attention, columns, linear, norms, tiled_linear, launcher, encoder, prefill):
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
