@@ -158,30 +158,16 @@ def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:
     )
 
 
-def added_argument(added: AddedTo, normed: NormedInput) -> AddedArgument:
-    """What an input of float32 is added to. Raises KernelError for what does not fit, or is read and written."""
-    residual, output, weight, values = added.residual, added.output, added.weight, normed.values
-    sizes = {(each.size, each.shape[-1], each.dtype) for each in (residual, output, values)}
-    if sizes != {(values.size, normed.columns, "float32")} or weight.size != normed.columns:
+def added_argument(added: AddedTo, values: DeviceArray) -> AddedArgument:
+    """What rows of float32 are added to. Raises KernelError for what does not fit, or is read and written."""
+    residual, output, weight = added.residual, added.output, added.weight
+    kinds = {(each.size, each.shape[-1], each.dtype) for each in (residual, output, values)}
+    if kinds != {(values.size, weight.size, "float32")} or output.pointer in (residual.pointer, values.pointer):
         raise KernelError(
             f"{values.dtype} {list(values.shape)} are not added to {residual.dtype} {list(residual.shape)} behind a "
-            f"norm of {weight.size} weights; expected as many elements of float32, and a weight for each column"
+            f"norm of {weight.size} weights; expected as many elements of float32, and another place for the sum"
         )
-    if output.pointer in (residual.pointer, values.pointer):
-        raise KernelError("what rows become stands where they, or what they are added to, are still read")
     return AddedArgument(*addresses(residual, output, weight, added.factor), added.epsilon, added.offset)
-
-
-def through_place(through: DeviceArray, first: int, rows: int, width: int) -> int:
-    """Where the columns of rows of float32 begin that multiply gates. Raises KernelError for those that do not fit."""
-    stride = through.shape[-1]
-    fits = rows_of(through) == rows and 0 <= first <= stride - width and first % 8 == stride % 8 == 0
-    if through.dtype != "float32" or not fits:
-        raise KernelError(
-            f"columns {first} to {first + width} of {through.dtype} {list(through.shape)} multiply no gates of {rows} "
-            "rows; expected as many of float32, in eights"
-        )
-    return through.pointer + first * ITEM_SIZES["float32"]
 
 
 def addresses(*arrays: DeviceArray | None) -> tuple[int, ...]:

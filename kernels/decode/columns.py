@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of, through_place
+from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, normed_argument, rows_of
 from edgellm.kernels.decode.contract import TOKEN_SHARE, activation_number
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -52,18 +52,19 @@ class CudaColumns:
         arguments = *map(ctypes.c_void_p, addresses(values, own, weight)), *widths, *numbers
         return self._of_rows("token_inputs", stride // width, rows, arguments)
 
-    def token_gate(self, gate, activation, through, first, output):
+    def token_gate(self, gate, activation, through, output):
         """See `NumpyDecodeKernels.token_gate`."""
-        width, stride, rows = gate.shape[-1], through.shape[-1], rows_of(gate)
-        if (gate.dtype, output.dtype, width % 8) != ("float32", self.dtype, 0):
+        width, rows = gate.shape[-1], rows_of(gate)
+        found = gate.dtype, through.values.dtype, output.dtype, through.columns, rows_of(through.values)
+        if found != ("float32", "float32", self.dtype, width, rows):
             raise KernelError(
-                f"gates {gate.dtype} {list(gate.shape)} give no {output.dtype} {list(output.shape)}; expected float32 "
-                f"in eights, and {self.dtype}"
+                f"gates {gate.dtype} {list(gate.shape)} and {through.columns} columns of {through.values.dtype} "
+                f"{list(through.values.shape)} give no {output.dtype}; expected float32, as many, and {self.dtype}"
             )
-        place = through_place(through, first, rows, width)
         check_room("output", output, rows, width)
-        pointers = map(ctypes.c_void_p, (gate.pointer, place, output.pointer))
-        arguments = *pointers, *map(ctypes.c_int, (width, stride, activation_number(activation)))
+        own = normed_argument(through, self.dtype)
+        pointers = map(ctypes.c_void_p, (gate.pointer, own.values, output.pointer))
+        arguments = *pointers, *map(ctypes.c_int, (width, own.stride, activation_number(activation)))
         return self._of_rows("token_gate", -(-width // (8 * _LANES)), rows, arguments)
 
     def _of_rows(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:

@@ -29,7 +29,6 @@ from edgellm.kernels.decode.arguments import (
     normed_argument,
     own_rows,
     rows_of,
-    through_place,
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.columns import CudaColumns
@@ -153,18 +152,19 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
-    def token_gate_linear(self, normed, linear, activation, through, first, output):
+    def token_gate_linear(self, normed, linear, activation, through, output):
         """See `NumpyDecodeKernels.token_gate_linear`."""
         rows, batch = linear.weight.shape[0], self._batch([normed], linear)
         check_room("output", output, batch, rows)
-        if normed.weight is not None or rows % 8 or linear.place is not None:
+        fits = (through.columns, through.values.dtype) == (rows, "float32")
+        if normed.weight is not None or linear.place is not None or not fits:
             raise KernelError(
-                f"gates of {rows} rows of an input with a norm, or of parts of a layer; expected eights, alone"
+                f"{rows} gates of an input with a norm, of a part of a layer, or for columns {through.values.dtype} of "
+                f"{through.columns}; expected an input as it is, a whole layer, and as many columns of float32"
             )
-        beside = (NormedArgument(through_place(through, first, batch, rows), stride=through.shape[-1]),)
         layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
         own = layer, KeptArgument(), output.pointer, True, number
-        prefix, arguments = self._arguments([normed], *own, beside=beside)
+        prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
         if linear.is_packed:
             return self._packed(f"{prefix}token_gate", linear, arguments)
         geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
@@ -232,7 +232,7 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             return "", NormLinearArgument(given, *others)
         if len(inputs) > 1 or inputs[0].added is None:
             raise KernelError("of two inputs side by side none is added to a residual first")
-        return "added_", _AddedNormLinear(given, *others, added=added_argument(inputs[0].added, inputs[0]))
+        return "added_", _AddedNormLinear(given, *others, added=added_argument(inputs[0].added, inputs[0].values))
 
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """The launch of the same arguments by packed_rows.cu."""

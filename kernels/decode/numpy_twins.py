@@ -214,26 +214,16 @@ class NumpyDecodeKernels:
         write(values, (through * np.float32(TOKEN_SHARE)).reshape(values.shape))
 
     @launched
-    def token_gate(
-        self, gate: np.ndarray, activation: str, through: np.ndarray, first: int, output: np.ndarray
-    ) -> None:
-        """`output` [R, P] compute = activation(gate [R, P] float32) times the columns of `through` [R, C] float32 from
-        `first` on."""
-        own = selected_columns(NormedInput(through, None, first=first, width=gate.shape[-1]))
-        write(output, gated(np.concatenate((rows_of(gate), own), axis=1), activation))
+    def token_gate(self, gate: np.ndarray, activation: str, through: NormedInput, output: np.ndarray) -> None:
+        """`output` [R, P] compute = activation(gate [R, P] float32) times P columns of others, [R, C] float32."""
+        write(output, gated(np.concatenate((rows_of(gate), selected_columns(through)), axis=1), activation))
 
     @launched
     def token_gate_linear(
-        self,
-        normed: NormedInput,
-        linear: LinearWeights,
-        activation: str,
-        through: np.ndarray,
-        first: int,
-        output: np.ndarray,
+        self, normed: NormedInput, linear: LinearWeights, activation: str, through: NormedInput, output: np.ndarray
     ) -> None:
         """`token_gate` of what a linear layer [P, K] gives of the rounded input."""
-        self.token_gate(product(normalized(with_added(normed)), linear), activation, through, first, output)()
+        self.token_gate(product(normalized(with_added(normed)), linear), activation, through, output)()
 
     @launched
     def norm(

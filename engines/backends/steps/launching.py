@@ -117,6 +117,10 @@ class Launching:
         a, b = (self.array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
         return LinearAdapters(a, b, self.array(SCALES), module_rows(adapted), *next(self._lows))
 
+    def columns(self, value: str, first: int, output: Array) -> NormedInput:
+        """As many columns of a value, from `first` on, as an output has."""
+        return NormedInput(self.array(value), None, first=first, width=output.shape[-1])
+
     def parts(self, given: Input) -> list[NormedInput]:
         """An input, in the parts that are normed each by itself."""
         values, added = self._taken(given.value)

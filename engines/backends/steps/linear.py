@@ -53,6 +53,8 @@ class _AnyLinear(Implementation[Any]):
     """
 
     most_rows = MAX_TILED_ROWS
+    #: The most rows that the kernel which multiplies them norms, or rounds, too.
+    prepared_rows = 0
     takes_packed = False
 
     def suits(self, step: Layer, program: Program) -> bool:
@@ -101,7 +103,13 @@ class _AnyLinear(Implementation[Any]):
 
     def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
         """Whether the kernel that multiplies inputs prepares them, too."""
-        return False
+        rows = step_rows(step, run.program)
+        if rows > self.prepared_rows or not prepares_inside(step, run.program):
+            return False
+        if not self.takes_packed:
+            return True
+        alone = len(step.inputs) == 1 and linear.arranged is None and step.linear.name not in run.program.adapted
+        return alone and run.kernels.few.takes(linear, rows, normed=bool(step.inputs[0].norms))
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
@@ -148,8 +156,8 @@ class _AnyLinear(Implementation[Any]):
             return [*launches, run.kernels.few.gate_rows(apart, activation, output)]
         assert activation is not None
         if step.through is not None:
-            gate = run.kernels.few.token_gate(apart, activation, run.array(step.through), step.first, output)
-            return [*launches, gate]
+            through = run.columns(step.through, step.first, output)
+            return [*launches, run.kernels.few.token_gate(apart, activation, through, output)]
         rows = output.reshape(-1, output.shape[-1])
         return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
 
@@ -226,7 +234,7 @@ class FewRows(_AnyLinear):
     """Up to 16 rows of dense weights, normed inside where that can be."""
 
     name = "kernels of few rows"
-    most_rows = MAX_ROWS
+    most_rows = prepared_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
@@ -244,9 +252,6 @@ class FewRows(_AnyLinear):
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         way = _inside if self._is_inside(step, run, linear) else self._normed_apart
         return way(step, run, linear, next_early)
-
-    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
-        return prepares_inside(step, run.program)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.few
@@ -273,6 +278,7 @@ class PackedRows(_AnyLinear):
     """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
 
     name = "kernels of packed rows"
+    prepared_rows = MAX_NORMED_ROWS
     takes_packed = True
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
@@ -287,13 +293,6 @@ class PackedRows(_AnyLinear):
         if step.selects or run.kernels.few.takes(linear, step_rows(step, run.program), normed=False):
             return self._normed_apart(step, run, linear, next_early)
         return self._tiled(step, run, linear, run.kernels.many, next_early)
-
-    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
-        rows, adapted = step_rows(step, run.program), step.linear.name in run.program.adapted
-        if adapted or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS or linear.arranged is not None:
-            return False
-        takes = run.kernels.few.takes(linear, rows, normed=bool(step.inputs[0].norms))
-        return takes and prepares_inside(step, run.program)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
@@ -386,8 +385,8 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
     few, output = run.kernels.few, run.array(step.output)
     inputs = [part for given in step.inputs for part in run.parts(given)]
     if step.through is not None:
-        through = run.array(step.through), step.first
-        return [few.token_gate_linear(inputs[0], linear, step.activation, *through, output)]
+        through = run.columns(step.through, step.first, output)
+        return [few.token_gate_linear(inputs[0], linear, step.activation, through, output)]
     if step.gated:
         return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
     return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]

@@ -101,7 +101,7 @@ def test_columns_of_gemma4():
     FEW.token_inputs(inputs, own, norm, 1e-3, 0.5, 3.0)()
     parts = [normed(NormedInput(part, norm, 1e-3, 0.5)) for part in np.split(before, 5, axis=1)]
     np.testing.assert_allclose(inputs, (np.concatenate(parts, axis=1) + 3.0 * own) / math.sqrt(2), rtol=1e-5, atol=1e-5)
-    FEW.token_gate(gate, "silu", inputs, 16, output)()
+    FEW.token_gate(gate, "silu", NormedInput(inputs, None, first=16, width=8), output)()
     expected = gate / (1 + np.exp(-gate)) * inputs[:, 16:24]
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     residual, total, factor = normal(3, 8), np.empty((3, 8), np.float32), np.array([0.3], np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from decode_models import TOLERANCE
@@ -199,11 +201,12 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     np.testing.assert_allclose(through, inputs[1], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(bench.gpu.download(last_inputs)[0], through[-1])
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
-    bench.few.token_gate(gate[0], "gelu_tanh", inputs[0], 512, output)()
-    FEW.token_gate(gate[1], "gelu_tanh", inputs[1], 512, twin)()
+    part = partial(NormedInput, weight=None, first=512, width=256)
+    bench.few.token_gate(gate[0], "gelu_tanh", part(inputs[0]), output)()
+    FEW.token_gate(gate[1], "gelu_tanh", part(inputs[1]), twin)()
     bits = bench.check(output, twin)
     alone = bench.empty(1, 256, dtype=dtype)
-    bench.few.token_gate(gate[0][rows - 1 :], "gelu_tanh", last_inputs, 512, alone)()
+    bench.few.token_gate(gate[0][rows - 1 :], "gelu_tanh", part(last_inputs), alone)()
     np.testing.assert_array_equal(bench.gpu.download(alone)[0], bits[-1])
 
     normed, residual = bench.normed(rows, 1536, 1536, "float32"), bench.both(rows, 1536, dtype="float32")

@@ -129,8 +129,8 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
     factor = _random(gpu, "float32", 1) if has_factor else None
     apart, stream = gpu.empty((rows, columns), "float32"), gpu.empty((rows, columns), "float32")
     sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
-    kept, through = gpu.empty((rows, columns), dtype), _random(gpu, "float32", rows, 2 * width)
-    gated = gpu.empty((rows, width), dtype)
+    kept, others = gpu.empty((rows, columns), dtype), _random(gpu, "float32", rows, 2 * width)
+    gated, through = gpu.empty((rows, width), dtype), NormedInput(others, None, first=width, width=width)
     kernels.norm_residual(NormedInput(given, weight, 1e-6, 1.0), before, apart, factor=factor)()
     added = AddedTo(before, stream, weight, 1e-6, 1.0, factor)
 
@@ -148,11 +148,11 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
             return found
         if sum_of is apart:
             kernels.norm_linear([normed], linear, sums)()
-            kernels.token_gate(sums, "gelu_tanh", through, width, gated)()
+            kernels.token_gate(sums, "gelu_tanh", through, gated)()
         else:
-            kernels.token_gate_linear(normed, linear, "gelu_tanh", through, width, gated)()
+            kernels.token_gate_linear(normed, linear, "gelu_tanh", through, gated)()
             inside = gpu.download(gated).view(np.uint8)
-            kernels.token_gate_linear(NormedInput(apart, None), linear, "gelu_tanh", through, width, gated)()
+            kernels.token_gate_linear(NormedInput(apart, None), linear, "gelu_tanh", through, gated)()
             np.testing.assert_array_equal(inside, gpu.download(gated).view(np.uint8))
         return [*found, gpu.download(gated).view(np.uint8)]
 
