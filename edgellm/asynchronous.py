@@ -255,7 +255,8 @@ class AsyncLLM(
         **options: Unpack[RequestOptions],
     ) -> Transcription:
         """See `LLM.transcribe`."""
-        request = transcription_request(source, language, prompt, adapter=adapter, **options)
+        family = self.directory.config.family
+        request = transcription_request(family, source, language, prompt, adapter=adapter, **options)
         return transcription_of(await self._answered(request, 1), language)
 
     def watch(

@@ -383,7 +383,8 @@ class LLM(
     ) -> Transcription:
         """What is said in a sound: a path, the bytes of a file, or samples with their rate. See `transcription_request`
         for the rest, and `SpeechStream` for speech that goes on."""
-        request = transcription_request(source, language, prompt, adapter=adapter, **options)
+        family = self.directory.config.family
+        request = transcription_request(family, source, language, prompt, adapter=adapter, **options)
         return transcription_of(self._answered(request, 1), language)
 
     def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:

@@ -38,8 +38,8 @@ class SpecDecodeRuntime(OpenedModel):
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
     `backend` is "auto" (the GPU where there is one, else NumPy), "numpy" or "tensorrt" (the GPU). `executor` says what
     runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `gpu` is
-    the index of the GPU among those that the driver shows (None: the first), and `gpus` how many share the model: on
-    NumPy ranks that are threads, on GPUs one so far. `kv_cache` "int8" keeps the model's KV rows in 8 bits, "compute"
+    the index of the GPU among those that the driver shows (None: the first), and `gpus` how many share the model,
+    from that one on; on NumPy ranks that are threads. `kv_cache` "int8" keeps the model's KV rows in 8 bits, "compute"
     in the dtype of computing (None: as the directory was built).
     `drafting` says how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts
     where the directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by

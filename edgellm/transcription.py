@@ -16,8 +16,11 @@ _LANGUAGES = (
 )
 #: What Qwen3-ASR calls the languages that it was trained to be told, by their codes (ISO 639).
 LANGUAGES: Mapping[str, str] = dict(pair.split(":") for pair in _LANGUAGES.split())
-#: An answer is the word, a language or None, the mark, and what was said.
+#: Qwen3-ASR's answer is the word, a language or None, the mark, and what was said.
 _WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
+#: Voxtral is asked so, for a sound and a language by its code; its answer is what was said alone (mistral-common's
+#: transcription requests).
+_VOXTRAL = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]"
 #: Before the mark there are at most so many characters.
 _LONGEST_HEAD = 64
 
@@ -44,22 +47,30 @@ def language_name(language: str | None) -> str | None:
 
 
 def transcription_request(
-    source: Any, language: str | None = None, prompt: str | None = None, said: str = "", **options: Any
+    family: str, source: Any, language: str | None = None, prompt: str | None = None, said: str = "", **options: Any
 ) -> Request:
-    """The request for what is said in a sound, as `read_audio` takes it; greedy unless the `options` say otherwise.
+    """The request to a model of a `family` (`DecoderConfig.family`) for what is said in a sound, as `read_audio` takes
+    it; greedy unless the `options` say otherwise.
 
     A `language` (a code or name; None: the model finds out) and what was `said` so far begin the answer. The `prompt`
-    has names and words to expect. The `options` are those of `Request.of`. Raises RequestError.
+    has names and words to expect, which Voxtral does not take. The `options` are those of `Request.of`. Raises
+    RequestError.
     """
     require_kind(isinstance(prompt, (str, type(None))), "prompt", prompt, "text with names and words to expect")
+    if options.get("params") is None:
+        options.setdefault("temperature", 0)
+    if family == "voxtral":
+        if prompt:
+            raise RequestError("Voxtral takes no names and words to expect: leave `prompt` out")
+        codes = {name: f"lang:{code}" for code, name in LANGUAGES.items()}
+        asked = _VOXTRAL.format(language=codes.get(language_name(language) or "", ""))
+        return Request.of(prompt=asked + said, audio=[source], **options)
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "audio", "audio": source}]}]
     if prompt:
         messages.insert(0, {"role": "system", "content": prompt})
     if (name := language_name(language)) is not None:
         messages.append({"role": "assistant", "content": f"{_WORD}{name}{_MARK}{said}"})
         options["continue_final_message"] = True
-    if options.get("params") is None:
-        options.setdefault("temperature", 0)
     return Request.of(messages=messages, **options)
 
 

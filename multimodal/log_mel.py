@@ -17,27 +17,31 @@ from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FIL
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
 _SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 16384), "hop_length": (160, 16384)}
 _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_window": (50, 4096)}
-_EXTRACTOR = "Qwen3ASRFeatureExtractor"
+#: By family.
+_EXTRACTORS = {"qwen3_asr": "Qwen3ASRFeatureExtractor", "voxtral": "WhisperFeatureExtractor"}
 #: Mel bands reach up to so many Hz; the lower part of the scale is linear (Slaney 1998).
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
 #: What is quieter than the loudest by more than so much, in powers of ten, counts as that.
 _RANGE = 8.0
+#: Frames of a block, and how many blocks are kept: 5 minutes of speech that goes on, in 35 MiB.
+_BLOCK, _KEPT_BLOCKS = 200, 150
 
 
 @dataclass(frozen=True)
 class MelConfig:
     """How sound becomes features: its rate in Hz; samples of a Fourier transform, between frames, and of the shortest
-    sound, which silence fills up to; and mel bands."""
+    sound; mel bands; and samples whose next multiple silence fills a sound up to."""
 
     rate: int
     transform: int
     hop: int
     least: int
     bins: int
+    step: int = 1
 
-    def frames(self, samples: int) -> int:
-        """Frames of so many samples."""
-        return max(samples, self.least) // self.hop
+    def filled(self, samples: int) -> int:
+        """How many so many samples are with the silence behind them."""
+        return -(-max(samples, self.least) // self.step) * self.step
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +74,10 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     values = JSONObject.read(file, CheckpointError).values
     inner = values.get("feature_extractor")
     values = inner if isinstance(inner, dict) else values
-    kind = values.get("feature_extractor_type", _EXTRACTOR)
-    if kind != _EXTRACTOR or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):
-        expected = f"supported is {_EXTRACTOR} without dither and with silence as padding"
+    extractor = _EXTRACTORS[config.family]
+    kind = values.get("feature_extractor_type", extractor)
+    if kind != extractor or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):
+        expected = f"supported is {extractor} without dither and with silence as padding"
         raise UnsupportedModelError(f"{file}: feature_extractor_type is {as_json(kind)}, {expected}")
     found = {}
     for key, (usual, most) in _SIZES.items():
@@ -81,12 +86,15 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number from 1 to {most}")
         found[key] = value
     rate, transform, hop, least, bins, half = found.values()
+    step, has_whole_windows = 1, config.family == "voxtral"
+    if has_whole_windows:
+        half, least, step = config.chunk_frames // 2, config.window_frames * hop, config.window_frames * hop
     if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
         raise CheckpointError(
             f"{file}: its sizes do not fit config.json, which has {config.mel_bins} bands and chunks of "
             f"{config.chunk_frames} frames: take both as they were published"
         )
-    return MelConfig(rate, transform, hop, least, bins)
+    return MelConfig(rate, transform, hop, least, bins, step)
 
 
 def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
@@ -99,23 +107,32 @@ def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> P
 
 
 def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
-    """Log-mel features [bins, F] float32 of samples [N], F = max(N, least) // hop.
+    """Log-mel features [bins, F] float32 of samples [N], F = filled(N) // hop.
 
     The power of each transform under a Hann window, its middle at the frame, the sound mirrored at its ends; summed in
     mel bands; its logarithm to base 10, at least that of the loudest less 8, plus 4, by 4. The last frame of those that
     the sound has is left out, as published.
     """
-    padded = np.pad(samples.astype(np.float64), (0, max(0, mel.least - len(samples))))
-    mirrored = np.pad(padded, mel.transform // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(mirrored, mel.transform)[:: mel.hop][: mel.frames(len(samples))]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(mel.transform) / mel.transform)
-    bands = np.empty((mel.bins, len(frames)))
-    filters = mel_filters(mel)
-    for start in range(0, len(frames), 1024):  # a long sound would take six times its memory
-        spectrum = np.fft.rfft(frames[start : start + 1024] * window)
-        bands[:, start : start + 1024] = filters @ (spectrum.real**2 + spectrum.imag**2).T
-    logarithms = np.log10(np.maximum(bands, 1e-10)).astype(np.float32)
+    length = mel.filled(len(samples))
+    padded = np.pad(samples.astype(np.float32), (0, length - len(samples)))
+    mirrored, frames, blocks = np.pad(padded, mel.transform // 2, mode="reflect"), length // mel.hop, []
+    for first in range(0, frames, _BLOCK):
+        last = min(first + _BLOCK, frames) - 1
+        blocks.append(_logarithms(mirrored[first * mel.hop : last * mel.hop + mel.transform].tobytes(), mel))
+    logarithms = np.concatenate(blocks, axis=1)
     return (np.maximum(logarithms, logarithms.max() - np.float32(_RANGE)) + 4) / 4
+
+
+@lru_cache(maxsize=_KEPT_BLOCKS)
+def _logarithms(samples: bytes, mel: MelConfig) -> np.ndarray:
+    """Logarithms [bins, n] float32 of the bands of the frames of float32 `samples`. Those of blocks that were heard
+    lately are kept: a sound that goes on is heard again from its beginning."""
+    given = np.frombuffer(samples, np.float32).astype(np.float64)
+    frames = np.lib.stride_tricks.sliding_window_view(given, mel.transform)[:: mel.hop]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(mel.transform) / mel.transform)
+    spectrum = np.fft.rfft(frames * window)
+    bands = mel_filters(mel) @ (spectrum.real**2 + spectrum.imag**2).T
+    return np.asarray(np.log10(np.maximum(bands, 1e-10)).astype(np.float32))
 
 
 @lru_cache(maxsize=4)

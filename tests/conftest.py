@@ -29,6 +29,9 @@ from edgellm.engines.model.decoder import decoder_weights, token_table
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.user_paths import user_cache_directory
 
+# Ranks of tests share a GPU: with fewer queues a kernel may wait in one behind another rank's, which waits for it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 #: What chooses cases, and further fixtures.
 pytest_plugins = (
     "chosen_cases",

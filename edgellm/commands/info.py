@@ -24,6 +24,7 @@ from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
+from edgellm.engines.families.audio_encoders import audio_memory
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
@@ -80,6 +81,9 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
     kernels = [] if differences else kernel_facts(directory)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
+    encoders = {} if directory.audio is None else audio_memory(directory.audio, computed, refusal is not None)
+    if vision is not None:
+        encoders |= vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens)
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
     if verify:
@@ -114,9 +118,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             packed_memory(directory.models, layouts, directory.dtype) | planned,
             draft=draft_config,
             adapters=limits.has_lora,
-            vision_memory=None
-            if vision is None
-            else vision_memory(vision.config, limits.image_rows, computed, video_tokens=directory.video_tokens),
+            vision_memory=encoders,
         ).items,
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,

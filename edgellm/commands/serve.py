@@ -160,6 +160,7 @@ async def _serve(
         system=settings.system,
         most_images=given.max_images,
         image_pixels=given.max_image_pixels,
+        family=directory.config.family,
     )
     loras = models.chosen_adapters(settings, every_adapter=True)
     names = {*directory.adapters, *(loras or {})}

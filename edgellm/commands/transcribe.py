@@ -47,6 +47,8 @@ def transcribe(given: TranscribeOptions) -> None:
 
     Example: arecord -q -t raw -f S16_LE -r 16000 | edgellm transcribe qwen3-asr - --every 1
     """
+    from edgellm.drafting.config import DraftingConfig
+
     words = list(given.words or ())
     if given.model is None and words:
         given.engine_directory = user_path(words.pop(0))
@@ -57,7 +59,9 @@ def transcribe(given: TranscribeOptions) -> None:
     settings = chosen_settings(given)
     asked: dict[str, Any] = {"prompt": given.prompt, "adapter": settings.adapter}
     asked |= {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
-    with open_model_with(settings, None, chosen_adapters(settings)) as llm:
+    # What a stream writes anew is mostly what it has written before.
+    drafting = None if given.every is None else DraftingConfig(kind="suffix")
+    with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
         if given.every is not None:
             _follow(llm, given, given.every, asked)
             return

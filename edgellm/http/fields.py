@@ -53,7 +53,7 @@ class ServedModel:
 
     `params` are those of requests that say nothing else, `system` the system prompt of conversations that have none
     (None: the model's own). `template_variables` are what its chat template reads. An image may have `image_pixels`,
-    and a body `text_bytes` beside its images.
+    and a body `text_bytes` beside its images. `family` is the model's.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ServedModel:
     most_images: int = 16
     image_pixels: int = 16_000_000
     text_bytes: int = TEXT_BYTES
+    family: str = ""
     #: What it is, for who has not chosen it.
     description: str | None = None
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from email.parser import HeaderParser
+from functools import partial
 from typing import Any
 
 from edgellm.http.answers import CompletionWriter, Piece, event
@@ -44,7 +45,8 @@ def transcription(body: bytes, model: ServedModel) -> ParsedRequest:
         sound = heard(form["file"])
     except Exception as error:
         raise http_error(error, {"": "file"}) from error
-    asked = transcription_request(sound, name, prompt, params=params, **request)
+    ask = partial(transcription_request, model.family, sound, name, params=params, **request)
+    asked = checked("prompt", ask, prompt)
     about: dict[str, Any] = {"ignored": tuple(fields.ignored), "fields": {"": "file"}}
     about["pixels"] = sound[0].nbytes // 3  # sounds share the room that there is for images
     echoed = {"language": name, "seconds": len(sound[0]) / sound[1], "format": shape}

@@ -40,8 +40,8 @@ def model_layouts(
             layouts = packed_layouts(checkpoint, model_weights(config), dtype)
         if isinstance(config, DecoderConfig):
             layouts |= _head_layout(config, dtype)
-        if layouts and model == "vision":
-            where = f"vision encoder ({next(iter(layouts))}): there they are dense"
+        if layouts and model in ("vision", "audio"):
+            where = f"{model} encoder ({next(iter(layouts))}): there they are dense"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(where)}")
         if layouts:
             found[model] = layouts

@@ -1,5 +1,5 @@
-"""The program of a vision encoder as calls of kernels, on places in memory: the tensors at the engine's edge, and
-buffers that live as long as something reads them.
+"""The program of an encoder of images or speech as calls of kernels, on places in memory: the tensors at the engine's
+edge, and buffers that live as long as something reads them.
 
 The residual stream is float32, whatever the model's dtype is, and so is what a linear layer gives; what one takes is in
 the model's dtype, its rows in eights of columns.
@@ -21,6 +21,7 @@ from edgellm.engines.model.encoder_steps import (
     Prepend,
     Product,
     ScaledResidual,
+    Unfold,
 )
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
@@ -184,6 +185,7 @@ class EncoderCalls:
         return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
+        assert step.residual is not None  # encoders have no ranks
         x, residual = self._operand((Input(step.value),), step.linear), self._values[step.residual]
         output = self._in_place(step.residual, number)
         self._call("linear_residual", x, step.linear, residual, output, step.scale)
@@ -232,6 +234,12 @@ class EncoderCalls:
         output = self._buffer(((step.side // step.size) ** 2, step.width), "float32")
         return self._call("average_pool", self._values[step.value], step.side, step.size, output)
 
+    def _unfold(self, step: Unfold, number: int) -> Place:
+        columns = padded_width(step.channels * math.prod(step.kernel))
+        given = step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding
+        output = self._buffer((step.places, columns), "compute")
+        return self._call("unfold", self._values[step.value], *given, output)
+
     def _product(self, step: Product, number: int) -> Place:
         value = self._values[step.value]
         output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
@@ -252,11 +260,12 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     Reshape: lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]),
     AveragePool: EncoderCalls._average_pool,
     Product: EncoderCalls._product,
+    Unfold: EncoderCalls._unfold,
 }
 
 
 def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | None:
-    """Why kernels do not run a vision encoder's program in a dtype, where blocks may have `shared_limit` bytes of
+    """Why kernels do not run an encoder's program in a dtype, where blocks may have `shared_limit` bytes of
     shared memory; None if they do."""
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
@@ -315,6 +324,7 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
+    Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",
 }
 
 

@@ -1,4 +1,5 @@
-"""Engines of vision encoders by hand-written kernels: a program's calls, each a launch that is prepared once.
+"""Engines of encoders of images and speech by hand-written kernels: a program's calls, each a launch that is prepared
+once.
 
 They stand behind the same edge as TensorRT's engines, but for the weights that `paddings` names, which have zeros
 behind their rows and columns. An image's embeddings have the same bits in an engine of more rows.
@@ -31,7 +32,7 @@ class EncoderStepKernels(NamedTuple):
 
 
 class EncoderEngine(BoundEngine):
-    """Enqueues the launches of a vision encoder's program on what is bound.
+    """Enqueues the launches of an encoder's program on what is bound.
 
     Not thread-safe: enqueue from the thread that owns the stream.
     """

@@ -11,6 +11,7 @@ from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.split_engine import between_engines
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -31,7 +32,7 @@ SHARED_MEMORY = {
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
     """Why no hand-written kernels run a shape, or the whole that a segment is of; None if they do, or run the
     segment."""
-    if shape.model == "vision":
+    if shape.phase == "encode":
         return encoder_refusal(model_program(config, shape), dtype, shared_limit)
     choice, reason = kernel_choice(config, replace(shape, segment=None), dtype, shared_limit)
     if choice is None and shape.segment is not None:
@@ -105,6 +106,8 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
 
 def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     """The layers of a shape for which TensorRT has no operation; nothing where it has all."""
+    if isinstance(config, AudioConfig):
+        return "convolutions of encoders of speech"
     if not isinstance(config, DecoderConfig):
         return "drafts of blocks" if isinstance(config, DraftConfig) and config.block is not None else ""
     lacking = {
@@ -127,7 +130,7 @@ def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: s
 def runs_whole(shape: EngineShape) -> bool:
     """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
     library = find_tensorrt()
-    return library is None or not library.lacks or shape.segment is not None or shape.model == "vision"
+    return library is None or not library.lacks or shape.segment is not None or shape.phase == "encode"
 
 
 def planned_shapes(

@@ -21,6 +21,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
@@ -112,9 +113,14 @@ class NumpyBackend:
     computes_at_once = True
 
     def __init__(
-        self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
+        self,
+        config: DecoderConfig,
+        draft: DraftConfig | None = None,
+        vision: VisionConfig | None = None,
+        audio: AudioConfig | None = None,
     ) -> None:
-        self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
+        self._configs: dict[str, ModelConfig | None]
+        self._configs = {"base": config, "draft": draft, "vision": vision, "audio": audio}
         self._programs: dict[EngineShape, Program] = {}
         self.made = Made()
         self.kernels = NumpySampling()
@@ -137,6 +143,8 @@ class NumpyBackend:
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
         """Each by itself: the system gives memory by pages."""
         return {name: self.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
+
+    shared_zeros = zeros_side_by_side
 
     def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         return self.zeros(shape, dtype)
@@ -201,8 +209,7 @@ class NumpyBackend:
     def _program(self, shape: EngineShape) -> Program:
         config = self._configs[shape.model]
         if config is None:
-            what = "vision encoder" if shape.model == "vision" else "draft model"
-            raise EngineError(f"{shape.name} was asked for, but there is no {what}")
+            raise EngineError(f"{shape.name} was asked for, but there is no {shape.model} model")
         program = self._programs.pop(shape, None) or model_program(config, shape)
         self._programs[shape] = program  # the latest are kept: engines of prompts are made anew for each
         if len(self._programs) > _KEPT_PROGRAMS:

@@ -301,11 +301,10 @@ class NumpyOperations(Operations[np.ndarray]):
         return x[np.arange(x.shape[0])[:, None], rows]
 
     def unfold(self, step: Unfold, x: np.ndarray) -> np.ndarray:
-        (images, height, width), zeros = step.grid, (step.padding, step.padding)
-        padded = np.pad(x.reshape(images, height, width, -1), ((0, 0), zeros, zeros, (0, 0)))
+        above, left = step.padding
+        padded = np.pad(x.reshape(*step.grid, step.channels), ((0, 0), (above, above), (left, left), (0, 0)))
         places = np.lib.stride_tricks.sliding_window_view(padded, step.kernel, (1, 2))
-        places = places[:, :: step.stride, :: step.stride]
-        return places.reshape(1, math.prod(places.shape[:3]), -1)
+        return places[:, :: step.stride, :: step.stride].reshape(1, step.places, -1)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

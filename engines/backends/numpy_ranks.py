@@ -17,10 +17,9 @@ from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine, one_blas_thread
 from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.checkpoints.weights import ExpertMatrices
-from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.sharding import Cut, Shard, sharded
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import Array
 
 
@@ -30,10 +29,9 @@ class NumpyRanks(NumpyBackend):
     Raises EngineError that names what of the model they cannot share.
     """
 
-    def __init__(
-        self, ranks: int, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
-    ) -> None:
-        super().__init__(config, draft, vision)
+    def __init__(self, ranks: int, config: DecoderConfig, *others: Any) -> None:
+        """`others` are those of `NumpyBackend`."""
+        super().__init__(config, *others)
         self.gpus = ranks
         self._exchange = Exchange(ranks)
         self._ranks = [Rank(number, self._exchange) for number in range(ranks)]

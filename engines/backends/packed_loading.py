@@ -1,7 +1,8 @@
 """Packed weights on their way from the files to a GPU.
 
 Codes go to the GPU in the words or blocks of the file, where they are unpacked or turned, and shuffled into the
-kernels' layout; the host reads scales, minima and zero points alone, of a few weights at a time.
+kernels' layout; the host reads scales, minima and zero points alone, of a few weights at a time, and of K types the
+factors.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.errors import EngineError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, fused, may_fuse
+from edgellm.engines.model.sharding import Cut
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, fused, may_fuse, rows_of
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.quantization.block_codes import BLOCK_CODES, unblock
+from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_levels, unblock
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import (
     DeviceLayout,
@@ -47,9 +49,11 @@ _MOST_THREADS = 8
 class PackedLoader:
     """Puts packed weights into the memory of a device, whose stream does the work in order."""
 
-    def __init__(self, device: CudaDevice, module: KernelModule, dtype: str) -> None:
-        """Prepares for kernels that compute in `dtype`."""
-        self._device, self._module, self._dtype = device, module, dtype
+    def __init__(
+        self, device: CudaDevice, module: KernelModule, dtype: str, cuts: Mapping[str, Cut] | None = None
+    ) -> None:
+        """Prepares for kernels that compute in `dtype`; of specs named in `cuts` these parts."""
+        self._device, self._module, self._dtype, self._cuts = device, module, dtype, cuts or {}
         #: Memory for codes on their way, by what it is for.
         self._staging: dict[str, DeviceArray] = {}
 
@@ -65,7 +69,11 @@ class PackedLoader:
         that are packed differently and may not be."""
         found = dict[str, AnyPacked]()
         threads = min(usable_cores(), _MOST_THREADS)
-        for spec, weights in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs, threads):
+
+        def prepare(spec: WeightSpec) -> list[_Prepared]:
+            return _prepare(checkpoint, spec, self._dtype, self._cuts.get(spec.name))
+
+        for spec, weights in computed_ahead(prepare, specs, threads):
             runs, begin = list[PackedMatrix](), 0
             for weight in weights:
                 data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
@@ -80,13 +88,16 @@ class PackedLoader:
     def _loaded(self, weight: _Prepared, data: DeviceArray) -> PackedMatrix:
         inputs, block = weight.inputs and InputPermutation(*map(self._uploaded, weight.inputs)), 0
         for piece in _pieces(weight):
-            blocks = len(piece.tails)
-            codes, tails = self._codes(piece), self._staged("tails", piece.tails.shape, "uint8")
+            blocks, along = piece.layout.blocks
+            size = piece.layout.block_bytes - piece.layout.code_bytes
+            tails = self._staged("tails", (blocks, along, size), "uint8")
+            codes = self._codes(piece, tails)
             if inputs is not None and inputs.order is not None:
                 arranged = self._staged("words", codes.shape, "uint8")
                 arrange(self._module, codes, arranged, inputs.order)()
                 codes = arranged
-            self._device.upload(tails, piece.tails)
+            if piece.tails is not None:
+                self._device.upload(tails, piece.tails)
             shuffle(self._module, piece.layout, codes, tails, data[block : block + blocks])()
             block += blocks
         return PackedMatrix(weight.layout, data, inputs)
@@ -99,8 +110,9 @@ class PackedLoader:
         self._device.upload(array, values)
         return array
 
-    def _codes(self, weight: _Prepared) -> DeviceArray:
-        """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""
+    def _codes(self, weight: _Prepared, tails: DeviceArray) -> DeviceArray:
+        """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them. What
+        the host has not read is written to `tails`."""
         row_bytes = {_row_bytes(part) for part in weight.codes}
         if len(row_bytes) > 1:
             unpacked = [StoredCodes(part.unpacked(), "bytes", 8, part.shape) for part in weight.codes]
@@ -114,6 +126,8 @@ class PackedLoader:
                 blocks = self._staged("blocks", part.data.shape, "uint8")
                 self._device.upload(blocks, part.data)
                 unblock(self._module, blocks, target, part.arrangement)()
+                if weight.tails is None:
+                    block_levels(self._module, blocks, tails, part.arrangement, first)()
             elif part.arrangement in ("bytes", "rows"):
                 self._device.upload(target, contiguous(part.data).view(np.uint8))
             else:
@@ -135,19 +149,28 @@ class PackedLoader:
 
 
 class _Prepared(NamedTuple):
-    """What the host reads of a weight before the device takes its codes."""
+    """What the host reads of a weight before the device takes its codes; `tails`: None where that reads them, too."""
 
     layout: DeviceLayout
     codes: Sequence[StoredCodes]
-    tails: np.ndarray
+    tails: np.ndarray | None
     inputs: InputPermutation | None
 
+    def rows(self, first: int, stop: int, codes: Sequence[StoredCodes]) -> _Prepared:
+        """These rows alone, whose codes these are; whole blocks before the last one."""
+        tails = None if self.tails is None else self.tails[first // BLOCK_ROWS : -(-stop // BLOCK_ROWS)]
+        return self._replace(layout=replace(self.layout, rows=stop - first), codes=codes, tails=tails)
 
-def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[_Prepared]:
-    """The runs of rows of a weight, each of one format."""
-    runs, found = list[list[StoredWeight]](), list[_Prepared]()
+
+def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | None = None) -> list[_Prepared]:
+    """The runs of rows of a weight, or of a cut of it, each of one format."""
+    runs, found, first = list[list[StoredWeight]](), list[_Prepared](), 0
     for name, shape in spec.parts:
         part = checkpoint.stored(name, shape)
+        if part is not None and cut is not None:
+            own = cut.within(first, shape[0])
+            part = columns_of(part, *own.ranges[0]) if own.axis else rows_of(part, own.ranges)
+        first += shape[0]
         if part is not None and runs and may_fuse(runs[-1][0], part):
             runs[-1].append(part)
         elif part is not None:
@@ -163,7 +186,8 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[_Prep
         )
     for weight in map(fused, runs):
         layout = device_layout(weight, dtype)
-        tails = np.ascontiguousarray(tail_bytes(weight, layout))
+        in_blocks = all(part.arrangement in BLOCK_CODES for part in weight.codes) and layout.kind == "levels"
+        tails = None if in_blocks else np.ascontiguousarray(tail_bytes(weight, layout))
         found.append(_Prepared(layout, weight.codes, tails, InputPermutation.of(weight)))
     return found
 
@@ -182,8 +206,7 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
     for first in range(0, rows, step):
         stop = min(first + step, rows)
         own = replace(part, data=part.data[first:stop], shape=(stop - first, part.shape[1]))
-        tails = weight.tails[first // BLOCK_ROWS : -(-stop // BLOCK_ROWS)]
-        yield weight._replace(layout=replace(weight.layout, rows=stop - first), codes=[own], tails=tails)
+        yield weight.rows(first, stop, [own])
 
 
 def _whole_parts(weight: _Prepared) -> Iterator[_Prepared]:
@@ -192,8 +215,7 @@ def _whole_parts(weight: _Prepared) -> Iterator[_Prepared]:
         own.append(part)
         if sum(each.data.nbytes for each in own) >= _PIECE or number + 1 == len(weight.codes):
             rows = sum(each.shape[0] for each in own)
-            tails = weight.tails[first // BLOCK_ROWS : (first + rows) // BLOCK_ROWS]
-            yield weight._replace(layout=replace(weight.layout, rows=rows), codes=own, tails=tails)
+            yield weight.rows(first, first + rows, own)
             own, first = [], first + rows
 
 

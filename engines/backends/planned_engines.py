@@ -36,11 +36,11 @@ def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
     """The bytes of code, by the memory plan's names, and of the scratch that all engines share: what the longest chunk
-    of a prompt needs, or the largest image. Of shapes that TensorRT runs whole it alone knows."""
+    of a prompt needs, or an encoder. Of shapes that TensorRT runs whole it alone knows."""
     found = [0]
     for shape in limits.engine_shapes():
-        if shape.model == "vision" and kernel_refusal(models["vision"], shape, dtype, _SHARED_LIMIT) is None:
-            found.append(EncoderEngine(_ENCODER, models["vision"], shape, dtype).scratch_bytes)
+        if shape.phase == "encode" and kernel_refusal(models[shape.model], shape, dtype, _SHARED_LIMIT) is None:
+            found.append(EncoderEngine(_ENCODER, models[shape.model], shape, dtype).scratch_bytes)
         if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
             continue
         config, own = models[shape.model], {**packed.get("base", {}), **packed.get(shape.model, {})}

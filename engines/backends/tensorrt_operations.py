@@ -264,7 +264,7 @@ class TensorRTOperations(Operations[Any]):
         return self._layer(layer, "gather_rows")
 
     def unfold(self, step: Unfold, x: Any) -> Any:
-        raise EngineError("no network for TensorRT is made of an encoder with convolutions: it runs on NumPy")
+        raise EngineError("TensorRT has nothing for convolutions of encoders of speech: kernels and NumPy run them")
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))

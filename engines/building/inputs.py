@@ -32,6 +32,7 @@ from edgellm.engines.directories.engine_parts import (
     is_weight_file,
 )
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
+from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.families.mtp import has_packed_head, read_mtp
@@ -40,6 +41,7 @@ from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
 from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import (
     decoder_weights,
@@ -88,6 +90,7 @@ class BuildInputs:
     published: Mapping[str, Path]
     adapter_ranks: Mapping[str, int]
     vision: VisionConfig | None = None
+    audio: AudioConfig | None = None
     head: PublishedHead | None = None
     vocabulary: np.ndarray | None = None
     packed_draft: Path | None = None
@@ -96,6 +99,7 @@ class BuildInputs:
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model, by `EngineShape.model`."""
         models: dict[str, ModelConfig | None] = {"base": self.config, "draft": self.draft, "vision": self.vision}
+        models["audio"] = self.audio
         return {name: config for name, config in models.items() if config is not None}
 
     @property
@@ -212,7 +216,7 @@ def read_inputs(
     Raises CheckpointError, UnsupportedModelError for an unknown kind of draft, and BuildError for ids that are none.
     """
     draft, vocabulary = None, None
-    sources = {"base": source, "draft": source, "vision": vision_source or source}
+    sources = {"base": source, "draft": source, "vision": vision_source or source, "audio": source}
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check([*decoder_weights(config), *token_table(config)], unread_tensors(config))
@@ -220,12 +224,14 @@ def read_inputs(
             if (read_packed := checkpoint.reader(spec.name, spec.shape)) is not None:
                 read_packed(np.zeros(1, np.int32))  # which finds rows that are packed together
         config = with_delta_products(config, checkpoint)
+        audio = read_audio(checkpoint) if "audio" in config.media else None
         weights = _weight_files(checkpoint, "", published)
         if not (source / "tokenizer.json").exists():
             raise CheckpointError(
                 f"{source / 'tokenizer.json'} is missing: expected the tokenizer in the format of the tokenizers "
                 "library. Convert an older one with transformers: "
-                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT); of tekken.json, "
+                'transformers.integrations.mistral.convert_tekken_tokenizer("tekken.json").save_pretrained(CHECKPOINT)'
             )
         check_tokenizer_file(source / "tokenizer.json", config.vocab_size, CheckpointError)
         if draft_source == MTP:
@@ -253,7 +259,7 @@ def read_inputs(
     for path in published.values():
         check_ordinary(path, size_limit(path.name), CheckpointError, "Copy it from the checkpoint's source")
     ranks = {name: each.rank for name, each in adapters.items()}
-    return BuildInputs(sources, config, draft, weights, published, ranks, vision, vocabulary=vocabulary)
+    return BuildInputs(sources, config, draft, weights, published, ranks, vision, audio, vocabulary=vocabulary)
 
 
 def with_packed_head(inputs: BuildInputs, head: str, embeds_by_head: bool, dtype: str) -> BuildInputs:

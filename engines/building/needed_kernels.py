@@ -164,8 +164,8 @@ class WeightLayouts:
             specs = model_weights(config)
             with checkpoints[model]() as checkpoint:
                 planned = packed_layouts(checkpoint, specs, dtype)
-                if planned and model == "vision":
-                    raise EngineError(f"{checkpoint.path}: packed weights of a vision encoder run on NumPy alone")
+                if planned and model in ("vision", "audio"):
+                    raise EngineError(f"{checkpoint.path}: packed weights of the {model} encoder run on NumPy alone")
                 self.loaded[model] = dict.fromkeys(spec.name for spec in specs)
                 if planned:
                     self.planned[model] = planned

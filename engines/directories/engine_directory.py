@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ from edgellm.engines.directories.kernel_folders import (
     parse_kernels,
 )
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError
+from edgellm.engines.families.audio_encoders import read_audio
 from edgellm.engines.families.embedding import MODULES_FILE, POOLING_FILE, PROMPTS_FILE
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.formats.strict_formats import ADDED_LATER, JSONObject, plain_values
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig, Mixture
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
@@ -77,6 +80,7 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 _PARTS = {
     "draft": ("draft model", "--draft DRAFT_CHECKPOINT"),
     "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
+    "audio": ("encoder of speech", "from a CHECKPOINT that has one"),
 }
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
 _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, _SOURCE_KEY = "draft", "lora", "vision", "tool_format", "source"
@@ -150,7 +154,10 @@ class EngineDirectory:
             raise EngineDirectoryError(foreign)
         if not path.is_dir():
             found = "is not a directory" if path.exists() else "does not exist"
-            raise EngineDirectoryError(f"{path} {found}. Expected an engine directory, as edgellm build makes it")
+            raise EngineDirectoryError(
+                f"{path} {found}. Expected an engine directory, as edgellm build makes it (edgellm list shows what is "
+                "here), a GGUF file, or a model's name on the hub, ORG/NAME"
+            )
         if not description.exists():
             hint = "edgellm build CHECKPOINT ENGINE_DIR"
             if (path / "config.json").exists():
@@ -231,24 +238,43 @@ class EngineDirectory:
             packed |= {"base"} if draft is None or draft.config.has_head else {"base", "draft"}
         return packed
 
+    @cached_property
+    def audio(self) -> AudioConfig | None:
+        """The encoder of speech, as the checkpoint describes it; None where there is none. Raises CheckpointError, and
+        EngineDirectoryError for another than it was built for."""
+        rows = self.limits.audio_rows
+        if not rows:
+            return None
+        with self.checkpoint() as checkpoint:
+            config = read_audio(checkpoint)
+        if (config.window_rows, config.out_hidden_size) != (rows, self.config.hidden_size):
+            raise EngineDirectoryError(
+                f"{self.path}: its encoder of speech has windows of {config.window_rows} rows and a width of "
+                f"{config.out_hidden_size}, expected {rows} and {self.config.hidden_size}: build the directory again"
+            )
+        return config
+
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
         """What opens the weights of each of `models`."""
-        parts = {"base": self, "draft": self.draft, "vision": self.vision}
+        parts = {
+            "base": self,
+            "draft": self.draft,
+            "vision": self.vision,
+            "audio": self if self.limits.audio_rows else None,
+        }
         return {model: part.checkpoint for model, part in parts.items() if part is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model that has engines, by `EngineShape.model`."""
-        models: dict[str, ModelConfig] = {"base": self.config}
-        if self.draft is not None:
-            models["draft"] = self.draft.config
-        if self.vision is not None:
-            models["vision"] = self.vision.config
-        return models
+        models: dict[str, ModelConfig | None] = {"base": self.config, "audio": self.audio}
+        models["draft"] = None if self.draft is None else self.draft.config
+        models["vision"] = None if self.vision is None else self.vision.config
+        return {model: config for model, config in models.items() if config is not None}
 
     def model_config(self, model: str) -> ModelConfig:
-        """The configuration of "base", "draft" or "vision"; EngineDirectoryError where there is no such model."""
+        """The configuration of one of `models`; EngineDirectoryError where there is no such model."""
         if model not in self.models:
             what, option = _PARTS[model]
             raise EngineDirectoryError(
@@ -416,6 +442,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
+    if bool(limits.audio_rows) != ("audio" in config.media):
+        raise values.error("'config' and 'limits' disagree on whether there is an encoder of speech")
     files = parse_files(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     check_agreement(values, config, draft, None if vision is None else vision.config)

@@ -302,6 +302,11 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
         is_known = mixture.scores in EXPERT_SCORES
         _require(own, mixture, is_known, "scores", f"expected one of {', '.join(EXPERT_SCORES)}")
         _check_layers(own, mixture, "dense_layers", layers - 1)
+        beside = mixture.shared_size > 0 and not mixture.shared_gate and config.residual_scale == 1
+        fits = beside or not mixture.latent_size
+        _require(own, mixture, fits, "latent_size", "expected 0 but beside an expert of all tokens without a gate")
+        for key in ("post_norms", "layer_scalars", "layer_embedding_size"):  # parts of an MLP that experts do not have
+            require(not getattr(config, key), key, "expected none of it where there is a 'mixture'")
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)
     has_window = "window" not in kinds or bool(config.sliding_window)

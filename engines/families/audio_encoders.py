@@ -1,11 +1,17 @@
-"""The encoder of Qwen3-ASR: its configuration, its program, and its tensors checked.
+"""The encoders of Qwen3-ASR and Voxtral: their configurations, their programs, and their tensors checked.
 
-Three convolutions make of each second of sound a few rows, which begin anew at the same positions; a plain transformer
-attends within windows of several seconds, and a projector leads to the language model. No window sees another: each is
-a run of its own, and what it gave stays as it was when more is heard.
+Convolutions make of each second of sound a few rows, which a plain transformer lets attend within windows of several
+seconds; a projector leads to the language model. No window sees another: each is a run of its own, and what it gave
+stays as it was when more is heard. Qwen3-ASR's three convolutions go over time and bands, and each second begins anew
+at the same positions; Voxtral's two go over time, a window is always 30 seconds, with silence behind a sound's end,
+and four rows become one token (Whisper's encoder: Radford et al. 2023; Liu et al. 2025).
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,52 +22,53 @@ from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, WeightSpec
-from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.encoder_steps import EncoderAttention, Unfold
+from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Step
+from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
+from edgellm.kernels.arrays import ITEM_SIZES
 
 _DEFAULTS = {
     **{"encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "d_model": 1024},
     **{"num_mel_bins": 128, "n_window": 50, "n_window_infer": 800, "output_dim": 3584, "downsample_hidden_size": 480},
 }
+_VOXTRAL_DEFAULTS = {
+    **{"num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120, "hidden_size": 1280},
+    **{"num_mel_bins": 128, "max_source_positions": 1500},
+}
+#: The width of Voxtral's language model where the file does not say.
+_VOXTRAL_TEXT = 3072
 #: Layer norms have PyTorch's own; positions are sines and cosines of waves up to so long (Vaswani et al. 2017).
 _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
-#: Far above any published encoder's: bands and half the frames of a chunk, frames of a window.
-_LARGEST_CHUNK, _LARGEST_WINDOW = 4096, 1 << 16
+#: Far above any published encoder's: bands and half the frames of a chunk.
+_LARGEST_CHUNK = 4096
+#: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
+AUDIO_CACHE_BYTES = 64 << 20
 
 
 def read_audio(checkpoint: Checkpoint) -> AudioConfig:
-    """The encoder of speech of a checkpoint of Qwen3-ASR, its tensors checked.
+    """The encoder of speech of a checkpoint of Qwen3-ASR or Voxtral, its tensors checked.
 
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
-    raw = checkpoint.config.get("audio_config")
-    fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, _DEFAULTS, is_part=True), None, "audio_config")
-    half = fields.size("n_window", largest=_LARGEST_CHUNK)
-    window = fields.size("n_window_infer", largest=_LARGEST_WINDOW)
-    heads, hidden = fields.size("encoder_attention_heads"), fields.size("d_model")
-    if heads and (hidden % heads or hidden % 2 or hidden < 4):
-        fields.expect("d_model", hidden, f"a multiple of 2 and of encoder_attention_heads, {heads}, from 4 on")
-    if half and window % (2 * half):
-        fields.expect("n_window_infer", window, f"a multiple of twice n_window, {2 * half}")
+    raw, is_voxtral = checkpoint.config.get("audio_config"), checkpoint.config.get("model_type") == "voxtral"
+    given = filled(raw if isinstance(raw, dict) else {}, _VOXTRAL_DEFAULTS if is_voxtral else _DEFAULTS, is_part=True)
+    fields = ConfigFields(given, None, "audio_config")
     if fields.values.get("scale_embedding"):
         fields.refuse("scale_embedding", True, "supported is false")
     fields.word("activation_function", {"gelu": "gelu", None: "gelu"})
+    own = _voxtral(fields, checkpoint) if is_voxtral else _qwen3_asr(fields)
+    hidden, heads = own["hidden_size"], own["num_heads"]
+    if heads and (hidden % heads or hidden % 2 or hidden < 4):
+        key, of = ("hidden_size", "num_attention_heads") if is_voxtral else ("d_model", "encoder_attention_heads")
+        fields.expect(key, hidden, f"a multiple of 2 and of {of}, {heads}, from 4 on")
     config = AudioConfig(
         mel_bins=fields.size("num_mel_bins", largest=_LARGEST_CHUNK),
-        hidden_size=hidden,
-        intermediate_size=fields.size("encoder_ffn_dim"),
-        num_layers=fields.size("encoder_layers", largest=LARGEST_DEPTH),
-        num_heads=heads,
-        channels=fields.size("downsample_hidden_size"),
-        chunk_frames=2 * half,
-        window_chunks=window // max(1, 2 * half),
-        out_hidden_size=fields.size("output_dim"),
         tensor_prefix=first_prefix(("model.audio_tower.", "audio_tower."), checkpoint.tensors),
         projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
+        **own,
     )
     fields.raise_problems()
     problems = checkpoint.problems(audio_weights(config), encoders=True)
@@ -71,63 +78,162 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
     return config
 
 
+def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
+    half = fields.size("n_window", largest=_LARGEST_CHUNK)
+    window = fields.size("n_window_infer", largest=LARGEST_AUDIO_ROWS)
+    if half and window % (2 * half):
+        fields.expect("n_window_infer", window, f"a multiple of twice n_window, {2 * half}")
+    return {
+        "family": "qwen3_asr",
+        "hidden_size": fields.size("d_model"),
+        "intermediate_size": fields.size("encoder_ffn_dim"),
+        "num_layers": fields.size("encoder_layers", largest=LARGEST_DEPTH),
+        "num_heads": fields.size("encoder_attention_heads"),
+        "channels": fields.size("downsample_hidden_size"),
+        "halvings": 3,
+        "chunk_frames": 2 * half,
+        "window_chunks": window // max(1, 2 * half),
+        "merged": 1,
+        "out_hidden_size": fields.size("output_dim"),
+    }
+
+
+def _voxtral(fields: ConfigFields, checkpoint: Checkpoint) -> dict[str, Any]:
+    hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
+    positions = fields.size("max_source_positions", largest=LARGEST_AUDIO_ROWS)
+    merged = inner // max(1, hidden)  # rows side by side are as wide as the inner layer
+    if hidden and (inner % hidden or positions % max(1, merged)):
+        expected = f"a multiple of hidden_size, {hidden}, that max_source_positions, {positions}, is one of"
+        fields.expect("intermediate_size", inner, expected)
+    text = checkpoint.config.get("text_config")
+    whole = ConfigFields({**(text if isinstance(text, dict) else {})}, None, "text_config")
+    out = whole.size("hidden_size", _VOXTRAL_TEXT)
+    whole.raise_problems()
+    activation = checkpoint.config.get("projector_hidden_act", "gelu")
+    if activation != "gelu":
+        fields.refuse("projector_hidden_act", activation, "supported is gelu")
+    return {
+        "family": "voxtral",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_layers": fields.size("num_hidden_layers", largest=LARGEST_DEPTH),
+        "num_heads": fields.size("num_attention_heads"),
+        "channels": hidden,
+        "halvings": 1,
+        "chunk_frames": 2 * positions,
+        "window_chunks": 1,
+        "merged": merged,
+        "out_hidden_size": out,
+    }
+
+
 def audio_weights(config: AudioConfig) -> list[WeightSpec]:
     """The weights that the encoder takes."""
-    return list(audio_program(config, config.window_frames).weights.values())
+    return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
-def audio_inputs(config: AudioConfig, features: np.ndarray) -> dict[str, np.ndarray]:
-    """What the program of a window takes of its `features` [bins, F]: chunks one behind the other, zeros behind the
-    last, the positions of their rows, and which of these rows are those of sound."""
+def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> dict[str, np.ndarray]:
+    """What the program of a shape takes of a window's `features` [bins, F]. For Voxtral their columns are rows, one for
+    each frame. For Qwen3-ASR chunks stand one behind the other, zeros behind the last, and there are the positions of
+    their rows, and which of these rows are those of sound."""
     bins, frames = features.shape
-    chunks, half = -(-frames // config.chunk_frames), config.hidden_size // 2
+    if config.family == "voxtral":
+        return {"features": np.ascontiguousarray(features.T)[None]}
+    rows = convolved(config.chunk_frames, config.halvings)
+    chunks, half = shape.tokens // rows, config.hidden_size // 2
     padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - frames)))
     waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    angles = np.arange(convolved(config.chunk_frames))[:, None] * waves
+    angles = np.arange(rows)[:, None] * waves
     positions = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
         "position_embeddings": np.tile(positions, (chunks, 1))[None],
-        "sounding_rows": np.arange(config.rows(frames), dtype=np.int32)[None],
+        "attention_mask": (np.arange(shape.tokens) < config.rows(frames))[None, None, None],
     }
 
 
-def audio_program(config: AudioConfig, frames: int) -> Program:
-    """The program of a window of so many frames: "features" to "audio_embeddings" [1, rows, language model's H]."""
+def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
+    """Memory in bytes, by name: weights, inputs and output of a window, rows that are kept. A backend that
+    `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
+    program = audio_program(config, audio_shape(config.window_rows))
+    edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
+    everything = sum(math.prod(shape) * item for shape, item in edge)
+    weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
+    unfolded = [step.places * step.channels * math.prod(step.kernel) for step in program.steps if type(step) is Unfold]
+    widest = max(unfolded) * ITEM_SIZES["float32"] if computes_at_once else 0
+    return {
+        "audio weights": weights,
+        "audio buffers": everything - weights + widest,
+        "audio embeddings": AUDIO_CACHE_BYTES,
+    }
+
+
+def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
+    """The program of a window of whole chunks: "features" to "audio_embeddings" [1, rows, language model's H]."""
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
-    hidden, channels = config.hidden_size, config.channels
-    chunks, rows = -(-frames // config.chunk_frames), config.rows(frames)
-    steps: list[Step] = []
+    hidden, merged, out = config.hidden_size, config.merged, config.out_hidden_size
+    is_voxtral = config.family == "voxtral"
+    inputs, steps = (_voxtral_rows if is_voxtral else _qwen3_asr_rows)(config, shape, tower)
+    for index in range(config.num_layers):
+        layer = f"layers.{index}."
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
+        if is_voxtral and qkv.bias is not None:
+            # Its keys have no bias, and any would do: one that all keys have changes no weight of a softmax.
+            query, _, value = qkv.bias.parts
+            qkv = replace(qkv, bias=replace(qkv.bias, parts=(query, query, value)))
+        output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
+        first, second = (tower.layer_norm(f"{layer}{name}_layer_norm", hidden) for name in ("self_attn", "final"))
+        heads, mask = (config.num_heads, hidden // config.num_heads), None if is_voxtral else "attention_mask"
+        attention = EncoderAttention("context", "qkv", *heads, (1, shape.tokens), mask)
+        steps += attention_steps("hidden", first, qkv, attention, output)
+        steps += mlp_steps("hidden", second, *tower.mlp(f"{layer}fc{{}}", config), "gelu")
+    norm = tower.layer_norm("layer_norm" if is_voxtral else "ln_post", hidden)
+    rows, wide = shape.tokens // merged, merged * hidden
+    linears = (
+        projector.linear("linear_1", out if is_voxtral else hidden, wide, bias=not is_voxtral),
+        projector.linear("linear_2", out, out if is_voxtral else hidden, bias=not is_voxtral),
+    )
+    steps += [Normed("hidden", "hidden", norm), Reshape("rows", "hidden", (1, rows, wide))]
+    steps += projection_steps("audio_embeddings", ["rows"], linears, "gelu")
+    outputs: Edge = {"audio_embeddings": ((1, rows, out), "compute")}
+    return Program(shape, inputs, tuple(steps), outputs)
+
+
+def _qwen3_asr_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights) -> tuple[Edge, list[Step]]:
+    """The inputs, and the steps that make "hidden" of them: places of each chunk in time and bands."""
+    hidden, channels, rows = config.hidden_size, config.channels, shape.tokens
+    chunks, steps = rows // convolved(config.chunk_frames, config.halvings), list[Step]()
     value, bands, columns, depth = "features", config.mel_bins, config.chunk_frames, 1
     for number in (1, 2, 3):
         convolution = tower.convolution(f"conv2d{number}", channels, (depth, 3, 3), bias=True)
         steps += [
-            Unfold("places", value, (chunks, bands, columns), (3, 3), stride=2, padding=1),
+            Unfold("places", value, (chunks, bands, columns), depth, (3, 3), 2, (1, 1)),
             NormLinear("convolved", (Input("places"),), convolution, "gelu"),
         ]
         value, bands, columns, depth = "convolved", convolved(bands, 1), convolved(columns, 1), channels
     steps += [
-        Unfold("places", value, (chunks, bands, columns), (bands, 1)),
+        Unfold("places", value, (chunks, bands, columns), channels, (bands, 1)),
         NormLinear("hidden", (Input("places"),), tower.linear("conv_out", hidden, channels * bands, bias=False)),
         Add("hidden", "hidden", "position_embeddings"),
-        Gather("hidden", "hidden", "sounding_rows"),
     ]
-    for index in range(config.num_layers):
-        layer = f"layers.{index}."
-        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
-        output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
-        first, second = (tower.layer_norm(f"{layer}{name}_layer_norm", hidden) for name in ("self_attn", "final"))
-        attention = EncoderAttention("context", "qkv", config.num_heads, hidden // config.num_heads, (1, rows))
-        steps += attention_steps("hidden", first, qkv, attention, output)
-        steps += mlp_steps("hidden", second, *tower.mlp(f"{layer}fc{{}}", config), "gelu")
-    linears = projector.linear("linear_1", hidden, hidden), projector.linear("linear_2", config.out_hidden_size, hidden)
-    steps.append(Normed("hidden", "hidden", tower.layer_norm("ln_post", hidden)))
-    steps += projection_steps("audio_embeddings", ["hidden"], linears, "gelu")
     inputs: Edge = {
         "features": ((1, chunks * config.mel_bins * config.chunk_frames, 1), "float32"),
-        "position_embeddings": ((1, chunks * columns, hidden), "float32"),
-        "sounding_rows": ((1, rows), "int32"),
+        "position_embeddings": ((1, rows, hidden), "float32"),
+        "attention_mask": ((1, 1, 1, rows), "bool"),
     }
-    outputs: Edge = {"audio_embeddings": ((1, rows, config.out_hidden_size), "compute")}
-    return Program(EngineShape("encode", 1, rows, rows, rows, model="audio"), inputs, tuple(steps), outputs)
+    return inputs, steps
+
+
+def _voxtral_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights) -> tuple[Edge, list[Step]]:
+    """The same of places in time alone."""
+    hidden, bands, frames = config.hidden_size, config.mel_bins, 2 * shape.tokens
+    first, second = (tower.convolution(f"conv{n}", hidden, (depth, 3), True) for n, depth in ((1, bands), (2, hidden)))
+    steps: list[Step] = [
+        Unfold("places", "features", (1, 1, frames), bands, (1, 3), 1, (0, 1)),
+        NormLinear("convolved", (Input("places"),), first, "gelu"),
+        Unfold("places", "convolved", (1, 1, frames), hidden, (1, 3), 2, (0, 1)),
+        NormLinear("convolved", (Input("places"),), second, "gelu"),
+        Add("hidden", "convolved", tower.weight("embed_positions.weight", shape.tokens, hidden)),
+    ]
+    return {"features": ((1, frames, bands), "float32")}, steps

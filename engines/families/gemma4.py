@@ -5,6 +5,7 @@ served without."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields
@@ -28,7 +29,7 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
     if fields.values.get("rope_parameters") is None:
         fields.values = fields.values | {"rope_parameters": _ROPE}
     if fields.switch("enable_moe_block"):
-        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B or 31B"
+        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B, 12B or 31B"
         fields.refuse("enable_moe_block", True, reason)
     fields.ignore("use_bidirectional_attention", "num_experts")
     ahead = fields.values.get("use_bidirectional_attention")
@@ -109,9 +110,21 @@ GEMMA4_TEXT = Family(
 )
 
 
-def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
+#: 12B, whose images and audio come without encoders: the layers are those of 31B.
+GEMMA4_UNIFIED_TEXT = Family(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    read_gemma4,
+    {**GEMMA4_TEXT.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+)
+
+
+def _read_inner(inner: Family, fields: ConfigFields) -> DecoderConfig:
     """The language model inside; its images and audio are no part of it."""
-    return inner_family(fields, GEMMA4_TEXT).read(text_fields(fields, GEMMA4_TEXT.defaults))
+    return inner_family(fields, inner).read(text_fields(fields, inner.defaults))
 
 
-GEMMA4 = Family("gemma4", "Gemma4ForConditionalGeneration", _read_gemma4)
+GEMMA4 = Family("gemma4", "Gemma4ForConditionalGeneration", partial(_read_inner, GEMMA4_TEXT))
+GEMMA4_UNIFIED = Family(
+    "gemma4_unified", "Gemma4UnifiedForConditionalGeneration", partial(_read_inner, GEMMA4_UNIFIED_TEXT)
+)

@@ -1,5 +1,5 @@
 """Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
-SmolVLM, LFM2-VL, InternVL, Qwen3-ASR."""
+SmolVLM, LFM2-VL, InternVL, Qwen3-ASR, Voxtral."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgellm.engines.families.vision_config import (
 )
 from edgellm.engines.model.config import DecoderConfig
 
-_LLAVA_IMAGE_TOKEN, _AUDIO_TOKEN = 32000, 151676
+_LLAVA_IMAGE_TOKEN, _ASR_AUDIO_TOKEN, _VOXTRAL_AUDIO_TOKEN = 32000, 151676, 24
 #: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
 _ASR = {
     **QWEN3.defaults,
@@ -33,6 +33,19 @@ _ASR = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "max_position_embeddings": 65536,
+}
+#: Llama inside has those of Voxtral Mini.
+_VOXTRAL = {
+    "vocab_size": 131072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000000.0,
 }
 #: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
 _SMALL = {
@@ -62,7 +75,14 @@ def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
     config = inner_family(fields, QWEN3).read(text_fields(fields, _ASR))
-    token = fields.token_id("audio_token_id", _AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
+    token = fields.token_id("audio_token_id", _ASR_AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
+    return replace(config, audio_token_id=token)
+
+
+def _read_voxtral(fields: ConfigFields) -> DecoderConfig:
+    """Tokens of speech stand at consecutive positions."""
+    config = inner_family(fields, LLAMA).read(text_fields(fields, {**LLAMA.defaults, **_VOXTRAL}))
+    token = fields.token_id("audio_token_id", _VOXTRAL_AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
     return replace(config, audio_token_id=token)
 
 
@@ -117,3 +137,4 @@ LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})
+VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)

@@ -9,19 +9,23 @@ from dataclasses import dataclass
 class AudioConfig:
     """Dimensions of an encoder of speech and of what leads from it to the language model.
 
-    Chunks of `chunk_frames` frames of `mel_bins` bands are convolved one by one, by three convolutions of `channels`;
-    the rows of `window_chunks` chunks attend to each other. `out_hidden_size` is the language model's hidden size.
-    `tensor_prefix` and `projector_prefix` begin the checkpoint's tensor names.
+    Chunks of `chunk_frames` frames of `mel_bins` bands are convolved one by one, by convolutions of `channels` of which
+    `halvings` have a stride of 2; the rows of `window_chunks` chunks attend to each other, and `merged` neighbouring
+    rows become one of the language model, whose hidden size is `out_hidden_size`. `tensor_prefix` and
+    `projector_prefix` begin the checkpoint's tensor names.
     """
 
+    family: str
     mel_bins: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     channels: int
+    halvings: int
     chunk_frames: int
     window_chunks: int
+    merged: int
     out_hidden_size: int
     tensor_prefix: str
     projector_prefix: str
@@ -31,13 +35,23 @@ class AudioConfig:
         """Frames of a full window."""
         return self.chunk_frames * self.window_chunks
 
+    @property
+    def window_rows(self) -> int:
+        """The encoder's rows of a full window."""
+        return self.chunk_rows(self.window_frames)
+
+    def chunk_rows(self, frames: int) -> int:
+        """The encoder's rows of the whole chunks that hold so many frames."""
+        return -(-frames // self.chunk_frames) * convolved(self.chunk_frames, self.halvings)
+
     def rows(self, frames: int) -> int:
         """Rows, each a token of the language model, of so many frames: the last chunk may be shorter."""
         full, rest = divmod(frames, self.chunk_frames)
-        return full * convolved(self.chunk_frames) + convolved(rest)
+        convolved_rows = full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
+        return convolved_rows // self.merged
 
 
-def convolved(size: int, times: int = 3) -> int:
+def convolved(size: int, times: int) -> int:
     """What so many convolutions over three places, with a stride of 2 and a zero at either end, leave of a size."""
     for _ in range(times):
         size = (size + 1) // 2

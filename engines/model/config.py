@@ -34,7 +34,7 @@ DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = (
     *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
-    "nemotron_h",
+    *("nemotron_h", "nemotron_h_mtp"),
 )
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).
@@ -60,7 +60,8 @@ class Mixture:
 
     `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
     are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate). Experts that are
-    not `gated`, the one of all tokens among them, give down(relu(up)^2).
+    not `gated`, the one of all tokens among them, give down(relu(up)^2). With a `latent_size` those that are chosen
+    take and give rows of that width, to which a layer leads and from which another leads back.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -77,6 +78,7 @@ class Mixture:
     limit: float = field(default=0.0, metadata=ADDED_LATER)
     shared_gate: bool = field(default=True, metadata=ADDED_LATER)
     gated: bool = field(default=True, metadata=ADDED_LATER)
+    latent_size: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def routing(self) -> Routing:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.steps import READS, Norm, Step
+from edgellm.kernels.encoder.contract import places
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,25 @@ class AveragePool(Step):
 class Unfold(Step):
     """output = what each place of a convolution reads, side by side: its linear layer then makes the convolution.
 
-    value [1, images * height * width, C] has the rows of each image of the `grid` (images, height, width). A `kernel`
-    (height, width) stands at every `stride`th place, with `padding` zeros before the first row and column and behind
-    the last: output [1, its places, C * kernel], the channel the slowest, as weights are published.
+    value [1, images * height * width, C] has the rows of each image of the `grid` (images, height, width), C its
+    `channels`. A `kernel` (height, width) stands at every `stride`th place, with `padding` zeros above and left of the
+    first row and column, and behind the last: output [1, its places, C * kernel], the channel the slowest, as weights
+    are published.
     """
 
     value: str = field(metadata=READS)
     grid: tuple[int, int, int]
+    channels: int
     kernel: tuple[int, int]
     stride: int = 1
-    padding: int = 0
+    padding: tuple[int, int] = (0, 0)
+
+    @property
+    def places(self) -> int:
+        """Rows of the output."""
+        images, *sizes = self.grid
+        given = zip(sizes, self.kernel, self.padding, strict=True)
+        return images * math.prod(places(size, kernel, self.stride, zeros) for size, kernel, zeros in given)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual))}
+        added = (step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual)))
+        residuals = {residual for residual in added if residual is not None}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -142,7 +143,10 @@ class ProgramGraph(Generic[Tensor]):
 
     def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
         operations, values = self.operations, self.values
-        y, residual = values[step.value], self.to_residual(values[step.residual])
+        y = values[step.value]
+        if step.residual is None:  # one rank's part
+            return self._linear(operations.gather_rows(y, values["last_token_ids"]) if step.selects else y, step.linear)
+        residual = self.to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
@@ -168,7 +172,11 @@ class ProgramGraph(Generic[Tensor]):
         layers = step.gate_up, step.down
         biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
-        y = self.to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        given = self._linear(x, step.latent[0]) if step.latent else x
+        y = operations.experts(step, given, scores, correction, gate_up, down)
+        if step.latent:
+            y = self._linear(operations.to_compute(y), step.latent[1])
+        y = self.to_residual(y)
         if step.shared:
             first, second, *gates = step.shared
             sums, is_gated = self._linear(x, first), step.mixture.gated

@@ -196,11 +196,15 @@ class LayerWeights(NamedWeights):
     def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
+        width, latent = mixture.latent_size or hidden, tuple[Linear, ...]()
+        if mixture.latent_size:
+            into, back = (f"mlp.fc{number}_latent_proj" for number in (1, 2))
+            latent = self.linear(into, width, hidden, False), self.linear(back, hidden, width, False)
         gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
         rows = inner * mixture.activation.sums // len(gates)
         first = "gate_up_proj" if mixture.gated else "up_proj"
         gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
-        down = {f"{expert}.down_proj": hidden for expert in range(count)}
+        down = {f"{expert}.down_proj": width for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
         shared: tuple[Linear, ...] = ()
         if mixture.shared_size:
@@ -216,12 +220,13 @@ class LayerWeights(NamedWeights):
             residual,
             mixture,
             self.linear("mlp.gate", count, hidden, mixture.biases),
-            self.linear_of_experts(f"mlp.experts.{first}", gate_up, hidden, count, mixture.biases),
+            self.linear_of_experts(f"mlp.experts.{first}", gate_up, width, count, mixture.biases),
             self.linear_of_experts("mlp.experts.down_proj", down, inner, count, mixture.biases),
             correction,
             self._config.residual_scale,
             shared,
             keep,
+            latent,
         )
 
     def residual(

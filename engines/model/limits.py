@@ -21,6 +21,8 @@ LARGEST_MAX_IMAGE_PATCHES = 65536
 MOST_GPUS = 64
 #: Rows of a vision engine: twice the patches, for windows that are padded.
 LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
+#: Rows of a window of speech: far above any published encoder's.
+LARGEST_AUDIO_ROWS = 1 << 16
 #: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
 DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
 #: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
@@ -58,8 +60,8 @@ class EngineShape:
     Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
     (see `segments.py`), whose number of key rows is no matter, as in `base.prefill-b1-t512-s2`.
 
-    Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
-    `vision.encode-p1024`.
+    Of the encoders, "vision" and "audio", there is one phase, "encode": T rows of patches of one image, or of a window
+    of speech. They are named `vision.encode-p1024` and `audio.encode-p104`.
 
     `kv_cache` is the dtype of KV rows, one of `KV_CACHES`, and `window_rows` as in `EngineLimits`; plans are for
     "compute" and no windows alone.
@@ -81,7 +83,7 @@ class EngineShape:
     @property
     def name(self) -> str:
         """The stem of the plan's file name."""
-        if self.model == "vision":
+        if self.phase == "encode":
             return f"{self.model}.{self.phase}-p{self.tokens}"
         end = f"l{self.key_range}" if self.segment is None else f"s{self.segment}"
         name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-{end}"
@@ -101,7 +103,7 @@ class EngineLimits:
     `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
     the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a
     layer of the base holds that looks back on a window, position p in row p % window_rows; 0 where none looks back on
-    less than the context, so that all hold `kv_rows`.
+    less than the context, so that all hold `kv_rows`. With an encoder of speech: `audio_rows` are those of a window.
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
@@ -117,6 +119,7 @@ class EngineLimits:
     packed: bool = field(default=False, metadata=ADDED_LATER)
     window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
     draft_block: int = field(default=0, metadata=bounded(LARGEST_DRAFT_BLOCK, True))
+    audio_rows: int = field(default=0, metadata=bounded(LARGEST_AUDIO_ROWS, True))
 
     @property
     def has_lora(self) -> bool:
@@ -284,12 +287,13 @@ class EngineLimits:
 
     def engine_shapes(self) -> list[EngineShape]:
         """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
-        draft accept, propose, prefill; of the vision encoder encode. Shapes that differ in the key range alone come in
+        draft accept, propose, prefill; of encoders encode. Shapes that differ in the key range alone come in
         ascending order of it."""
         chunks = [(size, rows) for size in self.prefill_chunks for rows in self.key_ranges if size <= rows]
         shapes = [self.base_shape("decode", batch, 1, rows) for batch in self.batches for rows in self.key_ranges]
         shapes += [self.base_shape("prefill", 1, *chunk) for chunk in chunks]
         shapes += [vision_shape(rows) for rows in self.image_rows]
+        shapes += [audio_shape(self.audio_rows)] if self.audio_rows else []
         if not self.has_draft:
             return shapes
         for batch, rows in product(self.batches, self.tree_key_ranges):
@@ -302,6 +306,11 @@ class EngineLimits:
 def vision_shape(rows: int) -> EngineShape:
     """The vision engine of so many rows of patches."""
     return EngineShape("encode", 1, rows, rows, rows, model="vision")
+
+
+def audio_shape(rows: int) -> EngineShape:
+    """The engine of a window of speech of so many rows."""
+    return EngineShape("encode", 1, rows, rows, rows, model="audio")
 
 
 def _rounded_up(count: int, step: int) -> int:

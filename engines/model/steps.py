@@ -255,11 +255,12 @@ class NormLinear(Step):
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
     """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), and with a
-    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`."""
+    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`. Without a residual the
+    output is linear(value), a part of a sum of all ranks."""
 
     value: str = field(metadata=READS)
     linear: Linear
-    residual: str = field(metadata=READS)
+    residual: str | None = field(metadata=READS)
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
@@ -272,7 +273,7 @@ class LinearResidual(Step):
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
-        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        kept = {} if self.keep is None or self.residual is None else _kept(self.keep, kinds[self.residual][0])
         return kept | {self.output: (rows, residual)}
 
 
@@ -288,9 +289,11 @@ class Reduce(Step):
 
 @dataclass(frozen=True)
 class Assemble(Step):
-    """output = the columns of what all ranks have in `value`, one rank's behind the other's."""
+    """output = the columns of what all ranks have in `value`, as many as `widths` say, one rank's behind the other's;
+    where ranks have memory of their own, it is the first one's alone."""
 
     value: str = field(metadata=READS)
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -318,7 +321,8 @@ class Experts(Step):
     at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture` says; biases are [E, 2 I] and [E, H].
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
-    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual.
+    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual. With
+    the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
     these alone, and so is the sum; the residual is added by one rank, which `adds`.
@@ -334,6 +338,7 @@ class Experts(Step):
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
+    latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
     adds: bool = field(default=True, metadata=ADDED_LATER)
 
@@ -414,3 +419,7 @@ class SideBySide(Step):
     """output = the columns of several values, one behind the other."""
 
     values: tuple[str, ...] = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = [kinds[value][0] for value in self.values if value in kinds]
+        return {self.output: ((*rows[0][:-1], sum(each[-1] for each in rows)), "compute")} if rows else {}

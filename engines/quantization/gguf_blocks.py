@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,14 +17,9 @@ from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES
 from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Codes, Levels, Scaling, WeightFormat
 
-
-class _Scales(NamedTuple):
-    """What [N, B] blocks hold beside codes: `scales` and `minima` (or None) float32 [N, B, groups of a block]; or as
-    whole numbers, int8, of which each is a product with one of `factors` float16 [N, B, 1 or 2]."""
-
-    scales: np.ndarray
-    minima: np.ndarray | None = None
-    factors: np.ndarray | None = None
+#: What [N, B] blocks hold beside codes: scales, or these and minima, float32 [N, B, groups of a block]; of `Levels` the
+#: numbers by which their factors are multiplied, int8.
+_Scales = tuple[np.ndarray, ...]
 
 
 def _halves(data: np.ndarray, first: int, count: int = 1) -> np.ndarray:
@@ -35,40 +29,46 @@ def _halves(data: np.ndarray, first: int, count: int = 1) -> np.ndarray:
 
 def _scale(data: np.ndarray) -> _Scales:
     """d."""
-    return _Scales(_halves(data, 0).astype(np.float32))
+    return (_halves(data, 0).astype(np.float32),)
 
 
 def _scale_and_minimum(data: np.ndarray) -> _Scales:
     """d, m."""
-    return _Scales(_halves(data, 0).astype(np.float32), _halves(data, 2).astype(np.float32))
+    return _halves(data, 0).astype(np.float32), _halves(data, 2).astype(np.float32)
 
 
 def _of_eight(data: np.ndarray) -> _Scales:
-    """d, m, then 8 scales and 8 minima of 6 bits in 12 bytes, whose last 4 have the lower bits of the second fours; the
-    factors are d and -m."""
+    """Behind d and m 8 scales and 8 minima of 6 bits in 12 bytes, whose last 4 have the lower bits of the second
+    fours."""
     packed = np.ascontiguousarray(data[..., 4:16])
     first, second, low = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = np.concatenate((first & 63, low & 15 | first >> 6 << 4), axis=-1)
     minima = np.concatenate((second & 63, low >> 4 | second >> 6 << 4), axis=-1)
-    factors = _halves(data, 0, 2).view(np.uint16) ^ np.array([0, 0x8000], np.uint16)
-    return _Scales(scales.view(np.int8), minima.view(np.int8), factors.view(np.float16))
+    return scales.view(np.int8), minima.view(np.int8)
 
 
 def _of_sixteen(data: np.ndarray) -> _Scales:
-    """Behind the codes 16 scales as two's complements, d."""
-    return _Scales(np.ascontiguousarray(data[..., 192:208]).view(np.int8), None, _halves(data, 208))
+    """Behind the codes 16 scales as two's complements, before d."""
+    return (np.ascontiguousarray(data[..., 192:208]).view(np.int8),)
 
 
 def _of_upper_bits(data: np.ndarray) -> _Scales:
-    """d, 2 upper bits of each of 8 scales, their 4 lower ones; scales count from 32."""
+    """Behind d 2 upper bits of each of 8 scales, their 4 lower ones; scales count from 32."""
     high = np.ascontiguousarray(data[..., 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack((data[..., 4:8] & 15, data[..., 4:8] >> 4), axis=-1).reshape(*data.shape[:2], 8)
-    return _Scales((low | high << 4).astype(np.int8) - np.int8(32), None, _halves(data, 0))
+    return ((low | high << 4).astype(np.int8) - np.int8(32),)
+
+
+def _factors(kind: str, data: np.ndarray) -> np.ndarray:
+    """The factors of levels, float16 [N, B, 1 or 2]: d, or d and -m."""
+    form = BLOCK_CODES[kind]
+    found = _halves(data, form.factors, form.level_parts)
+    return (found.view(np.uint16) ^ np.array([0, 0x8000][: form.level_parts], np.uint16)).view(np.float16)
 
 
 def _exponent(data: np.ndarray) -> _Scales:
     """An exponent."""
-    return _Scales(np.ldexp(1.0, data[..., :1].astype(np.int32) - 127).astype(np.float32))
+    return (np.ldexp(1.0, data[..., :1].astype(np.int32) - 127).astype(np.float32),)
 
 
 #: By a type's name: what codes are, whether groups have minima, how scales are stored, and what reads them.
@@ -103,7 +103,7 @@ class BlockLayout(Layout):
 
     @property
     def group(self) -> int:  # type: ignore[override]
-        return 16 if self.kind == "q6_k" else 32
+        return BLOCK_CODES[self.kind].group
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
         return {"weight": Stored.of((rows, columns), self.kind)}
@@ -128,16 +128,25 @@ class BlockLayout(Layout):
         (rows, columns), form = tensors.shape, BLOCK_CODES[self.kind]
         *_, reader = _READERS[self.kind]
         data = tensors.blocks("weight").reshape(rows, -1)
-        with np.errstate(invalid="ignore", over="ignore"):
-            found = reader(data.reshape(rows, -1, form.size))
-        own = [part.reshape(rows, -1) for part in (found.scales, found.minima) if part is not None]
-        for values in own if found.factors is None else (found.factors,):
-            tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
+        blocks = data.reshape(rows, -1, form.size)
         stored, levels = StoredCodes(data, self.kind, 8, (rows, columns)), None
-        if found.factors is not None:
-            levels = Levels(np.repeat(found.factors, form.columns // LEVEL_COLUMNS, axis=1), np.stack(own, axis=-1))
-            if not self._keeps_levels:
-                own, levels = list(np.moveaxis(levels.products(self.group), -1, 0)), None
+        if form.level_parts:
+            factors = _factors(self.kind, blocks)
+            tensors.check("weight", np.isfinite(factors), factors, "finite scales and minima")
+
+            def read_levels() -> Levels:
+                numbers = np.stack([part.reshape(rows, -1) for part in reader(blocks)], axis=-1)
+                return Levels(np.repeat(factors, form.columns // LEVEL_COLUMNS, axis=1), numbers)
+
+            if self.order is None:  # a GPU reads them from the blocks
+                return StoredWeight(self.format("float32"), (stored,), None, read_levels=read_levels)
+            levels = read_levels()
+            own = list(np.moveaxis(levels.products(self.group), -1, 0))
+        else:
+            with np.errstate(invalid="ignore", over="ignore"):
+                own = [part.reshape(rows, -1) for part in reader(blocks)]
+            for values in own:
+                tensors.check("weight", np.isfinite(values), values, "finite scales and minima")
         if self.order is not None:
             order = np.array(self.order).reshape(-1, self.group)
             if (order - order[:, :1] != np.arange(self.group)).any() or (order[:, 0] % self.group).any():
@@ -148,12 +157,12 @@ class BlockLayout(Layout):
             groups = order[:, 0] // self.group
             codes, own = stored.unpacked().reshape(rows, -1, self.group)[:, groups], [part[:, groups] for part in own]
             stored = StoredCodes(codes.reshape(rows, columns), "bytes", 8, (rows, columns))
-            if levels is not None:
+            if levels is not None and self._keeps_levels:
                 of_factor = LEVEL_COLUMNS // self.group
-                factors = levels.factors[:, groups[::of_factor] // of_factor]
-                levels = Levels(factors, levels.numbers[:, groups])
-        scales, minima = (None, None) if levels is not None else (*own, None)[:2]
-        return StoredWeight(self.format("float32"), (stored,), scales, own_minima=minima, levels=levels)
+                moved = Levels(levels.factors[:, groups[::of_factor] // of_factor], levels.numbers[:, groups])
+                return StoredWeight(self.format("float32"), (stored,), None, read_levels=lambda: moved)
+        scales, minima = (*own, None)[:2]
+        return StoredWeight(self.format("float32"), (stored,), scales, own_minima=minima)
 
 
 class Gguf(Quantization):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from edgellm.engines.errors import EngineError
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes
-from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat
 from edgellm.kernels.quantization.turn import AWQ_PLACES
 
 #: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
@@ -49,8 +50,8 @@ class StoredCodes:
 @dataclass(frozen=True)
 class StoredWeight:
     """A `PackedWeight` whose `codes` are as they are published: of one tensor, or of several whose rows follow each
-    other. Their columns are those of the file: `order` has yet to be applied to them. `levels` stand for `own_scales`
-    and `own_minima`, which are made of them where something asks."""
+    other. Their columns are those of the file: `order` has yet to be applied to them. `read_levels` gives
+    `levels`, which stand for `own_scales` and `own_minima`: all are made where something asks."""
 
     format: WeightFormat
     codes: tuple[StoredCodes, ...]
@@ -59,7 +60,12 @@ class StoredWeight:
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
     own_minima: np.ndarray | None = None
-    levels: Levels | None = None
+    read_levels: Callable[[], Levels] | None = None
+
+    @cached_property
+    def levels(self) -> Levels | None:
+        """See `PackedWeight`."""
+        return self.read_levels and self.read_levels()
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -91,6 +97,52 @@ class StoredWeight:
         return PackedWeight(self.format, whole, self.scales, *beside)
 
 
+def rows_of(weight: StoredWeight, ranges: Sequence[tuple[int, int]]) -> StoredWeight:
+    """Some ranges of a weight's rows, one behind the other; with a byte for each code."""
+
+    def own(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[begin:end] for begin, end in ranges])
+
+    return _part(weight, own, own, own(np.arange(weight.shape[0])).size, weight.shape[1])
+
+
+def columns_of(weight: StoredWeight, begin: int, end: int) -> StoredWeight:
+    """A range of a weight's columns; with a byte for each code. Raises EngineError where groups do not end there, and
+    where columns stand in another order than inputs."""
+    group = weight.format.group or 1
+    step = max(group, LEVEL_COLUMNS) if weight.levels is not None else group
+    if weight.order is not None:
+        raise EngineError("weights whose columns are permuted (act order) are not shared by GPUs along their columns")
+    if begin % step or end % step:
+        raise EngineError(f"columns {begin} to {end} of packed weights are no whole groups of {step}")
+
+    def own(values: np.ndarray) -> np.ndarray:
+        return values[:, begin // group : end // group] if weight.format.group else values
+
+    found = _part(weight, own, lambda codes: codes[:, begin:end], weight.shape[0], end - begin)
+    levels, scales = weight.levels, weight.input_scales
+    if levels is not None:
+        kept = Levels(levels.factors[:, begin // LEVEL_COLUMNS : end // LEVEL_COLUMNS], own(levels.numbers))
+        found = replace(found, read_levels=lambda: kept)
+    return found if scales is None else replace(found, input_scales=scales[begin:end])
+
+
+def _part(
+    weight: StoredWeight,
+    own: Callable[[np.ndarray], np.ndarray],
+    of_codes: Callable[[np.ndarray], np.ndarray],
+    rows: int,
+    columns: int,
+) -> StoredWeight:
+    codes = np.ascontiguousarray(of_codes(np.concatenate([part.unpacked() for part in weight.codes])))
+    scales, zeros, minima = (
+        None if values is None else own(values) for values in (weight.own_scales, weight.zeros, weight.own_minima)
+    )
+    levels = None if weight.levels is None else Levels(*map(own, weight.levels))
+    read, stored = (lambda: levels) if levels else None, StoredCodes(codes, "bytes", 8, (rows, columns))
+    return replace(weight, codes=(stored,), own_scales=scales, zeros=zeros, own_minima=minima, read_levels=read)
+
+
 def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:
     """Whether two are rows of one weight: by their formats, and the order and scales of their inputs."""
     same = one.format == other.format and _equal(one.order, other.order)
@@ -104,9 +156,9 @@ def fused(parts: Sequence[StoredWeight]) -> StoredWeight:
         return first
     codes = tuple(codes for part in parts for codes in part.codes)
     scales, minima = _joined([part.own_scales for part in parts]), _joined([part.own_minima for part in parts])
-    zeros, found = _joined([part.zeros for part in parts]), [part.levels for part in parts if part.levels is not None]
-    levels = Levels(*map(np.concatenate, zip(*found, strict=True))) if found else None
-    return replace(first, codes=codes, own_scales=scales, zeros=zeros, own_minima=minima, levels=levels)
+    zeros, found = _joined([part.zeros for part in parts]), [part.read_levels for part in parts if part.read_levels]
+    read = (lambda: Levels(*map(np.concatenate, zip(*(read() for read in found), strict=True)))) if found else None
+    return replace(first, codes=codes, own_scales=scales, zeros=zeros, own_minima=minima, read_levels=read)
 
 
 def _joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(32 * WARPS) dequantize(const Dequantize argume
 #pragma unroll
         for (int step = 0; step < BLOCK_STEPS; ++step) {
             unsigned four[4];
-            lane.begin(group, step);
+            lane.begin(group, step, LOW);
             lane.values(group, step, LOW, four);
             const int place = column + step * 32;
             if (place >= arguments.columns) continue;

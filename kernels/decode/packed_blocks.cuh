@@ -92,8 +92,8 @@ template <int SCALES, int MODE> struct Lane {
         }
     }
     // Before a step's first values: its group, where it begins one.
-    template <typename T> __device__ __forceinline__ void begin(Group<T, MODE>& group, int step) const {
-        if (step * Own::LANE_SCALES % BLOCK_STEPS == 0) group.set(scales, step * Own::LANE_SCALES / BLOCK_STEPS);
+    template <typename T> __device__ __forceinline__ void begin(Group<T, MODE>& group, int step, unsigned mask) const {
+        if (step * Own::LANE_SCALES % BLOCK_STEPS == 0) group.set(scales, step * Own::LANE_SCALES / BLOCK_STEPS, mask);
     }
     // The step's eight columns as four pairs of T.
     template <typename T>
@@ -102,8 +102,7 @@ template <int SCALES, int MODE> struct Lane {
         const bool later = Own::WORDS == 1 ? step >= 2 : step % 2 != 0;
         const unsigned pair[2] = {later ? piece.z : piece.x, later ? piece.w : piece.y};
         if constexpr (Own::UPPER > 0) {
-            const int behind = step * 4 * Own::UPPER;  // bits of each half of a word
-            const unsigned with_upper[2] = {pair[step % 2], upper[behind / 16] >> behind % 16};
+            const unsigned with_upper[2] = {pair[step % 2], Placed<Own::CODES>::upper(upper, step)};
             group.values(with_upper, mask, four);
         } else {
             group.values(Own::WORDS == 1 ? pair + step % 2 : pair, mask, four);

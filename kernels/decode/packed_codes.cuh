@@ -56,54 +56,84 @@ template <int SCALING> __device__ __forceinline__ unsigned zero_of(const unsigne
     return SCALING == ZEROS ? both(stored[i], 1) : 0;
 }
 
-// Codes of a step as pairs of float16, less their zero points: exact, times a power of two that the scale makes good.
+// Codes of 4 to 6 bits, of which few instructions leave a step's four pairs of columns in the halves of words, each at one of
+// two places of the fraction of a 16-bit float: `place(0)` and, of some pairs, `place(1)` bits from its end, with `behind` in
+// front. Of 4 bits there is one word; those of 5 and 6 have bits in the `upper` words, too. code_words.py puts them there.
 // `mask` is LOW in a register.
-template <int CODES, int SCALING> struct Exact;
-
-// Of float16, codes stand at bits 6 to 9, or 2 to 5. Behind an exponent of 1024 that is 1024 + 64 q, or 1024 + 4 q.
 constexpr unsigned HIGH = 0x03c003c0u, LOW = 0x003c003cu, THOUSAND = 0x64006400u;
-constexpr unsigned SIXTY_FOURTH = 0x24002400u, QUARTER = 0x34003400u;
 
-// The zero point is stored as -(16 + z); with minima there is none.
-template <int SCALING> struct Exact<INT4, SCALING> {
-    unsigned high_zero, low_zero;
-    __device__ __forceinline__ void set(unsigned zero) {
-        high_zero = SCALING == ZEROS ? zero : SCALING == MINIMA ? 0xcc00cc00u : 0xce00ce00u;  // - 16, - 24
-        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u)     // - 240
-                                    : SCALING == MINIMA ? 0xdc00dc00u : 0xdc20dc20u;         // - 256, - 264
-    }
-    __device__ __forceinline__ void pairs(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
-        high = fused<__half>(word & HIGH | THOUSAND, SIXTY_FOURTH, high_zero);
-        low = fused<__half>(word & mask | THOUSAND, QUARTER, low_zero);
-    }
-    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
-        pairs(words[0], mask, four[0], four[1]);
-        pairs(turned(words[0]), mask, four[2], four[3]);
-    }
+template <int CODES> struct Placed {
+    static constexpr int BITS = 0;
+    static constexpr __device__ int place(int) { return 0; }
 };
-
-// Codes of 5 or 6 bits, as of 4, each behind 1024 + 4 q, where UPPER bits join those of 4. words: these, and the upper bits, two
-// columns in the halves of a word, the first columns at the lowest ones.
-template <int UPPER, int SCALING> struct ExactWithUpper {
-    unsigned minus;
-    __device__ __forceinline__ void set(unsigned zero) {
-        constexpr unsigned MIDDLE = UPPER == 1 ? 0xdc40dc40u : 0xdc80dc80u;  // - 272, - 288
-        minus = SCALING == MINIMA ? 0xdc00dc00u : SCALING == ZEROS ? fused<__half>(zero, 0x3c003c00u, 0xdb80db80u) : MIDDLE;
-    }
-    template <int PAIR> __device__ __forceinline__ unsigned pair(unsigned word, unsigned upper, unsigned mask) const {
-        constexpr unsigned BITS = UPPER == 1 ? 0x00400040u : 0x00c000c0u;
-        constexpr int BEFORE = UPPER * PAIR;
-        const unsigned own = BEFORE <= 6 ? upper << (6 - BEFORE) : upper >> (BEFORE - 6);
-        return fused<__half>(word & mask | THOUSAND | own & BITS, QUARTER, minus);
-    }
-    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+template <> struct Placed<INT4> {
+    static constexpr int BITS = 4;
+    static constexpr __device__ int place(int which) { return which == 0 ? 6 : 2; }
+    static constexpr __device__ int which(int pair) { return pair % 2; }
+    static __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned behind, unsigned (&four)[4]) {
         const unsigned other = turned(words[0]);
-        four[0] = pair<0>(words[0] >> 4, words[1], mask), four[1] = pair<1>(words[0], words[1], mask);
-        four[2] = pair<2>(other >> 4, words[1], mask), four[3] = pair<3>(other, words[1], mask);
+        four[0] = words[0] & HIGH | behind, four[1] = words[0] & mask | behind;
+        four[2] = other & HIGH | behind, four[3] = other & mask | behind;
     }
 };
-template <int SCALING> struct Exact<INT5, SCALING> : ExactWithUpper<1, SCALING> {};
-template <int SCALING> struct Exact<INT6, SCALING> : ExactWithUpper<2, SCALING> {};
+template <> struct Placed<INT5> {
+    static constexpr int BITS = 5;
+    static constexpr __device__ int place(int which) { return which == 0 ? 0 : 5; }
+    static constexpr __device__ int which(int pair) { return pair % 2; }
+    static __device__ __forceinline__ unsigned upper(const unsigned* words, int step) {
+        return step == 0 ? words[0] : step == 1 ? words[0] << 4 : step == 2 ? turned(words[0]) : words[0] >> 4;
+    }
+    static __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned behind, unsigned (&four)[4]) {
+        const unsigned other = words[0] >> 10;
+        four[0] = words[0] & 0x001f001fu | behind, four[1] = words[0] & 0x03e003e0u | behind;
+        four[2] = other & 0x001f001fu | behind, four[3] = other & 0x00200020u | behind | words[1] & HIGH;
+    }
+};
+template <> struct Placed<INT6> {
+    static constexpr int BITS = 6;
+    static constexpr __device__ int place(int which) { return which == 0 ? 4 : 0; }
+    static constexpr __device__ int which(int pair) { return pair / 3; }
+    static __device__ __forceinline__ unsigned upper(const unsigned* words, int step) {
+        return step % 2 == 0 ? words[step / 2] : turned(words[step / 2]);
+    }
+    static __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned behind, unsigned (&four)[4]) {
+        four[0] = words[0] & 0x03f003f0u | behind, four[1] = words[0] >> 6 & 0x03f003f0u | behind;
+        four[2] = words[1] >> 2 & 0x03f003f0u | behind, four[3] = words[0] & 0x000f000fu | behind | words[1] & 0x00300030u;
+    }
+};
+
+// 2 to the power of a small number; a whole number below 2048 as float16, twice.
+constexpr __device__ float power_of_two(int exponent) {
+    float power = 1;
+    for (int i = 0; i < exponent; ++i) power *= 2;
+    for (int i = exponent; i < 0; ++i) power /= 2;
+    return power;
+}
+constexpr __device__ unsigned twice(int number) {
+    const int size = number < 0 ? -number : number;
+    int exponent = 0;
+    while (size >> exponent > 1) ++exponent;
+    return size == 0 ? 0 : ((number < 0 ? 0x8000u : 0) | 15 + exponent << 10 | size - (1 << exponent) << 10 - exponent) * 0x10001u;
+}
+
+// Codes of a step as pairs of float16, less their zero points: exact, times a power of two that the scale makes good.
+template <int CODES, int SCALING> struct Exact {
+    // Behind an exponent of 1024 a code at a place is 1024 + 2^place q. The zero point is stored as -(16 + z); with minima there
+    // is none.
+    using Own = Placed<CODES>;
+    unsigned minus[2];
+    __device__ __forceinline__ void set(unsigned zero) {
+        constexpr int MIDDLE = SCALING == MINIMA ? 0 : 1 << Own::BITS - 1, FIRST = 1024 >> Own::place(0), SECOND = 1024 >> Own::place(1);
+        minus[0] = SCALING != ZEROS ? twice(-FIRST - MIDDLE) : FIRST == 16 ? zero : fused<__half>(zero, twice(1), twice(16 - FIRST));
+        minus[1] = SCALING != ZEROS ? twice(-SECOND - MIDDLE) : fused<__half>(zero, twice(1), twice(16 - SECOND));
+    }
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        Own::pairs(words, mask, THOUSAND, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            four[i] = fused<__half>(four[i], twice(1) - Own::place(Own::which(i)) * 0x04000400u, minus[Own::which(i)]);
+    }
+};
 
 // Behind an exponent of 1024 a byte is 1024 + q. The zero point is stored as -(1024 + z).
 template <int SCALING> struct Exact<INT8, SCALING> {
@@ -188,7 +218,7 @@ template <> struct Product<__half, INT4, SMALL> {
     }
     __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
         high = fused<__half>(word & HIGH, large, middle);
-        low = fused<__half>(fused<__half>(word & mask | THOUSAND, QUARTER, 0xdc20dc20u), scale, MINUS_ZERO);
+        low = fused<__half>(fused<__half>(word & mask | THOUSAND, 0x34003400u, 0xdc20dc20u), scale, MINUS_ZERO);  // 1/4, - 264
     }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         values(words[0], mask, four[0], four[1]);
@@ -266,7 +296,7 @@ template <typename T> struct Converted<T, T> {
 template <typename T, int MODE, bool IS_NARROW = kind_of(MODE) == NARROW> struct Group {
     using Inner = typename Rounding<rounded_of(MODE), T>::Type;
     Product<Inner, codes_of(MODE), scaling_of(MODE)> product;
-    __device__ __forceinline__ void set(const unsigned* stored, int i) { product.set(stored, i); }
+    __device__ __forceinline__ void set(const unsigned* stored, int i, unsigned) { product.set(stored, i); }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
         product.values(words, mask, four);
 #pragma unroll
@@ -274,30 +304,40 @@ template <typename T, int MODE, bool IS_NARROW = kind_of(MODE) == NARROW> struct
     }
 };
 
-// A whole number of 8 bits, the i-th of a word, stored as 128 more: behind an exponent of 2^23 a byte is 2^23 + q.
-__device__ __forceinline__ float whole_of(unsigned word, int i) {
-    return __uint_as_float(bytes_of(word, 0x4b000000u, 0x7440u | i)) - 8388736.f;
+// A factor times a whole number of 8 bits, the i-th of a word, stored as 128 more; times 2^EXPONENT. Behind an exponent of 2^-7,
+// which `mask` has, the number is 2^-22 (2^15 + 128 + q). What is taken off is exact, and the product is, as a factor is float16.
+template <int EXPONENT> __device__ __forceinline__ float level_of(unsigned word, int i, float factor, unsigned mask) {
+    constexpr float MORE = power_of_two(EXPONENT);
+    return __fmaf_rn(__uint_as_float(bytes_of(word, mask, 0x4505u | i << 4)), factor * (MORE * power_of_two(22)), factor * (MORE * -32896));
 }
 
 // Products of float32. A zero point follows its scale as two of float16, a minimum as its scale is. Of FACTORED scales the
 // factors of a row stand before those of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of
 // exponent. Of LEVELS the factors of scales and minima, four scales, four minima: products of float32 are exact.
+//
+// DIRECT: scales have bits to spare, so that codes need not be exact float16 first. A code at a place of a fraction, without an
+// exponent, is 2^(place - 24) q, which the scale makes good, and the middle is taken off as a minimum: both products are exact.
+// Zeros of negative scales lose their signs, which no sum shows.
 template <typename T, int MODE> struct Group<T, MODE, false> {
     using Inner = typename Rounding<rounded_of(MODE), T>::Type;
     static constexpr int SCALING = scaling_of(MODE), PARTS = SCALING == ZEROS || SCALING == MINIMA ? 2 : 1, KIND = kind_of(MODE);
+    using Own = Placed<codes_of(MODE)>;
+    static constexpr bool DIRECT = Own::BITS > 0 && SCALING != ZEROS && (KIND == HALVES || KIND == LEVELS);
     Exact<codes_of(MODE), SCALING> codes;
-    float scale, minimum;
-    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+    float scales[2], minimum;  // the second scale is of codes at their second place
+    __device__ __forceinline__ void set(const unsigned* stored, int i, unsigned mask) {
+        constexpr int EXPONENT = DIRECT ? 24 - Own::place(0) : 0;
+        float& scale = scales[0];
         if constexpr (KIND == FACTORED) {
             const float value = unpack<__half>(bytes_of(stored[2], 0, 0x4404u | i << 4) >> 1).x;
             scale = __fmaf_rn(value, __uint_as_float(stored[0]), value * __uint_as_float(stored[1]));
         } else if constexpr (KIND == LEVELS) {
             const float2 factors = unpack<__half>(stored[0]);
-            scale = whole_of(stored[1], i) * factors.x;
-            if (PARTS == 2) minimum = whole_of(stored[PARTS], i) * factors.y;
+            scale = level_of<EXPONENT>(stored[1], i, factors.x, mask);
+            if (PARTS == 2) minimum = level_of<0>(stored[PARTS], i, factors.y, mask);
         } else if constexpr (KIND == HALVES) {
             const float2 two = unpack<__half>(PARTS == 2 ? stored[i] : both(stored[i / 2], i % 2));
-            scale = two.x, minimum = two.y;
+            scale = two.x * power_of_two(EXPONENT), minimum = two.y;
         } else if constexpr (KIND == POWERS) {
             const unsigned exponent = bytes_of(stored[0], 0, 0x4440u | i);
             scale = __uint_as_float(exponent == 0 ? 0x00400000u : exponent << 23);
@@ -305,19 +345,26 @@ template <typename T, int MODE> struct Group<T, MODE, false> {
             scale = __uint_as_float(stored[i * PARTS]);
             if (SCALING == MINIMA) minimum = __uint_as_float(stored[i * PARTS + 1]);
         }
-        codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
+        if constexpr (DIRECT) {
+            scales[1] = scale * power_of_two(Own::place(0) - Own::place(1));
+            if (SCALING != MINIMA) minimum = scale * -power_of_two(Own::BITS - 1 - EXPONENT);
+        } else {
+            codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
+        }
     }
-    __device__ __forceinline__ float value(float code) const {
-        return SCALING == MINIMA ? __fmaf_rn(code, scale, minimum) : code * scale;
+    __device__ __forceinline__ float value(float code, int pair) const {
+        if constexpr (DIRECT) return __fmaf_rn(code, scales[Own::which(pair)], minimum);
+        return SCALING == MINIMA ? __fmaf_rn(code, scales[0], minimum) : code * scales[0];
     }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
-        codes.pairs(words, mask, four);
+        if constexpr (DIRECT) Own::pairs(words, mask, 0, four);
+        else codes.pairs(words, mask, four);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             // Scales that are exponents have no room for what makes 4-bit floats good.
             const unsigned pair = KIND == POWERS ? fused<__half>(four[i], 0x74007400u, MINUS_ZERO) : four[i];
             const float2 two = unpack<__half>(pair);
-            four[i] = Converted<Inner, T>::pair(pack<Inner>(value(two.x), value(two.y)));
+            four[i] = Converted<Inner, T>::pair(pack<Inner>(value(two.x, i), value(two.y, i)));
         }
     }
 };

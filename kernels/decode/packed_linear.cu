@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_packed(const TiledLinear& arguments, co
                 }
                 const unsigned following = activations.following(place, d);
 #pragma unroll
-                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
+                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d, mask);
                 const Operands<T, G> operands(held, groups, d, mask);
                 if (d == BLOCK_STEPS - 1) held.read(slot);
                 constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;

@@ -181,7 +181,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 if (last_step || (!G::STAYS && (d + 1) % G::CHUNK == 0)) commit_copies();
                 const unsigned following = activations.following(place);
 #pragma unroll
-                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
+                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d, mask);
                 const bool new_slice = G::EVERY == G::STEPS && d % G::STEPS == 0;
                 unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
 #pragma unroll

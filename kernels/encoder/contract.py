@@ -1,4 +1,5 @@
-"""The contract of the kernels of vision encoders: `NumpyEncoder` defines what they compute, `CudaEncoder` computes it.
+"""The contract of the kernels of encoders of images and speech: `NumpyEncoder` defines what they compute,
+`CudaEncoder` computes it.
 
 They are what stands between the linear layers of an encoder; decoders take layer norms and activations without a gate
 from here, too. R rows come out, made of S or R rows of K columns; P are the columns of a result, at least K, with zeros
@@ -96,6 +97,25 @@ def _check_squares(sizes: dict[str, Any]) -> str | None:
     return None
 
 
+def places(size: int, kernel: int, stride: int, padding: int) -> int:
+    """At how many places of a dimension of so many values a convolution's kernel stands, `padding` zeros at either
+    end."""
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def _check_unfold(sizes: dict[str, Any]) -> str | None:
+    height, width, down, across = (sizes[name] for name in ("height", "width", "down", "across"))
+    stride, above, left = (sizes[name] for name in ("stride", "above", "left"))
+    if min(height, width, down, across, stride, sizes["channels"]) < 1 or min(above, left) < 0:
+        return "sizes of images, kernels, strides and channels begin at 1, paddings at 0"
+    found = places(height, down, stride, above) * places(width, across, stride, left)
+    if sizes["S"] % (height * width) or sizes["S"] // (height * width) * found != sizes["R"]:
+        return f"{sizes['S']} rows of images of {height} x {width} have {found} places each, not {sizes['R']} in all"
+    if sizes["channels"] > sizes["K"] or sizes["channels"] * down * across > sizes["P"]:
+        return f"{sizes['channels']} channels of {sizes['K']} columns, by {down} x {across} places to {sizes['P']}"
+    return None
+
+
 def _check_heads(sizes: dict[str, Any]) -> str | None:
     heads, size = sizes["G"], sizes["D"]
     if sizes.get("W", 3 * heads * size) != 3 * heads * size:
@@ -174,6 +194,24 @@ class EncoderKernels(Protocol):
         """The means over squares of `size` by `size` of values that are a square of `side` by `side` rows, both in
         reading order. The columns of a square are added up first, each from its uppermost row on, then the sums from
         the left."""
+
+    @limited(_check_unfold)
+    def unfold(
+        self,
+        values: Annotated[OwnArray, "SK mixed"],
+        channels: int,
+        height: int,
+        width: int,
+        down: int,
+        across: int,
+        stride: int,
+        above: int,
+        left: int,
+        output: Annotated[OwnArray, "RP mixed"],
+    ) -> Launchable:
+        """What each place of a convolution reads, side by side: of images of `height` by `width` rows in reading order,
+        the first `channels` columns of the `down` by `across` rows at every `stride`th place, with `above` rows and
+        `left` columns of zeros around. The channel is the slowest of a result's columns, zeros stand behind."""
 
     def product(
         self,

@@ -1,4 +1,4 @@
-"""The kernels of vision encoders on the GPU."""
+"""The kernels of encoders of images and speech on the GPU."""
 
 from __future__ import annotations
 
@@ -112,6 +112,15 @@ class CudaEncoder(Launcher):
     def average_pool(self, values: DeviceArray, side: int, size: int, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("average_pool", values, side, size, output)
         return self._by_row("average_pool", (values.dtype,), (values, output), (sizes["K"],), packed)
+
+    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+        """What a convolution reads; see the contract. A thread has an element."""
+        sizes, packed = self._packed(
+            "unfold", values, channels, height, width, down, across, stride, above, left, output
+        )
+        kernel = row_kernel("rows.cu", "unfold", values.dtype, output.dtype)
+        blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
+        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (packed,))
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("product", values, weight, scale, output)

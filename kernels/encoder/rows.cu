@@ -1,5 +1,6 @@
 // What becomes of an encoder's rows between its linear layers: norms, activations, rows that are copied, added, or averaged
-// over squares. A block has a row of the result, all of which it writes; its threads take WIDTH columns at a time.
+// over squares. A block has a row of the result, all of which it writes; its threads take WIDTH columns at a time. What
+// convolutions read is gathered by one thread an element.
 #include "encoder/values.cuh"
 #include "shared/plain_activations.cuh"
 #include "shared/reductions.cuh"
@@ -105,6 +106,26 @@ __global__ void __launch_bounds__(THREADS) add_scaled_rows(const __grid_constant
         for (int i = 0; i < WIDTH; ++i) values[i] = fmaf(others[i], scales[i], values[i]);
         store<float, WIDTH>(reinterpret_cast<char*>(a.output), place, values);
     }
+}
+
+template <class In, class Out>
+__global__ void __launch_bounds__(THREADS) unfold(const __grid_constant__ UnfoldArguments a) {
+    const size_t element = size_t(blockIdx.x) * THREADS + threadIdx.x;
+    const unsigned height = a.height, width = a.width, down = a.down, across = a.across, stride = a.stride;
+    const unsigned columns = (width + 2 * a.left - across) / stride + 1, rows = (height + 2 * a.above - down) / stride + 1;
+    const unsigned row = element / a.P, column = element % a.P;
+    const unsigned channel = column / (down * across), place = column % (down * across), in_image = row % (rows * columns);
+    const int y = int(in_image / columns * stride + place / across) - int(a.above);
+    const int x = int(in_image % columns * stride + place % across) - int(a.left);
+    const bool is_inside = channel < a.channels && y >= 0 && y < int(height) && x >= 0 && x < int(width);
+    begin();
+    if (row >= a.R) return;
+    float value[1] = {};
+    if (is_inside) {
+        const size_t source = size_t(row / (rows * columns)) * height * width + size_t(y) * width + x;
+        load<In, 1>(a.values, source * a.K + channel, value);
+    }
+    store<Out, 1>(a.output, element, value);
 }
 
 template <class In, int WIDTH>

@@ -1,4 +1,4 @@
-"""The kernels of vision encoders in NumPy, float32: they define what `CudaEncoder` computes."""
+"""The kernels of encoders in NumPy, float32: they define what `CudaEncoder` computes."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ class NumpyEncoder:
         columns = reduce(np.add, (squares[:, row] for row in range(size)))
         total = reduce(np.add, (columns[:, :, column] for column in range(size)))
         np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
+
+    @checked_launch(_check)
+    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+        images = values[:, :channels].reshape(-1, height, width, channels)
+        padded = np.pad(images, ((0, 0), (above, above), (left, left), (0, 0)))
+        seen = np.lib.stride_tricks.sliding_window_view(padded, (down, across), (1, 2))[:, ::stride, ::stride]
+        _write(output, seen.reshape(len(output), -1))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

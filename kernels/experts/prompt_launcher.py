@@ -34,7 +34,7 @@ from edgellm.kernels.experts.contract import (
 )
 from edgellm.kernels.experts.launcher import CudaExperts
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling
+from edgellm.kernels.prefill.linear import REGISTERS, SHARED, PromptTiling, dequantizing
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Tilings of dense weights, and of packed ones, the most rows first: an expert has few rows of a prompt.
@@ -100,7 +100,7 @@ def expert_tiling(
         raise KernelError(f"experts have no tiles of {tile} rows in {gpu.shared_limit} bytes of shared memory")
     own = min(experts, pairs)  # tiles are about full but for each expert's last
     rows = tile * (max(pairs - own * tile // 2, 0) // tile + own)
-    return min(found, key=lambda tiling: tiling.clocks(rows, *shape, gpu))
+    return min(found, key=lambda tiling: tiling.clocks(rows, *shape, gpu, dequantizing(layout)))
 
 
 def product_kernel(

@@ -28,7 +28,8 @@ _KEPT_BYTES, _SHARED = 1024, 128
 #: What `fitted.json` says of each.
 _FITTED = "linear layers of prompts"
 _TILE, _OUTPUT, _LATENCY, _UNHIDDEN, _FEW_WARPS = fitted(_FITTED, "tile", "output", "latency", "unhidden", "few_warps")
-_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = fitted(_FITTED, "dequantizes", "additions", "step_instructions")
+_ADDITIONS, _STEP_INSTRUCTIONS = fitted(_FITTED, "additions", "step_instructions")
+_DEQUANTIZES, _IN_FLOAT32 = fitted(_FITTED, "dequantizes", "in_float32")
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
@@ -105,21 +106,20 @@ class PromptTiling(NamedTuple):
         tiles, at_once = self.tiles(batch, weight_rows), gpu.multiprocessors * self.resident(self.stages(gpu), gpu)
         return (tiles if self.totals == JOINED else min(tiles, at_once)), 1, 1
 
-    def _issued(self) -> float:
+    def _issued(self, dequantizes: int) -> float:
         """Instructions of a step of packed weights, of all warps; of dense ones they limit nothing."""
         tiles = self.row_tiles * self.column_tiles
-        own = (
-            2 * tiles + _ADDITIONS * tiles + 2 * self.row_tiles + _DEQUANTIZES * self.column_tiles + _STEP_INSTRUCTIONS
-        )
+        own = 2 * tiles + _ADDITIONS * tiles + 2 * self.row_tiles + dequantizes * self.column_tiles + _STEP_INSTRUCTIONS
         return self.threads // 32 * own if self.block_bytes else 0
 
-    def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity) -> float:
-        """Clocks of `batch` rows of activations times a matrix [weight_rows, columns]."""
+    def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity, dequantizes: int) -> float:
+        """Clocks of `batch` rows of activations times a matrix [weight_rows, columns]; `dequantizes`: see
+        `dequantizing`."""
         warps, own = self.threads // 32, -(-self.tiles(batch, weight_rows) // gpu.multiprocessors)
         fragments = warps * (16 * self.row_tiles * _ROW_BYTES + self._step_bytes(8 * self.column_tiles))
         copied = self.teams * (self.rows * _ROW_BYTES + self._step_bytes(self.weight_rows))
         products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
-        spans = sorted(((fragments + copied) / _SHARED, products, self._issued() / 4))
+        spans = sorted(((fragments + copied) / _SHARED, products, self._issued(dequantizes) / 4))
         step = spans[-1] + _UNHIDDEN * spans[-2]
         beside = min(own, self.resident(self.stages(gpu), gpu))
         steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
@@ -157,11 +157,18 @@ def prompt_tilings(gpu: Capacity, block_bytes: int = 0) -> list[PromptTiling]:
     return [tiling for tiling in every if tiling.resident(2, gpu)]
 
 
+def dequantizing(layout: DeviceLayout | None) -> int:
+    """Instructions of a warp that make values of a step of eight rows of packed weights."""
+    return _DEQUANTIZES if layout is None or layout.kind == "narrow" else _IN_FLOAT32
+
+
 @cache
-def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity, block_bytes: int = 0) -> PromptTiling:
-    """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]."""
-    tilings = prompt_tilings(gpu, block_bytes)
-    return min(tilings, key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu))
+def prompt_tiling(
+    batch: int, weight_rows: int, columns: int, gpu: Capacity, layout: DeviceLayout | None = None
+) -> PromptTiling:
+    """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]; `layout`: packed so."""
+    tilings, dequantizes = prompt_tilings(gpu, layout.block_bytes if layout else 0), dequantizing(layout)
+    return min(tilings, key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu, dequantizes))
 
 
 @cache
@@ -262,9 +269,8 @@ class CudaPromptLinear(CudaTiledKernels):
         activation: int = NO_ACTIVATION,
     ) -> tuple[Kernel, PromptTiling]:
         """A kernel and its tiling, the fastest if none is given, or one for packed weights though this one is not."""
-        block_bytes = 0 if layout is None else layout.block_bytes
         if tiling is None or (layout is None and tiling.block_bytes):
-            tiling = prompt_tiling(rows, *weight, self.gpu, block_bytes)
+            tiling = prompt_tiling(rows, *weight, self.gpu, layout)
         stages = tiling.stages(self.gpu)
         if layout is not None:
             return packed_prompt_kernel(name, layout, tiling, stages, adapted), tiling

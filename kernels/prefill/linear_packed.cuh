@@ -101,7 +101,7 @@ template <typename T, typename G> struct PackedFragments {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int c = 2 * pair + i;
-            blocks[c].begin(groups[c], step);
+            blocks[c].begin(groups[c], step, mask);
             blocks[c].values(groups[c], step, mask, weights[(step * PAIRS + pair) % 2][i]);
         }
     }

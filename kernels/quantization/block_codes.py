@@ -18,6 +18,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 
 _THREADS = 256
 #: Columns that a thread makes: those of any block are a multiple of it.
@@ -28,7 +29,8 @@ _THREAD_COLUMNS = 8
 class BlockCodes:
     """Where a block of `size` bytes has the codes of its `columns`: lower bits from the byte `low` on, `upper` bits
     more from the byte `high` on. Without a `span` each byte is a code, a two's complement that counts from 128 here.
-    `signed_zero`: the code 8 is a 0 as the code 0 is, by which it is replaced."""
+    `signed_zero`: the code 8 is a 0 as the code 0 is, by which it is replaced. Where scales are `Levels` of
+    `level_parts`, their factors stand from the byte `factors` on, and each is of a `group` of columns."""
 
     columns: int
     size: int
@@ -38,6 +40,9 @@ class BlockCodes:
     high: int = 0
     lanes: int = 0
     signed_zero: bool = False
+    factors: int = 0
+    level_parts: int = 0
+    group: int = 32
 
 
 #: By the types' names.
@@ -48,11 +53,11 @@ BLOCK_CODES = MappingProxyType(
         "q5_0": BlockCodes(32, 22, 6, 16, upper=1, high=2, lanes=1),
         "q5_1": BlockCodes(32, 24, 8, 16, upper=1, high=4, lanes=1),
         "q8_0": BlockCodes(32, 34, 2, 0),
-        "q4_k": BlockCodes(256, 144, 16, 32),
-        "q5_k": BlockCodes(256, 176, 48, 32, upper=1, high=16, lanes=32),
-        "q6_k": BlockCodes(256, 210, 0, 64, upper=2, high=128, lanes=32),
+        "q4_k": BlockCodes(256, 144, 16, 32, level_parts=2),
+        "q5_k": BlockCodes(256, 176, 48, 32, upper=1, high=16, lanes=32, level_parts=2),
+        "q6_k": BlockCodes(256, 210, 0, 64, upper=2, high=128, lanes=32, factors=208, level_parts=1, group=16),
         "iq4_nl": BlockCodes(32, 18, 2, 16),
-        "iq4_xs": BlockCodes(256, 136, 8, 16),
+        "iq4_xs": BlockCodes(256, 136, 8, 16, level_parts=1),
         "mxfp4": BlockCodes(32, 17, 1, 16, signed_zero=True),
     }
 )
@@ -83,15 +88,22 @@ class _Unblock(ctypes.Structure):
     _fields_ = members("void* blocks codes", "longlong eights")
 
 
-def unblock_kernel(kind: str) -> Kernel:
-    """The kernel for blocks of a kind."""
-    form, expression = BLOCK_CODES[kind], "unblock"
+class _Levels(ctypes.Structure):
+    """`Levels` of block_codes.cu."""
+
+    _fields_ = members("void* blocks tails", "int rows along first end")
+
+
+def block_kernel(kind: str, expression: str) -> Kernel:
+    """A kernel of block_codes.cu for blocks of a kind: `unblock`, or `levels`."""
+    form = BLOCK_CODES[kind]
     macros = (
         ("HOST_UNBLOCK_BYTES", ctypes.sizeof(_Unblock)),
+        ("HOST_LEVELS_BYTES", ctypes.sizeof(_Levels)),
         *((f"HOST_{name.upper()}", int(value)) for name, value in vars(form).items()),
     )
-    source = ModuleSource(f"unblock-{kind}", ("quantization/block_codes.cu",), (expression,), macros)
-    return Kernel(source, expression)
+    expressions = ("unblock", "levels") if form.level_parts else ("unblock",)
+    return Kernel(ModuleSource(f"unblock-{kind}", ("quantization/block_codes.cu",), expressions, macros), expression)
 
 
 def unblock(module: KernelModule, blocks: DeviceArray, codes: DeviceArray, kind: str) -> Launch:
@@ -106,4 +118,24 @@ def unblock(module: KernelModule, blocks: DeviceArray, codes: DeviceArray, kind:
         )
     eights = rows * columns // _THREAD_COLUMNS
     arguments = _Unblock(blocks.pointer, codes.pointer, eights)
-    return Launch(module, unblock_kernel(kind), (-(-eights // _THREADS), 1, 1), _THREADS, 0, (arguments,))
+    return Launch(module, block_kernel(kind, "unblock"), (-(-eights // _THREADS), 1, 1), _THREADS, 0, (arguments,))
+
+
+def block_levels(module: KernelModule, blocks: DeviceArray, tails: DeviceArray, kind: str, first: int = 0) -> Launch:
+    """A launch that makes what `tail_bytes` gives of rows of blocks uint8 [N, bytes of a row] that have `Levels`.
+
+    `tails` uint8 [row blocks, K / 128, bytes]: the first row of blocks is its row `first`; where the last one ends no
+    row block, zeros follow. Raises KernelError where they do not fit.
+    """
+    form, (rows, row_bytes) = BLOCK_CODES[kind], blocks.shape
+    along = row_bytes // form.size * form.columns // BLOCK_COLUMNS
+    expected = along, BLOCK_ROWS * (2 + BLOCK_COLUMNS // form.group) * form.level_parts
+    end = -(-(first + rows) // BLOCK_ROWS) * BLOCK_ROWS
+    if not form.level_parts or tails.shape[1:] != expected or end > tails.shape[0] * BLOCK_ROWS:
+        raise KernelError(
+            f"rows {first} on of blocks {list(blocks.shape)} of {kind} do not become tails {list(tails.shape)}: "
+            f"expected {[end // BLOCK_ROWS, *expected]}"
+        )
+    arguments = _Levels(blocks.pointer, tails.pointer, rows, along, first, end)
+    blocks_of_threads = -(-(end - first) * along // _THREADS)
+    return Launch(module, block_kernel(kind, "levels"), (blocks_of_threads, 1, 1), _THREADS, 0, (arguments,))

@@ -1,8 +1,8 @@
 """Codes of a block of 8 rows times 128 columns as the words that kernels read: see `device_layout`.
 
 Lane i of a warp has of row i / 4 columns 8 (i % 4) to + 7 of each step of 32 columns, a word of eight codes of 4 bits a
-step, or two words of four of 8 bits. Of codes of 5 or 6 bits the lower four are such words; behind those of all lanes
-each has as many words of upper bits as such bits.
+step, or two words of four of 8 bits. Of codes of 5 or 6 bits such words have 32 bits of a step's eight; behind those of
+all lanes each has one word, or two, with the others.
 """
 
 from __future__ import annotations
@@ -15,69 +15,84 @@ from edgellm.kernels.quantization.packed_weight import Codes
 
 #: Rows and columns of a block, columns of a step and of a lane in it.
 BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
-_LANES = STEP // LANE_COLUMNS  # of a row
-_FOUR = tuple((bit, bit) for bit in (6, 22, 2, 18, 14, 30, 10, 26))
-#: By codes, and for each column of a word: by how many bits a code (its lower four bits, of 5 or 6) is turned to the
-#: left, and its highest bit alone. The order is that in which kernels number them (CODES of decode/packed_codes.cuh).
+_LANES, _STEPS = STEP // LANE_COLUMNS, BLOCK_COLUMNS // STEP  # of a row
+#: Words that a lane reads at once.
+_PIECE = 4
+#: Of a column: bits of its code, and by how many they are turned to the left; then other bits, or none.
+Turns = tuple[int, int, int, int]
+
+
+def _halves(*pairs: tuple[int, int]) -> tuple[Turns, ...]:
+    """Pairs of neighbouring columns, in the lower half of a word and, turned alike, in the upper one."""
+    return tuple((bits, turn + half, 0, 0) for bits, turn in pairs for half in (0, 16))
+
+
+_FP8, _NONE = ((7, 8), (23, 24), (0, 7), (16, 23)), (0, 0)
+_FP4 = ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29))
+#: By codes, the columns of a word. The order is that in which kernels number codes (CODES of decode/packed_codes.cuh).
 TURNS = MappingProxyType(
     {
-        "int4": _FOUR,
-        "int8": ((0, 0), (16, 16), (8, 8), (24, 24)),
-        "fp8": ((7, 8), (23, 24), (0, 7), (16, 23)),
-        "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
-        "int5": _FOUR,
-        "int6": _FOUR,
-        "iq4": tuple((bit, bit) for bit in range(0, 32, 4)),
+        "int4": _halves((15, 6), (15, 2), (15, 14), (15, 10)),
+        "int8": tuple((255, turn, 0, 0) for turn in (0, 16, 8, 24)),
+        "fp8": tuple((127, turn, 128, sign) for turn, sign in _FP8),
+        "fp4": tuple((7, turn, 8, sign) for turn, sign in _FP4),
+        "int5": _halves((31, 0), (31, 5), (31, 10), (1, 15)),
+        "int6": _halves((63, 4), (63, 10), _NONE, (15, 0)),
+        "iq4": tuple((15, turn, 0, 0) for turn in range(0, 32, 4)),
     }
 )
-#: The upper bits, of two neighbouring columns in the halves of a word, the first columns at the lowest.
-UPPER_BITS = MappingProxyType({"int5": 1, "int6": 2})
+#: The columns of a word of the others, one step behind another.
+UPPER_TURNS = MappingProxyType(
+    {
+        "int5": _halves(*(own for turn in (5, 1, 13, 9) for own in (_NONE, _NONE, _NONE, (30, turn)))),
+        "int6": _halves(*(own for turn in (0, 8) for own in (_NONE, _NONE, (63, 6 + turn), (48, turn)))),
+    }
+)
 
 
 def code_words(padded: np.ndarray, codes: Codes) -> np.ndarray:
     """Codes uint8 of whole blocks [8 D, 128 A], as bytes of blocks: uint8 [D, A, bytes]."""
-    (down, along), turns, upper = _blocks(padded), TURNS[codes], UPPER_BITS.get(codes, 0)
-    bits = 32 // len(turns)
-    columns = (padded & (1 << bits) - 1).reshape(down, BLOCK_ROWS, along, bits // 4, -1, _LANES, bits // 4, len(turns))
-    words = np.zeros(columns.shape[:-1], np.uint32)
-    every = np.arange(1 << bits, dtype=np.uint32)
-    for column, (turn, highest) in enumerate(turns):
-        low = every & (1 << bits - 1) - 1
-        words |= (_turned(low, turn) | _turned(every - low, highest))[columns[..., column]]
-    lanes = words.transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps of a piece, words
-    found = lanes.copy().view(np.uint8).reshape(down, along, -1)
-    if not upper:
-        return found
-    shape = down, BLOCK_ROWS, along, upper, -1, _LANES, LANE_COLUMNS // 2, 2
-    pairs = (padded >> bits).astype(np.uint32).reshape(shape).transpose(0, 2, 1, 5, 3, 4, 6, 7)
-    upper_words = np.ascontiguousarray((pairs << _upper_places(upper)).sum(axis=(-3, -2, -1), dtype=np.uint32))
-    return np.concatenate((found, upper_words.view(np.uint8).reshape(down, along, -1)), axis=-1)
+    down, along = padded.shape[0] // BLOCK_ROWS, padded.shape[1] // BLOCK_COLUMNS
+    columns = padded.reshape(down, BLOCK_ROWS, along, _STEPS, _LANES, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
+    lanes, found = columns.reshape(down, along, BLOCK_ROWS, _LANES, -1), list[np.ndarray]()
+    for turns in _tables(codes):
+        words = _joined(lanes.reshape(*lanes.shape[:-1], -1, len(turns)), turns)
+        pieces = words.reshape(*lanes.shape[:-1], -1, min(_PIECE, words.shape[-1]))
+        found.append(np.moveaxis(pieces, 4, 2).reshape(down, along, -1))
+    return np.concatenate(found, axis=-1).view(np.uint8)
 
 
 def codes_of(words: np.ndarray, codes: Codes) -> np.ndarray:
     """What `code_words` was given."""
-    (down, along, _), turns, upper = words.shape, TURNS[codes], UPPER_BITS.get(codes, 0)
-    bits = 32 // len(turns)
-    lower, low = BLOCK_ROWS * BLOCK_COLUMNS * bits // 8, (1 << bits - 1) - 1
-    own = words[..., :lower].copy().view(np.uint32)
-    own = own.reshape(down, along, bits // 4, BLOCK_ROWS, _LANES, -1, bits // 4).transpose(0, 3, 1, 2, 5, 4, 6)
-    every = [_turned(own, -turn) & low | _turned(own, -highest) & low + 1 for turn, highest in turns]
-    found = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)
-    if upper:
-        rest = words[..., lower:].copy().view(np.uint32).reshape(down, along, BLOCK_ROWS, _LANES, upper, 1, 1, 1)
-        pairs = (rest >> _upper_places(upper) & np.uint32((1 << upper) - 1)).transpose(0, 2, 1, 4, 5, 3, 6, 7)
-        found |= pairs.astype(np.uint8).reshape(found.shape) << bits
-    return found
+    (down, along, _), every, begin = words.shape, np.ascontiguousarray(words).view(np.uint32), 0
+    lanes = np.zeros((down, along, BLOCK_ROWS, _LANES, _STEPS * LANE_COLUMNS), np.uint8)
+    for turns in _tables(codes):
+        count = lanes.shape[-1] // len(turns)  # words of a lane
+        own = every[..., begin : begin + BLOCK_ROWS * _LANES * count]
+        pieces = own.reshape(down, along, -1, BLOCK_ROWS, _LANES, min(_PIECE, count))
+        lanes |= _parted(np.moveaxis(pieces, 2, 4).reshape(*lanes.shape[:-1], count), turns).reshape(lanes.shape)
+        begin += own.shape[-1]
+    columns = lanes.reshape(down, along, BLOCK_ROWS, _LANES, _STEPS, LANE_COLUMNS).transpose(0, 2, 1, 4, 3, 5)
+    return columns.reshape(down * BLOCK_ROWS, -1)
 
 
-def _blocks(padded: np.ndarray) -> tuple[int, int]:
-    return padded.shape[0] // BLOCK_ROWS, padded.shape[1] // BLOCK_COLUMNS
+def _tables(codes: Codes) -> tuple[tuple[Turns, ...], ...]:
+    return (TURNS[codes], UPPER_TURNS[codes]) if codes in UPPER_TURNS else (TURNS[codes],)
 
 
-def _upper_places(bits: int) -> np.ndarray:
-    """Where in a word upper bits are, by step of the word, pair of columns and column."""
-    pairs = np.arange(16 // bits, dtype=np.uint32).reshape(-1, LANE_COLUMNS // 2, 1)
-    return pairs * np.uint32(bits) + np.array([0, 16], np.uint32)
+def _joined(columns: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
+    """The words [...] of codes [..., columns]."""
+    words, every = np.zeros(columns.shape[:-1], np.uint32), np.arange(256, dtype=np.uint32)
+    for column, (low, turn, high, more) in enumerate(turns):
+        if low:
+            words |= (_turned(every & low, turn) | _turned(every & high, more))[columns[..., column]]
+    return words
+
+
+def _parted(words: np.ndarray, turns: tuple[Turns, ...]) -> np.ndarray:
+    """What `_joined` was given, uint8, but for bits that it leaves out."""
+    parts = [_turned(words, -turn) & low | _turned(words, -more) & high for low, turn, high, more in turns]
+    return np.stack(parts, axis=-1).astype(np.uint8)
 
 
 def _turned(words: np.ndarray, bits: int) -> np.ndarray:

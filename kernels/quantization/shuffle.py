@@ -8,7 +8,7 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.code_words import TURNS, UPPER_BITS
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS, Turns
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes
 
@@ -19,12 +19,19 @@ class _Shuffle(ctypes.Structure):
     _fields_ = members("void* codes tails data", "longlong stride", "int rows columns tail_bytes")
 
 
+def _listed(turns: tuple[Turns, ...]) -> str:
+    return ", ".join(f"{{{', '.join(map(str, own))}}}" for own in turns)
+
+
 def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     """The kernel for codes that are stored in 4 or 8 bits."""
-    turns = ", ".join(f"{{{turn}, {highest}}}" for turn, highest in TURNS[codes])
-    macros = ("HOST_TURNS", turns), ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle))
-    own = 32 // len(TURNS[codes])
-    expression = f"shuffle<{own}, {bits}, {UPPER_BITS.get(codes, 0)}>"
+    turns, upper = TURNS[codes], UPPER_TURNS.get(codes)
+    macros = (
+        ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
+        ("HOST_TURNS", _listed(turns)),
+        ("HOST_UPPER_TURNS", _listed(upper or turns)),
+    )
+    expression = f"shuffle<{32 // len(turns)}, {bits}, {32 // len(upper) if upper else 0}>"
     name = f"shuffle-{codes}-{bits}"
     return Kernel(ModuleSource(name, ("quantization/shuffle.cu",), (expression,), macros), expression)
 

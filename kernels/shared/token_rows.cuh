@@ -42,7 +42,7 @@ __device__ inline void unpack_row(
 #pragma unroll
         for (int step = 0; step < BLOCK_STEPS; ++step) {
             unsigned four[4], column = i / 4 * BLOCK_COLUMNS + step * 32 + own_quad() * 8;
-            lane.begin(group, step);
+            lane.begin(group, step, decode::packed::LOW);
             lane.values(group, step, LOW, four);
             if (column < columns) *reinterpret_cast<uint4*>(target + column) = make_uint4(four[0], four[1], four[2], four[3]);
         }

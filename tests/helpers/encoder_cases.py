@@ -149,6 +149,10 @@ CASES = {
     "squares": Case("average_pool", (values(64, 160), 8, 2, nothing(16, 160))),
     "squares_of_16": Case("average_pool", (values(64 * 64, 40), 64, 4, nothing(256, 40))),
     "odd_squares": Case("average_pool", (values(36, 75), 6, 3, nothing(4, 75))),
+    "places": Case("unfold", (Compute(values(2 * 9 * 7, 24)), 24, 9, 7, 3, 3, 2, 1, 1, Compute(nothing(40, 216)))),
+    "places_of_one_channel": Case("unfold", (values(3 * 8 * 5, 1), 1, 8, 5, 3, 3, 2, 1, 1, Compute(nothing(36, 16)))),
+    "places_of_a_column": Case("unfold", (Compute(values(4 * 6, 8)), 5, 4, 6, 4, 1, 1, 0, 0, Compute(nothing(6, 24)))),
+    "places_in_time": Case("unfold", (values(300, 40), 40, 1, 300, 1, 3, 2, 0, 1, Compute(nothing(150, 120)))),
     "product": Case("product", (values(70, 75), Compute(values(75, 40, seed=1)), 0.125, Compute(nothing(70, 40)))),
     "wide_product": Case("product", (values(256, 1152), Compute(values(1152, 136)), 1.0, Compute(nothing(256, 136)))),
     "turned_heads": heads(37, 4, 72, True),
@@ -170,5 +174,5 @@ CASES = {
     "nothing_visible": attention(128, 64, 2, 64, np.arange(128) < 64),
 }
 #: Whose results the device rounds once and sums in the twin's order.
-EXACT = [name for name, case in CASES.items() if case.kernel in ("copy_rows", "add_rows", "average_pool")]
+EXACT = [name for name, case in CASES.items() if case.kernel in ("copy_rows", "add_rows", "average_pool", "unfold")]
 EXACT.append("rounded_heads")

@@ -1,8 +1,9 @@
-"""Vision encoders of every family with random weights, what NumPy's operations compute of them, and their engines on
-the kernels' twins."""
+"""Encoders of every family with random weights, what NumPy's operations compute of them, and their engines on the
+kernels' twins."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,13 @@ import numpy as np
 from numpy_kernel_device import NumpyKernelDevice
 
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.numpy_backend import NumpyEngine
-from edgellm.engines.families.programs import model_program
-from edgellm.engines.model.limits import EngineShape, vision_shape
+from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.families.audio_encoders import audio_inputs
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.encoder.twin import NumpyEncoder, NumpyEncoderLinear
@@ -94,6 +99,37 @@ MODELS = {
     ),
 }
 
+#: Encoders of speech, of odd widths, too.
+SPEECH_MODELS = {
+    "qwen3_asr": AudioConfig(
+        family="qwen3_asr",
+        mel_bins=18,
+        hidden_size=32,
+        intermediate_size=44,
+        num_layers=3,
+        num_heads=2,
+        channels=12,
+        halvings=3,
+        chunk_frames=22,
+        window_chunks=25,
+        merged=1,
+        out_hidden_size=24,
+        tensor_prefix="tower.",
+        projector_prefix="projector.",
+    )
+}
+
+SPEECH_MODELS["voxtral"] = replace(
+    SPEECH_MODELS["qwen3_asr"],
+    family="voxtral",
+    intermediate_size=128,
+    channels=32,
+    halvings=1,
+    chunk_frames=120,
+    window_chunks=1,
+    merged=4,
+)
+
 
 def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
@@ -110,13 +146,8 @@ def shape_of(config: VisionConfig, grid: Grid, larger: bool = False) -> EngineSh
 
 def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict[str, np.ndarray]:
     """Weights and an image's inputs, by their names at the engine's edge, in float32; patches of no image are zeros."""
-    random, program = np.random.default_rng(3), model_program(config, shape)
-    arrays = {}
-    for name, spec in program.weights.items():
-        scale = spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 0.2
-        arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(scale)
-        if "norm" in name and name.endswith("weight"):
-            arrays[name] += 1
+    arrays = random_weights(config, shape)
+    random = np.random.default_rng(4)
     arrays |= vision_layout(config, grid, _positions(config)).padded(config, shape)
     size, _ = vision_inputs(config, shape)["patches"]
     patches = np.zeros(size, np.float32)
@@ -124,7 +155,30 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
     return arrays | {"patches": patches}
 
 
-def expected_outputs(config: VisionConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def lengths_of(config: AudioConfig) -> list[int]:
+    """Frames of windows for an encoder: whole ones, and others where it takes them."""
+    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family == "qwen3_asr")
+
+
+def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:
+    """The shape that takes so many frames, or a `whole` window, and its weights and inputs."""
+    shape = audio_shape(config.window_rows if whole else config.chunk_rows(frames))
+    features = np.random.default_rng(4).standard_normal((config.mel_bins, frames), np.float32)
+    return shape, random_weights(config, shape) | audio_inputs(config, shape, features)
+
+
+def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndarray]:
+    """Those of an encoder, by their names."""
+    random, arrays = np.random.default_rng(3), dict[str, np.ndarray]()
+    for name, spec in model_program(config, shape).weights.items():
+        scale = spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 0.2
+        arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(scale)
+        if ("norm" in name or "ln_" in name) and name.endswith("weight"):
+            arrays[name] += 1
+    return arrays
+
+
+def expected_outputs(config: ModelConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What NumPy's operations give, by name."""
     program, bound = model_program(config, shape), dict(arrays)
     engine, outputs = NumpyEngine(program), program.outputs
@@ -133,7 +187,7 @@ def expected_outputs(config: VisionConfig, shape: EngineShape, arrays: dict[str,
     return {name: engine._bindings[name] for name in outputs}
 
 
-def twin_engine(config: VisionConfig, shape: EngineShape, rounds: bool = True) -> EncoderEngine:
+def twin_engine(config: ModelConfig, shape: EngineShape, rounds: bool = True) -> EncoderEngine:
     """The engine on the kernels' twins, in float32; nothing unwritten is read: it is NaN. `rounds`: linear layers apply
     activations."""
     linear = NumpyEncoderLinear() if rounds else NumpyTiledKernels()
@@ -141,6 +195,25 @@ def twin_engine(config: VisionConfig, shape: EngineShape, rounds: bool = True) -
     engine = EncoderEngine(kernels, config, shape, "float32")
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     return engine
+
+
+class EncoderBackend(NumpyBackend):
+    """NumPy, but for an encoder, which runs on the twins, at fixed shapes as on a GPU."""
+
+    fixed_shapes = True
+
+    def __init__(self, config: VisionConfig | AudioConfig, decoder: Any) -> None:
+        super().__init__(decoder, **{"audio" if isinstance(config, AudioConfig) else "vision": config})  # type: ignore
+        self._encoder, self._engines = config, list[EncoderEngine]()
+
+    def load_engine(self, shape: EngineShape) -> Any:
+        self._engines.append(twin_engine(self._encoder, shape))
+        return self._engines[-1]
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> Any:
+        return padded_arrays(self._engines[0], super().load_weights(checkpoint, specs, progress))
 
 
 def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The golden model that hears, built, and what transformers computes with it."""
+"""The golden models that hear, built, and what transformers computes with them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from edgellm.media.audio import AudioEncoder
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
-CHECKPOINT = golden_folder("speech") / "qwen3_asr"
+CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral")}
+CHECKPOINT = CHECKPOINTS["qwen3_asr"]
 
 
 @cache
-def expected_speech() -> dict[str, np.ndarray]:
+def expected_speech(name: str = "qwen3_asr") -> dict[str, np.ndarray]:
     """The tensors that `tools/goldens/make_speech.py` describes."""
-    return load_file(CHECKPOINT / "expected.safetensors")
+    return load_file(CHECKPOINTS[name] / "expected.safetensors")
 
 
 def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -40,4 +41,12 @@ def speech_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engine directory of the golden model, whose prompts are cut into chunks of 32 tokens."""
     path = tmp_path_factory.mktemp("speech") / "qwen3_asr"
     build_engine_directory(CHECKPOINT, path, EngineLimits(2, 32, 400), [])
+    return path
+
+
+@pytest.fixture(scope="session")
+def voxtral_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Voxtral."""
+    path = tmp_path_factory.mktemp("speech") / "voxtral"
+    build_engine_directory(CHECKPOINTS["voxtral"], path, EngineLimits(2, 32, 400), [])
     return path

@@ -1,9 +1,10 @@
-"""Qwen3-ASR against transformers: features, rows of the encoder, prompts, and the logits of every prefix."""
+"""Qwen3-ASR and Voxtral against transformers: features, rows of encoders, prompts, and the logits of every prefix."""
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,22 +13,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-from speech_models import CHECKPOINT, TOLERANCE, encoded_frames, expected_speech
+from encoder_models import EncoderBackend
+from speech_models import CHECKPOINT, CHECKPOINTS, TOLERANCE, encoded_frames, expected_speech
 from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
 
 from edgellm import LLM, Request
 from edgellm.built import read_built
+from edgellm.commands.info import directory_facts
+from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, plan_refusal
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
+from edgellm.engines.directories.engine_directory import EngineDirectory, _parse
+from edgellm.engines.families.programs import model_weights
+from edgellm.engines.model.limits import EngineLimits, audio_shape
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.errors import AudioError, EdgeLLMError, MediaError, RequestError
+from edgellm.errors import AudioError, EdgeLLMError, EngineDirectoryError, MediaError, RequestError
+from edgellm.kernels.gpu import absent_gpu
+from edgellm.media.audio import AudioEncoder
+from edgellm.metrics import Metrics
 from edgellm.multimodal.log_mel import log_mel
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.text.messages import MediaReference
 
 AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"
-PROMPT = f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = {
+    "qwen3_asr": f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
+    "voxtral": f"<s>[INST]{'[BEGIN_AUDIO][AUDIO]' * len(SECONDS)}{QUESTION}[/INST]",
+}
 SOUNDS = [(sound(seconds), RATE) for seconds in SECONDS]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -55,9 +68,12 @@ def before(media: PromptMedia, stop: int) -> PromptMedia:
     return PromptMedia(tuple(spans), None)
 
 
-def test_all_is_as_transformers_has_it(llm: LLM) -> None:
-    expected, ids = expected_speech(), expected_speech()["token_ids"].tolist()
-    for request in (Request(PROMPT, audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
+@pytest.mark.parametrize("name", PROMPTS)
+def test_all_is_as_transformers_has_it(name: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    expected, ids = expected_speech(name), expected_speech(name)["token_ids"].tolist()
+    engines = {"qwen3_asr": speech_engines, "voxtral": voxtral_engines}
+    llm = LLM(engines[name], backend="numpy", drafting=None)
+    for request in (Request(PROMPTS[name], audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
         assert llm._runtime.prompt_ids(request) == ids
 
     def compute(runtime: Any) -> np.ndarray:
@@ -77,8 +93,23 @@ def test_all_is_as_transformers_has_it(llm: LLM) -> None:
         return np.stack(found)
 
     logits = llm.call(compute).result()
+    llm.close()
     stored = np.take_along_axis(logits, places(*logits.shape), axis=1)
     np.testing.assert_allclose(stored, expected["logits"], atol=5 * TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_engines_of_whole_windows_give_the_same_rows(name: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    """As on a GPU: what is not heard yet is masked, weights have zeros behind them."""
+    directory = EngineDirectory.open({"qwen3_asr": speech_engines, "voxtral": voxtral_engines}[name])
+    encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
+    encoder.load()
+    for index, each in enumerate(SOUNDS):
+        piece = encoder.prepare(MediaReference(each, False, "RGB", "sound", "audio"))
+        for _ in range(2):  # the second time, of rows that are kept
+            rows = np.concatenate([each.rows for each in encoder.encode([piece])])
+            np.testing.assert_allclose(rows.flatten()[::13], expected_speech(name)[f"rows{index}"], atol=TOLERANCE)
+    encoder.close()
 
 
 def test_every_form_of_a_sound_is_the_same_prompt(llm: LLM, tmp_path: Path) -> None:
@@ -149,6 +180,10 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
+        ("voxtral", {"audio_config": {"max_source_positions": 41}}, "intermediate_size is 64, expected a multiple of"),
+        ("voxtral", {"audio_config": {"hidden_size": 32, "num_attention_heads": 3}}, "of num_attention_heads, 3"),
+        ("voxtral", {"audio_config": {"num_hidden_layers": 1}}, "unknown: audio_tower.layers"),
+        ("voxtral", {"projector_hidden_act": "relu"}, 'projector_hidden_act is "relu"'),
         ("audio_config", {"d_model": 17}, "d_model is 17, expected a multiple of 2"),
         ("audio_config", {"n_window_infer": 150}, "a multiple of twice n_window, 100"),
         ("audio_config", {"encoder_layers": 1}, "unknown: model.audio_tower.layers"),
@@ -162,11 +197,14 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
     ],
 )
 def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: Any, said: str) -> None:
-    checkpoint = shutil.copytree(CHECKPOINT, tmp_path / "checkpoint")
+    checkpoint = shutil.copytree(CHECKPOINTS.get(name, CHECKPOINT), tmp_path / "checkpoint")
     file = checkpoint / ("processor_config.json" if name == "feature_extractor" else "config.json")
     known = json.loads(file.read_text())
     file.unlink()
-    if values is not None:
+    if name == "voxtral":
+        values = {key: {**known[key], **each} if isinstance(each, dict) else each for key, each in values.items()}
+        file.write_text(json.dumps(known | values))
+    elif values is not None:
         file.write_text(json.dumps(known | {name: known.get(name, {}) | values}))
     with pytest.raises(EdgeLLMError, match=said):
         check = lambda path, report: read_built(path)  # noqa: E731
@@ -174,10 +212,40 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
     assert not (tmp_path / "engines").exists()
 
 
+def test_a_directory_of_another_encoder_is_refused(speech_engines: Path) -> None:
+    directory = EngineDirectory.open(speech_engines)
+    assert directory.audio is not None and directory.limits.audio_rows == directory.audio.window_rows == 26
+    with pytest.raises(EngineDirectoryError, match="windows of 26 rows and a width of 32, expected 13 and 32"):
+        _ = replace(directory, limits=replace(directory.limits, audio_rows=13)).audio
+    described = json.loads((speech_engines / "edgellm.json").read_text())
+    del described["limits"]["audio_rows"]
+    with pytest.raises(EngineDirectoryError, match="disagree on whether there is an encoder of speech"):
+        _parse(speech_engines, json.dumps(described).encode())
+
+
+def test_kernels_and_memory_of_the_encoder_are_prepared(speech_engines: Path) -> None:
+    directory = EngineDirectory.open(speech_engines)
+    shape = audio_shape(directory.limits.audio_rows)
+    gpu, weights = absent_gpu("sm_87", 16, SHARED_MEMORY["sm_87"]), WeightLayouts.dense(directory.models)
+    modules = needed_modules(directory.models, directory.limits, "float16", weights, gpu)
+    names = {module.name for module in modules}
+    assert {"encoder_unfold_float32_float16", "encoder_unfold_float16_float16"} <= names
+    memory = directory_facts(speech_engines, False)["memory"]
+    parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.models["audio"]))
+    assert memory["audio weights"] == 2 * parameters
+    assert kernel_refusal(directory.models["audio"], shape, "float16", 99 << 10) is None
+    refusal = plan_refusal(directory.models["audio"], shape, "float32", 0, False)
+    assert "TensorRT has nothing for convolutions of encoders of speech" in (refusal or "")
+
+
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
-def test_a_backend_hears_what_numpy_hears(llm: LLM, speech_engines: Path, backend: str) -> None:
-    asked = {**GREEDY, "logprobs": 8, "max_tokens": 1}
-    with LLM(speech_engines, backend=backend) as other:
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_backend_hears_what_numpy_hears(name: str, backend: str, speech_engines: Path, voxtral_engines: Path) -> None:
+    asked, engines = (
+        {**GREEDY, "logprobs": 8, "max_tokens": 1},
+        {"qwen3_asr": speech_engines, "voxtral": voxtral_engines},
+    )
+    with LLM(engines[name], backend="numpy") as llm, LLM(engines[name], backend=backend) as other:
         for seconds in (2.0, 2.5, 2.5):  # of a window, of one that is known and another, of known ones
             conversation = message(heard((sound(seconds), RATE)))
             (found,), (expected,) = (each.chat(conversation, **asked).logprobs for each in (other, llm))

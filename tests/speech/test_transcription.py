@@ -18,7 +18,7 @@ from http_server import ServerProcess, running
 from speech_models import encoded_frames
 from synthetic_sound import RATE, sound, wav
 
-from edgellm import LLM, AsyncLLM, SpeechStream
+from edgellm import LLM, AsyncLLM, DraftingConfig, SpeechStream
 from edgellm.errors import AudioError, ContextError, RequestError
 from edgellm.http.errors import TRANSCRIPTIONS, HTTPError
 from edgellm.http.fields import ServedModel
@@ -56,7 +56,7 @@ def test_answers_are_parted_alike_in_any_pieces(answer: str, asked: Any, languag
 
 
 def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
-    request = transcription_request((SPEECH, RATE), "en", "EdgeLLM, Jetson")
+    request = transcription_request("qwen3_asr", (SPEECH, RATE), "en", "EdgeLLM, Jetson")
     ids, token = llm._runtime.prompt_ids(request), llm.directory.config.audio_token_id
     text = llm.tokenizer.decode([each for each in ids if each != token], skip_special_tokens=False)
     assert text == (
@@ -66,6 +66,23 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
     assert ids.count(token) == 3 * 13
     assert request.params is not None and request.params.temperature == 0
     assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
+
+
+def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
+    """As mistral-common writes transcription requests."""
+    with LLM(voxtral_engines, backend="numpy", drafting=None) as other:
+        for language, asked in (("French", "lang:fr"), (None, "")):
+            ids = other._runtime.prompt_ids(transcription_request("voxtral", (SPEECH, RATE), language))
+            text = other.tokenizer.decode(ids, skip_special_tokens=False)
+            assert text == f"<s>[INST][BEGIN_AUDIO]{'[AUDIO]' * 40}[/INST]{asked}[TRANSCRIBE]"  # four windows of 0.8 s
+        with pytest.raises(RequestError, match="Voxtral takes no names and words to expect"):
+            other.transcribe((SPEECH, RATE), "en", "EdgeLLM")
+        whole, stream = other.transcribe((SPEECH, RATE), "en", **SHORT), SpeechStream(other, RATE, "en", **SHORT)
+        for start in range(0, len(SPEECH), RATE // 2):
+            found = stream.hear(SPEECH[start : start + RATE // 2])
+        assert found.response.usage.reused_tokens >= 10  # of windows that are full
+        said = stream.finish()
+        assert (said.text, said.response.token_ids) == (whole.text, whole.response.token_ids)
 
 
 def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +100,17 @@ def test_a_stream_ends_with_what_is_said_in_the_whole(llm: LLM, monkeypatch: pyt
     assert stream.seconds == 5.0 and encoded == []
     assert final.response.token_ids == llm.transcribe((samples, RATE), "en", **SHORT).response.token_ids
     assert final.language == "English" and final.text
+
+
+def test_a_stream_writes_the_same_where_it_drafts_from_what_it_wrote(speech_engines: Path) -> None:
+    samples, told = sound(6.0), list[list[int]]()
+    for drafting in (None, DraftingConfig(kind="suffix")):
+        with LLM(speech_engines, backend="numpy", drafting=drafting) as other:
+            letters = [other.tokenizer.encode(letter, False)[0] for letter in "abcdefgh"]
+            stream = SpeechStream(other, RATE, "en", **SHORT, allowed_token_ids=letters)
+            found = [stream.hear(samples[start : start + RATE // 2]) for start in range(0, len(samples), RATE // 2)]
+        told.append([token for each in found for token in each.response.token_ids])
+    assert told[0] == told[1]
 
 
 def test_a_transcription_may_be_awaited(llm: LLM, speech_engines: Path) -> None:
@@ -161,6 +189,15 @@ def test_what_a_form_asks_for_in_vain_is_named(body: bytes, message: str) -> Non
     with pytest.raises(HTTPError, match=message) as caught:
         transcription(body, ServedModel("ears"))
     assert caught.value.status in (400, 404)
+
+
+def test_a_form_asks_the_model_its_familys_way() -> None:
+    fields = NAMED | {"language": "de"}
+    voxtral, qwen = (transcription(form(fields=fields), ServedModel("ears", family=name)) for name in ("voxtral", "q"))
+    assert voxtral.requests[0].prompt == "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]lang:de[TRANSCRIBE]"
+    assert qwen.requests[0].messages[-1]["content"] == "language German<asr_text>"  # type: ignore[index]
+    with pytest.raises(HTTPError, match="takes no names and words to expect"):
+        transcription(form(fields=fields | {"prompt": "EdgeLLM"}), ServedModel("ears", family="voxtral"))
 
 
 def test_parts_keep_their_bytes() -> None:

@@ -4,8 +4,8 @@
     python tools/bench/prompt_rows.py --compile-only sm_87 [--packed int4]
 
 TFLOP/s over the layers of Llama-1B and 8B in CUDA graphs, weights in turns beyond the cache; `chosen` is the tiling
-that a model gets, and `dense` what it gets for dense weights where they are `--packed` in groups of 128. Needs PyTorch
-with CUDA. `--compile-only` prints registers and bytes of stack of every kernel for an
+that a model gets, and `dense` what it gets for dense weights where they are `--packed` in groups of 128, or as a type
+of GGUF files. Needs PyTorch with CUDA. `--compile-only` prints registers and bytes of stack of every kernel for an
 architecture and needs no GPU.
 """
 
@@ -20,11 +20,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance
 
+from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, BlockLayout
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
@@ -64,7 +65,7 @@ _REGISTERS, _FRAME = 0x0008_2F04, 0x0008_1104
 class Bench:
     """The kernels for one dtype, and memory of PyTorch's, on a stream of its own."""
 
-    def __init__(self, dtype: str, codes: Codes | None = None) -> None:
+    def __init__(self, dtype: str, codes: str | None = None) -> None:
         """`codes`: of packed weights; None: they are dense."""
         import torch
 
@@ -136,10 +137,12 @@ def named(tiling: PromptTiling) -> str:
     return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}"
 
 
-def packed_layout(codes: Codes, dtype: str, rows: int, columns: int) -> DeviceLayout:
-    """That of weights in groups of 128 columns."""
+def packed_layout(codes: str, dtype: str, rows: int, columns: int) -> DeviceLayout:
+    """That of weights in groups of 128 columns, or of a type of GGUF files."""
+    if codes in PACKED_TYPES:
+        return DeviceLayout(BlockLayout(codes).format(dtype), rows, columns, dtype=dtype, multiplied="float32")
     is_small = (codes, dtype) == ("int4", "float16")
-    return DeviceLayout(WeightFormat(codes, 128, False, dtype), rows, columns, small=is_small)
+    return DeviceLayout(WeightFormat(cast(Codes, codes), 128, False, dtype), rows, columns, small=is_small)
 
 
 def errors(bench: Bench) -> dict[str, Any]:
@@ -169,15 +172,16 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
         output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
         library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
         row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        choices, block_bytes = bench.choices(), 0
+        choices = bench.choices()
         if bench.codes is not None:
             launches = [bench.launch(None, x, weight, output, gated) for weight in weights]
             row["dense"] = round(operations / bench.milliseconds(launches, repeats))
-            weights, block_bytes = [bench.packed(weight) for weight in weights], choices[0].block_bytes
+            weights = [bench.packed(weight) for weight in weights]
         for tiling in choices:
             launches = [bench.launch(tiling, x, weight, output, gated) for weight in weights]
             row[named(tiling)] = round(operations / bench.milliseconds(launches, repeats))
-        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu, block_bytes))
+        layout = None if bench.codes is None else packed_layout(bench.codes, bench.dtype, weight_rows, columns)
+        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu, layout))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
     return found
@@ -200,7 +204,7 @@ def resources(code: bytes) -> tuple[int, int]:
     return found[_REGISTERS], found[_FRAME]
 
 
-def compile_only(architecture: str, dtype: str, codes: Codes | None) -> None:
+def compile_only(architecture: str, dtype: str, codes: str | None) -> None:
     """Print what each kernel takes of a thread's memory."""
     tilings = TILINGS if codes is None else PACKED_TILINGS
     for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), tilings):
@@ -222,7 +226,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--rows", type=int, nargs="+", default=[65, 128, 256, 512, 2048, 4000])
     parser.add_argument("--dtype", choices=list(CUDA_TYPES), default="float16")
-    parser.add_argument("--packed", choices=("int4", "int8", "fp8"))
+    parser.add_argument("--packed", choices=("int4", "int8", "fp8", "q4_k", "q5_k", "q6_k"))
     parser.add_argument("--compile-only", metavar="ARCHITECTURE")
     arguments = parser.parse_args()
     if arguments.compile_only:

@@ -323,12 +323,18 @@ def write_in_a_process(checkpoint: Path, *options: str) -> None:
 
 
 def write_checkpoint(
-    directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None, packed: WeightFormat | None = None
+    directory: Path,
+    config: dict,
+    seed: int = 0,
+    preprocessor: dict | None = None,
+    packed: WeightFormat | None = None,
+    others: Sequence[WeightSpec] = (),
 ) -> None:
     """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02).
 
     A model with a `preprocessor` has a vision encoder. Linear layers before the head are `packed` where that is a
-    format, symmetric integers of 4 bits: compressed-tensors' layout, evenly distributed codes.
+    format, symmetric integers of 4 bits: compressed-tensors' layout, evenly distributed codes. `others` are weights
+    beside those of the language model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if packed is not None:
@@ -341,7 +347,7 @@ def write_checkpoint(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     read = decoder_config(config)
-    specs = [*decoder_weights(read), *token_table(read)]
+    specs = [*decoder_weights(read), *token_table(read), *others]
     if preprocessor is not None:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         vision = read_vision_config(config)

@@ -1,8 +1,9 @@
 """Writes a GGUF file with the shapes of a published model and random blocks, for measuring speed only.
 
-    python tools/bench/random_gguf.py llama-8b FILE.gguf [--layers 2]
+    python tools/bench/random_gguf.py llama-8b FILE.gguf [--mixture q8_0] [--layers 2]
 
-Types are those of Q4_K_M. Five gigabytes take some seconds: blocks are drawn once, and cut anew for each tensor.
+Types are those of a mixture, as llama.cpp has it: by itself Q4_K_M. Five gigabytes take some seconds: blocks are drawn
+once, and cut anew for each tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from edgellm.engines.formats.gguf_file import TYPES
 _NUMBERS = {name: (number, elements, size) for number, (name, elements, size) in TYPES.items()}
 _ALIGNMENT, _DRAWN = 32, 1 << 25
 #: Where a block has its factors, float16.
-_FACTORS = {"q4_k": (0, 2), "q6_k": (208,)}
+_FACTORS = {"q4_0": (0,), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
+#: What the linear layers of a mixture are, but for the finer ones.
+MIXTURES = {"q4_0": "q4_0", "q8_0": "q8_0", "q4_k_m": "q4_k"}
 _SCALE = 1e-4
 
 
@@ -37,8 +40,15 @@ def finer_layer(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def write_random_gguf(path: Path, shape: str, layers: int | None = None) -> Path:
-    """The file of one of `SHAPES` of Llama's or Qwen3's family, with so many layers (None: its own)."""
+def type_in_mixture(mixture: str, kind: str, layer: int, layers: int) -> str:
+    """The type of a module's weight in a layer of so many, of the head too, where `layer` is -1. All heads but Q8_0's
+    are of Q6_K, as is an embedding that is one."""
+    finer = layer < 0 or (mixture == "q4_k_m" and kind in ("attn_v", "ffn_down") and finer_layer(layer, layers))
+    return "q6_k" if finer and mixture != "q8_0" else MIXTURES[mixture]
+
+
+def write_random_gguf(path: Path, shape: str, layers: int | None = None, mixture: str = "q4_k_m") -> Path:
+    """The file of one of `SHAPES` of Llama's or Qwen3's family, with so many layers (None: its own), of `MIXTURES`."""
     config = dict(SHAPES[shape])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     random, drawn = np.random.default_rng(0), dict[str, np.ndarray]()
@@ -48,7 +58,7 @@ def write_random_gguf(path: Path, shape: str, layers: int | None = None) -> Path
         for place in places:
             factors = random.normal(0, _SCALE, (len(drawn[kind]), 1)).astype("<f2")
             drawn[kind][:, place : place + 2] = factors.view(np.uint8)
-    tensors, offset = list(_tensors(config)), 0
+    tensors, offset = list(_tensors(config, mixture)), 0
     metadata = _metadata(config)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     header += b"".join(_text(key) + _value(value) for key, value in metadata.items())
@@ -72,25 +82,25 @@ def write_random_gguf(path: Path, shape: str, layers: int | None = None) -> Path
     return path
 
 
-def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def _tensors(config: Mapping[str, Any], mixture: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Name, type and shape of each."""
     hidden, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    yield "token_embd.weight", "q6_k" if config["tie_word_embeddings"] else "q4_k", (config["vocab_size"], hidden)
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    head, table = type_in_mixture(mixture, "output", -1, layers), (config["vocab_size"], hidden)
+    yield "token_embd.weight", head if config["tie_word_embeddings"] else MIXTURES[mixture], table
     for layer in range(layers):
-        finer = "q6_k" if finer_layer(layer, layers) else "q4_k"
         matrices = {"attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden)}
         matrices |= {"attn_output": (hidden, queries), "ffn_gate": (wide, hidden), "ffn_up": (wide, hidden)}
         matrices |= {"ffn_down": (hidden, wide)}
         for name, shape in matrices.items():
-            yield f"blk.{layer}.{name}.weight", finer if name in ("attn_v", "ffn_down") else "q4_k", shape
+            yield f"blk.{layer}.{name}.weight", type_in_mixture(mixture, name, layer, layers), shape
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
-        norms |= {"attn_q_norm": head, "attn_k_norm": head} if config["model_type"] == "qwen3" else {}
-        yield from ((f"blk.{layer}.{name}.weight", "float32", (size,)) for name, size in norms.items())
+        norms |= {"attn_q_norm": size, "attn_k_norm": size} if config["model_type"] == "qwen3" else {}
+        yield from ((f"blk.{layer}.{name}.weight", "float32", (width,)) for name, width in norms.items())
     yield "output_norm.weight", "float32", (hidden,)
     if not config["tie_word_embeddings"]:
-        yield "output.weight", "q6_k", (config["vocab_size"], hidden)
+        yield "output.weight", head, table
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,9 +142,9 @@ def _text(value: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A text, a number, or a list of either, with its type."""
+    """A text, a number, or a list of texts or whole numbers, which llama.cpp takes with signs there, with its type."""
     if isinstance(value, list):
-        form = [_value(each) for each in value]
+        form = [struct.pack("<Ii", 5, each) if isinstance(each, int) else _value(each) for each in value]
         return struct.pack("<I", 9) + form[0][:4] + struct.pack("<Q", len(form)) + b"".join(each[4:] for each in form)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
@@ -147,8 +157,9 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--mixture", choices=MIXTURES, default="q4_k_m")
     arguments = parser.parse_args()
-    write_random_gguf(arguments.path, arguments.shape, arguments.layers)
+    write_random_gguf(arguments.path, arguments.shape, arguments.layers, arguments.mixture)
 
 
 if __name__ == "__main__":

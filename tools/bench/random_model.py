@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
-from random_gguf import finer_layer
+from random_gguf import type_in_mixture
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
@@ -158,7 +158,7 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
         for name, runs in packed.items():
             made = tuple(PackedMatrix(run, self._repeated(templates[run.format], run)) for run in runs)
             found[name] = made[0] if len(made) == 1 else PackedRuns(made)
-        self._load_kernels(found)
+        self.load_kernels(found)
         return found
 
     def _template(self, layout: DeviceLayout) -> DeviceArray:
@@ -193,18 +193,15 @@ def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:
 
 
 def gguf_layouts(config: DecoderConfig, mixture: str, dtype: str) -> dict[str, PackedLayout]:
-    """How the weights of a GGUF file are packed that llama.cpp calls so: Q4_K_M has v and what goes down in Q6_K in
-    some layers; all but Q8_0 the embedding."""
+    """How the weights of a GGUF file are packed that is such a mixture; an embedding as the head."""
     found, layers = dict[str, PackedLayout](), config.num_layers
     for spec in decoder_weights(config):
         if len(spec.shape) != 2 or spec.dtype != "compute" or len(spec.parts[0][1]) != 2:
             continue
-        layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else None, list[DeviceLayout]()
+        layer, runs = int(spec.name.split(".")[2]) if ".layers." in spec.name else -1, list[DeviceLayout]()
         for part, shape in spec.parts:
-            more = layer is not None and finer_layer(layer, layers)
-            finer = layer is None or (mixture == "q4_k_m" and more and (".v_proj." in part or ".down_proj." in part))
-            kind = {"q4_k_m": "q4_k"}.get(mixture, mixture)
-            format = BlockLayout("q6_k" if finer and mixture != "q8_0" else kind).format(dtype)
+            module = "attn_v" if ".v_proj." in part else "ffn_down" if ".down_proj." in part else ""
+            format = BlockLayout(type_in_mixture(mixture, module, layer, layers)).format(dtype)
             own = replace(device_layout(even_weight(format, 8, 256), dtype), rows=shape[0], columns=shape[1])
             if runs and runs[-1].format == format:
                 runs[-1] = replace(runs[-1], rows=runs[-1].rows + shape[0])

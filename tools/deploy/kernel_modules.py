@@ -27,6 +27,7 @@ from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.prefill.linear import PACKED_TILINGS, TILINGS, packed_prompt_kernel, prompt_kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.kernels.ranks.launcher import ranks_source
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
@@ -93,11 +94,12 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
 
 
 def encoder_sources(dtype: str) -> list[ModuleSource]:
-    """Those of vision encoders: of each kind of arguments that steps have, each head size, and each activation."""
+    """Those of encoders: of each kind of arguments that steps have, each head size, and each activation."""
     kernels = [encoder_attention(dtype, size, tiles) for size in (64, 80) for tiles in (1, 2)]
     kernels.append(encoder_attention(dtype, 128, 1))
     kernels += [row_kernel("heads.cu", "prepare_heads", given, dtype) for given in ("float32", dtype)]
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
+    kernels += [row_kernel("rows.cu", "unfold", given, dtype) for given in ("float32", dtype)]
     of_rows = [("norm", *pair) for pair in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
     of_rows.append(("add_scaled_rows", dtype))
@@ -128,7 +130,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
     prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
-    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source, ranks_source)]
     return drawing + prefill + packed + every
 
 

@@ -1,17 +1,20 @@
-"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR of a few thousand random weights, by transformers.
+"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR and a Voxtral of a few thousand random weights, by
+transformers.
 
     python tools/goldens/make_speech.py tests/goldens/speech
 
 Needs torch, transformers (5.23 or later) and soxr. The weights are only described (`tests/helpers/golden_files.py`),
-windows are of two seconds. `expected.safetensors` has for each sound i of `synthetic_sound.SECONDS` every 499th of its
-`features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder and projector make of it; the `token_ids` [T]
-of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
-`synthetic_sound.places`; and every 499th sample of the first sound, `resampled` from 44,100 to 16,000 Hz by soxr.
+windows are of two seconds, Voxtral's of 0.8. `expected.safetensors` has for each sound i of `synthetic_sound.SECONDS`
+every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder and projector make of it;
+the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
+`synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled` from 44,100 to 16,000 Hz
+by soxr.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import soxr
@@ -26,6 +29,10 @@ from transformers import (
     Qwen3ASRFeatureExtractor,
     Qwen3ASRForConditionalGeneration,
     Qwen3ASRProcessor,
+    VoxtralConfig,
+    VoxtralForConditionalGeneration,
+    VoxtralProcessor,
+    WhisperFeatureExtractor,
 )
 
 HIDDEN, VOCABULARY, _SEED = 32, 272, 3838
@@ -60,17 +67,37 @@ _TEMPLATE = """{%- for message in messages -%}
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+_VOXTRAL_SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[TRANSCRIBE]"]
+_VOXTRAL_TEXT = {**_TEXT, "model_type": "llama", "eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 257}
+#: Windows of 80 frames, four rows of the encoder a token: 10 tokens each.
+_VOXTRAL_ENCODER = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_source_positions": 40,
+}
+_VOXTRAL_TEMPLATE = """<s>{%- for message in messages -%}
+{%- if message.role == 'user' %}[INST]{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"""
 
-def make_processor() -> Qwen3ASRProcessor:
+
+def make_tokenizer(special: list[str], words: list[AddedToken], **named: object) -> PreTrainedTokenizerFast:
     """Bytes as tokens, and those of the family."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_SPECIAL)
-    tokenizer.add_tokens([AddedToken("<asr_text>", special=False, normalized=False)])
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(words)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def make_processor() -> Qwen3ASRProcessor:
+    """The processor of Qwen3-ASR."""
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": _AUDIO}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+    fast = make_tokenizer(_SPECIAL, [AddedToken("<asr_text>", special=False, normalized=False)], **named)
     return Qwen3ASRProcessor(Qwen3ASRFeatureExtractor(), fast, chat_template=_TEMPLATE)
 
 
@@ -113,7 +140,53 @@ def make(directory: Path) -> None:
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS | {"soxr": soxr.__version__})
 
 
-def _logits(model: Qwen3ASRForConditionalGeneration, token_ids: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+@torch.no_grad()
+def make_voxtral(directory: Path) -> None:
+    """The same of Voxtral, whose processor needs the tokenizer of mistral-common: its extractor is asked here."""
+    tokenizer = make_tokenizer(_VOXTRAL_SPECIAL, [], bos_token="<s>", eos_token="</s>")
+    extractor = WhisperFeatureExtractor(feature_size=128)
+    config = VoxtralConfig(
+        audio_config=_VOXTRAL_ENCODER,
+        text_config=_VOXTRAL_TEXT,
+        audio_token_id=tokenizer.convert_tokens_to_ids("[AUDIO]"),
+        eos_token_id=257,
+    )
+    VoxtralForConditionalGeneration(config).save_pretrained(directory)
+    tokenizer.chat_template = _VOXTRAL_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    extractor.save_pretrained(directory)
+    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
+    with whole(directory) as complete:
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = VoxtralForConditionalGeneration.from_pretrained(complete, **options).eval()
+    frames = 2 * _VOXTRAL_ENCODER["max_source_positions"]
+    asked = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_tensors": "pt"}
+    expected, text, given = dict[str, torch.Tensor](), "<s>[INST]", []
+    for index, seconds in enumerate(SECONDS):
+        features = VoxtralProcessor._retrieve_input_features(
+            SimpleNamespace(feature_extractor=extractor),
+            [sound(seconds)],
+            frames,
+            pad_to_multiple_of=frames * 160,
+            **asked,
+        )
+        rows = model.model.get_audio_features(features).pooler_output
+        whole_sound = features.transpose(0, 1).reshape(128, -1)
+        expected[f"features{index}"] = whole_sound.flatten()[::SPARSE].clone()
+        expected[f"rows{index}"] = rows.flatten()[::13].clone()
+        given.append(rows)
+        text += "[BEGIN_AUDIO]" + "[AUDIO]" * len(rows)
+    token_ids = torch.tensor(tokenizer.encode(f"{text}{QUESTION}[/INST]", add_special_tokens=False))
+    logits = _logits(model, token_ids, given)
+    expected |= {"token_ids": token_ids, "logits": logits.gather(1, torch.from_numpy(places(*logits.shape)))}
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+
+
+def _logits(
+    model: Qwen3ASRForConditionalGeneration | VoxtralForConditionalGeneration,
+    token_ids: torch.Tensor,
+    rows: list[torch.Tensor],
+) -> torch.Tensor:
     """[T, V] of a prompt with the rows in the places of their tokens."""
     embeddings = model.get_input_embeddings()(token_ids[None])
     embeddings[0, token_ids == model.config.audio_token_id] = torch.cat(rows)
@@ -129,4 +202,4 @@ def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {"qwen3_asr": make})
+    write_folders(__doc__, {"qwen3_asr": make, "voxtral": make_voxtral})

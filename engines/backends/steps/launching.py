@@ -26,7 +26,7 @@ ELSEWHERE = " with what was added"
 class StepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
     need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, of
-    encoders, which have layer norms and activations of rows, and of mixtures of experts."""
+    encoders, which have layer norms and activations of rows, of mixtures of experts, and of one of several ranks."""
 
     few: Any
     many: Any
@@ -36,6 +36,7 @@ class StepKernels(NamedTuple):
     prefill: Any = None
     encoder: Any = None
     experts: Any = None
+    rank: Any = None
 
 
 class Waiting(NamedTuple):

@@ -71,7 +71,10 @@ class _AnyLinear(Implementation[Any]):
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
         columns, keep = step.linear.weight.shape[1], step.keep
         if isinstance(step, LinearResidual):
-            given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
+            given, kept_width = (
+                rows if step.residual is None else math.prod(program.kinds[step.residual][0][:-1]),
+                width,
+            )
             joined = given * width if keep is not None and _keeps_apart(step) else 0
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
             found |= launching.other_place(step, program)
@@ -125,7 +128,7 @@ class _AnyLinear(Implementation[Any]):
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
-        if step.keep is not None and _keeps_apart(step):
+        if step.keep is not None and step.residual is not None and _keeps_apart(step):
             launches.append(run.copy_kept(step.keep, run.array(step.residual)))
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
@@ -172,8 +175,8 @@ class _AnyLinear(Implementation[Any]):
     ) -> list[Any]:
         """The launches that multiply inputs which are arranged, and add what that gives."""
         kernels = self._kernels(step, run, linear)
-        residual, output = run.array(step.residual), run.array(step.output)
-        if step.norm is None:
+        residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
+        if step.norm is None or residual is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
         launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]

@@ -8,6 +8,7 @@ from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TokenInputs
+from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
 from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
@@ -32,6 +33,9 @@ class AddRows(Implementation[Add]):
 
 class RowsSideBySide(Implementation[SideBySide]):
     """Copies the columns of values beside each other."""
+
+    def scratch(self, step: SideBySide, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
 
     def launches(self, step: SideBySide, run: Launching, next_early: bool) -> list[Any]:
         output = run.array(step.output)

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from encoder_models import MODELS, expected_outputs, grids_of, padded_arrays, random_encoder, shape_of, twin_engine
+from encoder_models import (
+    MODELS,
+    SPEECH_MODELS,
+    EncoderBackend,
+    expected_outputs,
+    grids_of,
+    lengths_of,
+    padded_arrays,
+    random_encoder,
+    random_speech,
+    shape_of,
+    twin_engine,
+)
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 
 from edgellm.engines.backends.encoder_calls import EncoderCalls, encoder_refusal
-from edgellm.engines.backends.encoder_engine import EncoderEngine
-from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.padded_weights import Padding, padded_weights
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
-from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import EncoderAttention
-from edgellm.engines.model.limits import EngineShape, vision_shape
+from edgellm.engines.model.limits import vision_shape
 from edgellm.engines.model.steps import LinearResidual, NormLinear, Scale, Step
-from edgellm.engines.model.vision import VisionConfig
 
 _MOST_SHARED = 99 << 10
 
@@ -48,30 +55,28 @@ def test_equals_operations(name: str, larger: bool, rounds: bool) -> None:
             assert np.isfinite(found[output]).all()
 
 
-class _EncoderBackend(NumpyBackend):
-    """NumPy, but for vision encoders, which run on the twins, at fixed shapes as on a GPU."""
-
-    fixed_shapes = True
-
-    def __init__(self, config: VisionConfig, decoder: Any) -> None:
-        super().__init__(decoder, vision=config)
-        self._vision, self._engines = config, list[EncoderEngine]()
-
-    def load_engine(self, shape: EngineShape) -> Any:
-        self._engines.append(twin_engine(self._vision, shape))
-        return self._engines[-1]
-
-    def load_weights(
-        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
-    ) -> Any:
-        return padded_arrays(self._engines[0], super().load_weights(checkpoint, specs, progress))
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("name", SPEECH_MODELS)
+def test_speech_equals_operations_in_the_engine_of_a_whole_window(name: str, rounds: bool) -> None:
+    config = SPEECH_MODELS[name]
+    for frames in lengths_of(config):
+        expected = expected_outputs(config, *random_speech(config, frames, whole=False))["audio_embeddings"]
+        shape, arrays = random_speech(config, frames, whole=True)
+        engine = twin_engine(config, shape, rounds)
+        found = np.full(model_program(config, shape).outputs["audio_embeddings"][0], np.nan, np.float32)
+        engine.bind(padded_arrays(engine, arrays) | {"audio_embeddings": found})
+        engine.enqueue()
+        rows = config.rows(frames)
+        scale = np.abs(expected[0, :rows]).max()
+        np.testing.assert_allclose(found[0, :rows], expected[0, :rows], atol=2e-5 * scale)
+        assert encoder_refusal(model_program(config, shape), "float16", _MOST_SHARED) is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     directory, images = golden_directory(name, tmp_path / "engines"), golden_images(name)
     assert directory.vision is not None
-    runner = open_vision(_EncoderBackend(directory.vision.config, directory.config), directory)
+    runner = open_vision(EncoderBackend(directory.vision.config, directory.config), directory)
     for image, found in zip(images, runner.encode(images), strict=True):
         for rows, expected in [(found.rows, image.embeddings), *zip(found.deepstack, image.deepstack, strict=True)]:
             assert isinstance(rows, np.ndarray) and relative_difference(rows, expected) <= 1e-4

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 from device_bits import from_bits, relative, rounded, to_bits
-from encoder_models import MODELS, expected_outputs, grids_of, padded_arrays, random_encoder, shape_of
+from encoder_models import (
+    MODELS,
+    SPEECH_MODELS,
+    expected_outputs,
+    grids_of,
+    lengths_of,
+    padded_arrays,
+    random_encoder,
+    random_speech,
+    shape_of,
+)
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 from gpu_device import device_copy
 
@@ -20,10 +30,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.programs import model_program
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
@@ -96,7 +105,7 @@ class OnDevice:
     """An encoder's engine, bound to copies of arrays, run twice."""
 
     def __init__(
-        self, gpu: Any, config: VisionConfig, shape: EngineShape, arrays: dict[str, np.ndarray], dtype: str, kind: str
+        self, gpu: Any, config: ModelConfig, shape: EngineShape, arrays: dict[str, np.ndarray], dtype: str, kind: str
     ) -> None:
         self.gpu, self.dtype, program = gpu, dtype, model_program(config, shape)
         assert encoder_refusal(program, dtype, 99 << 10) is None
@@ -140,6 +149,21 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
             difference = relative(found.values(output, tokens), values[0, :tokens])
             print(f"{name} {grid} {output} {kind} {dtype}: {difference:.3%}")
             assert difference < TOLERANCE[dtype], output
+
+
+@DTYPES
+@pytest.mark.parametrize("name", SPEECH_MODELS)
+def test_speech_equals_operations(gpu: Any, name: str, dtype: str) -> None:
+    config = SPEECH_MODELS[name]
+    for frames in lengths_of(config):
+        shape, arrays = random_speech(config, frames, whole=True)
+        inputs = {key: arrays[key] for key in model_program(config, shape).inputs}
+        arrays, rows = rounded(arrays, dtype) | inputs, config.rows(frames)
+        expected = expected_outputs(config, shape, arrays)["audio_embeddings"][0, :rows]
+        found = OnDevice(gpu, config, shape, arrays, dtype, "prompt").values("audio_embeddings", rows)
+        difference = relative(found, expected)
+        print(f"{name} {frames} {dtype}: {difference:.3%}")
+        assert difference < TOLERANCE[dtype]
 
 
 @DTYPES

@@ -103,6 +103,24 @@ def test_rows() -> None:
     np.testing.assert_allclose(CASES["product"].run_twin(TWIN), left @ weight * scale, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "unfold"])
+def test_places_of_convolutions(name: str) -> None:
+    """What each reads, place by place."""
+    given, channels, height, width, down, across, stride, above, left, _ = CASES[name].on_host("float16")
+    found, row = CASES[name].run_twin(TWIN), 0
+    for image in given[:, :channels].reshape(-1, height, width, channels):
+        for top in range(-above, height + above - down + 1, stride):
+            for side in range(-left, width + left - across + 1, stride):
+                expected = np.zeros((channels, down, across))
+                for y in range(max(top, 0), min(top + down, height)):
+                    for x in range(max(side, 0), min(side + across, width)):
+                        expected[:, y - top, x - side] = image[y, x]
+                np.testing.assert_array_equal(found[row, : expected.size], expected.reshape(-1))
+                assert not found[row, expected.size :].any()
+                row += 1
+    assert row == len(found)
+
+
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -112,6 +130,9 @@ def test_rows() -> None:
         (Case("copy_rows", (values(2, 8), None, nothing(3, 8), 0)), "3 rows of values of 2, without rows to choose"),
         (Case("copy_rows", (values(2, 8), None, nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
         (Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))), "squares of 3 x 3 of 6 x 6 rows, values of 35"),
+        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 1, 0, 0, nothing(3, 32))), "3 x 3 have 4 places each, not 3"),
+        (Case("unfold", (values(9, 8), 9, 3, 3, 2, 2, 1, 0, 0, nothing(4, 40))), "9 channels of 8 columns"),
+        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 0, 0, 0, nothing(4, 32))), "strides and channels begin at 1"),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),
         (attention(64, 64, 2, 20), r"head sizes up to 128 \(multiples of 8\), not 20"),
         (attention(64, 64, 2, 136), "head sizes up to 128"),

@@ -31,6 +31,12 @@ from tools.bench.prompt_rows import resources
 #: Bytes of blocks of packed weights: codes of 4 and of 8 bits in groups of 128, and the most that there are.
 BLOCKS = (528, 1040, 1536)
 EVERY_TILING = [*TILINGS, *(tiling._replace(block_bytes=size) for size in BLOCKS for tiling in PACKED_TILINGS)]
+#: Of the first two, and of Q6_K.
+LAYOUTS = [
+    DeviceLayout(WeightFormat("int4", 128, False, "float16"), 8, 128),
+    DeviceLayout(WeightFormat("int8", 128, False, "float16"), 8, 128),
+    DeviceLayout(WeightFormat("int6", 16, False, "float32", scaling="levels"), 8, 128, multiplied="float32"),
+]
 MATRICES = [(3072, 2048), (2048, 2048), (16_384, 2048), (2048, 8192), (128_256, 2048), (6, 40)]
 
 
@@ -62,15 +68,21 @@ def test_the_fastest_tiling_fits(name: str) -> None:
     gpu = GPUS[name]
     for rows in (1, 17, 65, 128, 512, 4000, 65_536):
         for weight_rows, columns in MATRICES:
-            for block_bytes in (0, *BLOCKS):
-                chosen = prompt_tiling(rows, weight_rows, columns, gpu, block_bytes)
-                assert chosen in prompt_tilings(gpu, block_bytes)
+            for layout in (None, *LAYOUTS):
+                chosen = prompt_tiling(rows, weight_rows, columns, gpu, layout)
+                assert chosen in prompt_tilings(gpu, layout.block_bytes if layout else 0)
                 assert rows > 64 or chosen.rows <= 64 or gpu.multiprocessors <= 20
 
 
 def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
     large, small = (prompt_tiling(rows, 2048, 2048, GPUS["H200"]) for rows in (4000, 128))
     assert large.rows * large.weight_rows > small.rows * small.weight_rows
+
+
+def test_values_that_take_many_instructions_are_made_for_more_rows() -> None:
+    """K types; otherwise the same: a warp makes them for 64 rows of activations, not for 32."""
+    found = [prompt_tiling(512, 2048, 8192, GPUS["H200"], layout) for layout in LAYOUTS]
+    assert [tiling.row_tiles for tiling in found] == [2, 2, 4]
 
 
 def test_a_kernel_has_a_name_of_its_own() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from packed_weights import GGUF_FORMATS, random_of, random_packed, rescaled, with_factors
 
-from edgellm.kernels.quantization.code_words import TURNS
+from edgellm.kernels.quantization.code_words import TURNS, UPPER_TURNS
 from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
     DeviceLayout,
@@ -94,41 +94,36 @@ def test_minima_of_any_numbers_come_back(codes: Codes) -> None:
     came_back(layout, data, weight)
 
 
-@pytest.mark.parametrize("codes", ["int5", "int6"])
-def test_upper_bits_stand_where_the_kernels_look_for_them(codes: Codes) -> None:
-    weight, bits = random_packed(16, 256, 32, True, "float32", codes=codes), int(codes[3]) - 4
-    layout, data = to_device_layout(weight, "float16")
-    for row, column in ((0, 0), (9, 1), (15, 255), (3, 134), (12, 70)):
-        words = np.ascontiguousarray(data[row // 8, column // 128, 512 : layout.code_bytes]).view(np.uint32)
-        step, pair = column % 128 // 32, column % 8 // 2
-        behind = (step * 4 + pair) * bits  # bits of halves of a lane's words
-        word = int(words.reshape(32, bits)[row % 8 * 4 + column % 32 // 8, behind // 16])
-        assert word >> behind % 16 + column % 2 * 16 & (1 << bits) - 1 == weight.codes[row, column] >> 4
-
-
-@pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])
+@pytest.mark.parametrize("codes", TURNS)
 def test_a_code_stands_where_the_kernels_look_for_it(codes: Codes) -> None:
-    weight = random_packed(16, 256, 64 if codes != "fp4" else 16, False, "float16", codes=codes)
+    group = {"fp4": 16, "int5": 32, "int6": 32}.get(codes, 64)
+    weight = random_packed(16, 256, group, False, "float16", codes=codes)
     layout, data = to_device_layout(weight)
-    turns, bits = TURNS[codes], weight.format.bits
-    for row, column in ((0, 0), (9, 1), (15, 255), (3, 134), (12, 70)):
-        words = np.ascontiguousarray(data[row // 8, column // 128, : layout.code_bytes]).view(np.uint32)
-        words = words.reshape(bits // 4, 32, 4)
+    words = np.ascontiguousarray(data[..., : layout.code_bytes]).view(np.uint32)
+    lower, upper = words[..., : 1024 // len(TURNS[codes])], words[..., 1024 // len(TURNS[codes]) :]
+    for row, column in ((0, 0), (9, 1), (15, 255), (3, 134), (12, 70), (8, 100)):
         step, lane = column % 128 // 32, row % 8 * 4 + column % 32 // 8
-        piece, place = (0, step) if bits == 4 else (step // 2, step % 2 * 2 + column % 8 // 4)
-        word = int(words[piece, lane, place])
-        turn, highest = turns[column % len(turns)]
-        low = (1 << bits - 1) - 1
-        code = (word >> turn | word << 32 - turn) & low | (word >> highest | word << 32 - highest) & low + 1
+        piece, place = (0, step) if len(TURNS[codes]) == 8 else (step // 2, step % 2 * 2 + column % 8 // 4)
+        block = row // 8, column // 128
+        found = [(lower[block].reshape(-1, 32, 4)[piece, lane, place], TURNS[codes][column % len(TURNS[codes])])]
+        if upper.size:
+            own, turns = upper[block].reshape(32, -1)[lane], UPPER_TURNS[codes]
+            found.append((own[step * 8 // len(turns)], turns[(step * 8 + column % 8) % len(turns)]))
+        code = 0
+        for word, (low, turn, high, more) in found:
+            code |= turned_right(int(word), turn) & low | turned_right(int(word), more) & high
         assert code == weight.codes[row, column]
 
 
-@pytest.mark.parametrize("codes", TURNS)
-def test_codes_of_a_word_share_no_bit(codes: Codes) -> None:
-    columns, bits = len(TURNS[codes]), 32 // len(TURNS[codes])
-    taken = [turn + bit for turn, _ in TURNS[codes] for bit in range(bits - 1)]
-    taken += [highest + bits - 1 for _, highest in TURNS[codes]]
-    assert sorted(bit % 32 for bit in taken) == list(range(32)) and columns * bits == 32
+def turned_right(word: int, bits: int) -> int:
+    return word >> bits | word << 32 - bits
+
+
+@pytest.mark.parametrize(("codes", "turns"), [*TURNS.items(), *UPPER_TURNS.items()])
+def test_codes_of_a_word_share_no_bit(codes: Codes, turns: tuple[tuple[int, int, int, int], ...]) -> None:
+    pieces = [piece for low, turn, high, more in turns for piece in ((low, turn), (high, more))]
+    taken = [(bit + turn) % 32 for bits, turn in pieces for bit in range(8) if bits >> bit & 1]
+    assert sorted(taken) == list(range(32))
 
 
 def test_scales_and_zero_points_follow_the_codes() -> None:

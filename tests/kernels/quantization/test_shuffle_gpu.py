@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from gguf_writing import random_blocks
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, random_of, random_packed
 
+from edgellm.engines.quantization.gguf_blocks import BlockLayout
+from edgellm.engines.quantization.layout import LinearTensors
+from edgellm.engines.quantization.stored import fused
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes, unblock
-from edgellm.kernels.quantization.device_layout import tail_bytes, to_device_layout
+from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes, block_levels, unblock
+from edgellm.kernels.quantization.device_layout import device_layout, tail_bytes, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes
 from edgellm.kernels.quantization.shuffle import shuffle
 
@@ -72,3 +77,32 @@ def test_codes_of_another_weight_are_refused(gpu) -> None:
     codes, tails = device_copy(gpu, weight.codes[:7].copy()), device_copy(gpu, tail_bytes(weight, layout).copy())
     with pytest.raises(KernelError, match="no weight of 8 rows"):
         shuffle(gpu.kernel_module, layout, codes, tails, device_copy(gpu, data))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, form in BLOCK_CODES.items() if form.level_parts])
+def test_levels_in_blocks_are_laid_out_on_the_device(gpu, kind: str) -> None:
+    parts = [np.frombuffer(random_blocks(kind, (n, 768), np.random.default_rng(n)).data, np.uint8) for n in (12, 7)]
+    read = [
+        BlockLayout(kind).read(LinearTensors("", (len(part) // row_bytes(kind), 768), partial(described, kind, part)))
+        for part in parts
+    ]
+    weight = fused(read)
+    layout = device_layout(weight, "float16")
+    expected = tail_bytes(weight, layout)
+    tails, first = device_copy(gpu, np.full(expected.shape, 0xEE, np.uint8)), 0
+    for part in parts:
+        blocks = device_copy(gpu, part.reshape(-1, row_bytes(kind)))
+        block_levels(gpu.kernel_module, blocks, tails, kind, first)()
+        first += blocks.shape[0]
+    np.testing.assert_array_equal(gpu.download(tails), expected)
+    for wrong in ({"kind": "q8_0"}, {"kind": kind, "first": 24}):
+        with pytest.raises(KernelError, match="do not become tails"):
+            block_levels(gpu.kernel_module, blocks, tails, **wrong)
+
+
+def row_bytes(kind: str) -> int:
+    return 768 // BLOCK_CODES[kind].columns * BLOCK_CODES[kind].size
+
+
+def described(kind: str, part: np.ndarray, _name: str) -> tuple[str, tuple[int, ...], np.ndarray]:
+    return kind, (len(part) // row_bytes(kind), 768), part

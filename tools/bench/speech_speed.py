@@ -1,0 +1,200 @@
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, or Voxtral Mini's, whole and while
+somebody speaks.
+
+    python tools/bench/speech_speed.py [--model voxtral] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
+
+Random weights in fp16, batch 1, noise of 60 seconds (`--seconds`), three tokens a second. `whole_factor` is the time of
+`LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every half second, each of whose
+calls writes five tokens anew and those of half a second more; medians of three sounds and one stream, each new.
+`encoder_ms` is the encoder of a whole sound, one window after the other, and `features_ms` its log-mel
+features on the host, both within the first; `call_ms` are calls of the stream: median and longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse
+from provenance import provenance, report
+from random_checkpoint import SHAPES, write_checkpoint
+
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.families import FAMILIES
+from edgellm.engines.families.audio_encoders import audio_weights
+from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.llm import LLM
+from edgellm.media.audio import AudioEncoder
+from edgellm.multimodal.log_mel import log_mel
+from edgellm.speech_stream import SpeechStream
+
+RATE, TOKENS_A_SECOND, STEP, UNFIXED = 16000, 3, 0.5, 5
+QWEN3_ASR = AudioConfig(
+    family="qwen3_asr",
+    mel_bins=128,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_layers=24,
+    num_heads=16,
+    channels=480,
+    halvings=3,
+    chunk_frames=100,
+    window_chunks=8,
+    merged=1,
+    out_hidden_size=2048,
+    tensor_prefix="model.audio_tower.",
+    projector_prefix="model.multi_modal_projector.",
+)
+VOXTRAL = replace(
+    QWEN3_ASR,
+    family="voxtral",
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_layers=32,
+    num_heads=20,
+    channels=1280,
+    halvings=1,
+    chunk_frames=3000,
+    window_chunks=1,
+    merged=4,
+    out_hidden_size=3072,
+)
+#: Behind the bytes of the random model's tokenizer, the sound's first.
+MARKERS = {
+    "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
+    "voxtral": ("[AUDIO]", "[BEGIN_AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"),
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}<|audio_start|>"
+    "<|audio_pad|><|audio_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if not (loop.last and continue_final_message) %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def model_config(audio: AudioConfig, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
+    """The config.json and the encoder; so many layers of each for a rehearsal."""
+    is_voxtral = audio.family == "voxtral"
+    # Voxtral's language model is that of the family's defaults.
+    text = {"model_type": "llama"} if is_voxtral else SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}
+    if layers is not None:
+        text, audio = text | {"num_hidden_layers": layers}, replace(audio, num_layers=layers)
+    key = "num_hidden_layers" if is_voxtral else "encoder_layers"
+    encoder = {key: audio.num_layers} | ({} if is_voxtral else {"output_dim": audio.out_hidden_size})
+    config = {
+        "architectures": [FAMILIES[audio.family].architecture],
+        "model_type": audio.family,
+        "text_config": text,
+        "audio_config": encoder,
+        "audio_token_id": 256,
+        "torch_dtype": "float16",
+        "tie_word_embeddings": not is_voxtral,
+        "eos_token_id": 257,
+    }
+    return config, audio
+
+
+def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> None:
+    """A checkpoint with a tokenizer that knows a sound's tokens, and a template that writes parts as they come."""
+    write_checkpoint(directory, config, others=audio_weights(audio))
+    (directory / "preprocessor_config.json").write_text('{"feature_size": 128}')
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(MARKERS[audio.family]))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+
+def noise(seconds: float, seed: int) -> np.ndarray:
+    """Samples that nobody heard before, the loudest first, so that windows stay as they are when more comes."""
+    samples = np.random.default_rng(seed).standard_normal(round(seconds * RATE)).astype(np.float32) * np.float32(0.05)
+    samples[:400] *= 10
+    return samples
+
+
+def whole(llm: LLM, seconds: float, seed: int) -> float:
+    """Seconds of a transcription."""
+    samples = noise(seconds, seed)
+    began = time.perf_counter()
+    found = llm.transcribe((samples, RATE), "en", max_tokens=round(TOKENS_A_SECOND * seconds), ignore_eos=True)
+    spent = time.perf_counter() - began
+    assert found.response.usage.completion_tokens == round(TOKENS_A_SECOND * seconds)
+    return spent
+
+
+def stream_calls(llm: LLM, seconds: float, seed: int) -> list[float]:
+    """Seconds of each call of a stream. What was said so far is as long as speech would be: random weights say nothing,
+    and every letter is a token."""
+    samples, step, spans = noise(seconds, seed), round(STEP * RATE), []
+    stream = SpeechStream(llm, RATE, "en", unfixed=UNFIXED, ignore_eos=True)
+    for first in range(0, len(samples), step):
+        before, after = (int(TOKENS_A_SECOND * place / RATE) for place in (first, first + step))
+        stream._said = "x" * max(0, before - UNFIXED)
+        stream._options["max_tokens"] = max(1, after - len(stream._said))
+        began = time.perf_counter()
+        stream.hear(samples[first : first + step])
+        spans.append(time.perf_counter() - began)
+    return spans
+
+
+def features_seconds(llm: LLM, seconds: float, seed: int) -> float:
+    """Seconds of the features of a sound that was not heard before."""
+    assert llm._runtime._media is not None
+    encoder: Any = llm._runtime._media.by_name["audio"]
+    encoder = encoder if isinstance(encoder, AudioEncoder) else encoder.opened()
+    samples, began = noise(seconds, seed), time.perf_counter()
+    log_mel(samples, encoder.mel)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Make what is missing, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", default="qwen3_asr", choices=list(MARKERS))
+    parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
+    arguments = parse(parser)
+    audio = VOXTRAL if arguments.model == "voxtral" else QWEN3_ASR
+    (config, audio), seconds = model_config(audio, arguments.layers), arguments.seconds
+    name = f"{audio.family}_{audio.num_layers}"
+    checkpoint, engines = arguments.work / name, arguments.work / f"{name}_engines"
+    began = time.perf_counter()
+    if not (checkpoint / "tokenizer_config.json").exists():
+        write_model(checkpoint, config, audio)
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=1280)
+    build_engine_directory(checkpoint, engines, limits, [], "float16", weights="link", force=True)
+    results: dict[str, Any] = {**provenance(), "sound_seconds": seconds, "making_seconds": time.perf_counter() - began}
+    began = time.perf_counter()
+    with LLM(engines, backend=arguments.backend, drafting=None) as llm:
+        results["opening_seconds"] = time.perf_counter() - began
+        whole(llm, seconds, 0)  # what is slow the first time
+        before = llm.metrics()["speech"]["seconds"]
+        spans = [whole(llm, seconds, seed) for seed in (1, 2, 3)]
+        encoder = (llm.metrics()["speech"]["seconds"] - before) / len(spans)
+        features = statistics.median(features_seconds(llm, seconds, seed) for seed in (4, 5, 6))
+        stream_calls(llm, min(seconds, 3 * STEP), 7)
+        calls = stream_calls(llm, seconds, 8)
+    results["whole_factor"] = round(statistics.median(spans) / seconds, 5)
+    results["stream_factor"] = round(sum(calls) / seconds, 5)
+    results["encoder_ms"], results["features_ms"] = (round(each * 1000, 2) for each in (encoder, features))
+    results["call_ms"] = [round(each * 1000, 2) for each in (statistics.median(calls), max(calls))]
+    report(results, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
