@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.decode.contract import (
+    AddedTo,
     AttentionStep,
     AttentionWeights,
     Kept,
@@ -108,6 +109,30 @@ def test_columns_of_gemma4():
     FEW.norm_residual(NormedInput(before, norm, 1e-3, 0.0, 16, 8), residual, total, factor=factor)()
     expected = 0.3 * (residual + normed(NormedInput(before[:, 16:24], norm, 1e-3)))
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_an_input_is_added_to_first_is_another_launch_inside():
+    given, residual, weight, norm, factor = normal(2, 16), normal(2, 16), normal(16), normal(16), normal(1)
+    linear, apart, stream = LinearWeights(normal(8, 16)), *np.empty((2, 2, 16), np.float32)
+    added = AddedTo(residual, stream, weight, 1e-3, 1.0, factor)
+    through = NormedInput(normal(2, 40), None, first=16, width=8)
+    FEW.norm_residual(NormedInput(given, weight, 1e-3, 1.0), residual, apart, factor=factor)()
+    for own in (norm, None):
+        found, kept, expected = (
+            np.empty((2, 8), np.float32),
+            np.empty((2, 16), np.float32),
+            np.empty((2, 8), np.float32),
+        )
+        stream[...] = np.nan
+        FEW.norm_linear([NormedInput(given, own, 1e-5, added=added)], linear, found, kept=Kept(kept, raw=True))()
+        FEW.norm_linear([NormedInput(apart, own, 1e-5)], linear, expected)()
+        for one, wanted in ((stream, apart), (kept, apart), (found, expected)):
+            np.testing.assert_array_equal(one, wanted)
+    stream[...], gate = np.nan, expected.copy()
+    FEW.token_gate_linear(NormedInput(given, None, added=added), linear, "silu", through, found)()
+    FEW.token_gate(gate, "silu", through, expected)()
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(stream, apart)
 
 
 def normed(part: NormedInput) -> np.ndarray:

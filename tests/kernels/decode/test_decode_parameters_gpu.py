@@ -198,7 +198,7 @@ def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     bench.few.token_inputs(last_inputs, own[0][rows - 1 :], norm[0], EPSILON, 1.0, 16.0)()
     FEW.token_inputs(inputs[1], own[1], norm[1], EPSILON, 1.0, 16.0)()
     through = bench.gpu.download(inputs[0])
-    np.testing.assert_allclose(through, inputs[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(through, inputs[1], rtol=1e-5, atol=5e-5)
     np.testing.assert_array_equal(bench.gpu.download(last_inputs)[0], through[-1])
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
     part = partial(NormedInput, weight=None, first=512, width=256)

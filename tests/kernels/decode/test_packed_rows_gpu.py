@@ -112,7 +112,7 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
         (2, 256, 1536, 128, "bfloat16"),
         (1, 336, 520, 32, "float16"),
         (2, 336, 4096, 128, "float16"),
-        (1, 12288, 2560, 32, "bfloat16"),
+        (1, 3072, 2560, 32, "bfloat16"),
     ],
 )
 @pytest.mark.parametrize("is_normed", [True, False], ids=["normed", "rounded"])
