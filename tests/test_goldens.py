@@ -45,7 +45,7 @@ LIMITS = {
     "published": 26_000,
     "quantized": 205_000,
     "speech": 10_000,
-    "tiled": 17_000,
+    "tiled": 26_000,
     "torch_files": 8_000,
     "video": 13_000,
     "vision": 41_000,

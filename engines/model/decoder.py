@@ -72,7 +72,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
 def looks_ahead(config: DecoderConfig, shape: EngineShape) -> bool:
     """Whether tokens of a step may see others behind them: those of an image, which is in a chunk of a prompt as a
     whole, so in none that is shorter."""
-    return shape.phase == "prefill" and 0 < config.image_tokens <= shape.tokens
+    return shape.phase == "prefill" and 0 < config.image_tokens <= (1 << 32 if config.images_vary else shape.tokens)
 
 
 def decoder_layer(

@@ -95,7 +95,7 @@ class LayerWeights(NamedWeights):
             config.attention_gate,
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if is_local else 0,
-            ahead,
+            ahead and (in_window or not config.images_vary),
             self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
             config.rotates_neighbours,

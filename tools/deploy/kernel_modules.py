@@ -107,6 +107,13 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
     of_rows += [("copy_rows", *pair) for pair in pairs]
     kernels += [row_kernel("rows.cu", *names, width) for names in of_rows for width in (1, 4)]
+    clipped = [
+        ("clip_rows", *kinds) for kinds in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)
+    ]
+    clipped.append(("clipped_gate", dtype))
+    kernels += [row_kernel("bounds.cu", *names, width) for names in clipped for width in (1, 4)]
+    kernels += [row_kernel("norms.cu", "normed_heads", dtype)]
+    kernels += [row_kernel("norms.cu", "standard_norm", kind) for kind in (dtype, "float32")]
     activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
     kernels += [prompt_kernel("activated", dtype, TILINGS[-1], 3, activation=number) for number in activations]
     return [kernel.source for kernel in kernels]
