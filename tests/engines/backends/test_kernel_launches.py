@@ -29,6 +29,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, columns, linear, norms, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
+from edgellm.kernels.experts import launcher as experts
+from edgellm.kernels.experts import prompt_launcher as sorted_experts
 from edgellm.kernels.prefill import launcher as prefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -77,7 +79,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         def __call__(self) -> None:
             pass
 
-    for module in (attention, columns, linear, norms, tiled_linear, launcher, encoder, prefill):
+    several = experts, sorted_experts, attention, columns, linear, norms, tiled_linear, launcher, encoder, prefill
+    for module in several:
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -104,7 +107,7 @@ def prepared(
     size = getattr(config, "decoder", config).head_dim
     few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
     more: Any = {"recurrent": launcher.CudaRecurrent(module), "encoder": encoder.CudaEncoder(module)}
-    more["prefill"] = prefill.CudaPrefill(module)
+    more |= {"prefill": prefill.CudaPrefill(module), "experts": sorted_experts.CudaSortedExperts(module, "float16")}
     kernels = StepKernels(few, many, **more)
     only = () if way is None else (way,)
     choice, reason = kernel_choice(config, shape, "float16", shared_limit, packed=packed, only=only)
