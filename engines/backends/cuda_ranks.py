@@ -21,9 +21,8 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams
 from edgellm.engines.backends.rank_weights import RankWeights
-from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
