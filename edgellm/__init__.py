@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from edgellm.sessions import Content as Content
     from edgellm.sessions import Session as Session
     from edgellm.snapshots.system_prompt import CachedPrompt as CachedPrompt
+    from edgellm.speech_stream import SpeechStream as SpeechStream
     from edgellm.structure.description import Structure as Structure
     from edgellm.text.output import FinishReason as FinishReason
     from edgellm.tool_calls.calls import ToolCall as ToolCall
     from edgellm.tool_calls.calls import ToolCallDelta as ToolCallDelta
     from edgellm.tool_calls.functions import function_tool as function_tool
-    from edgellm.transcription import SpeechStream as SpeechStream
     from edgellm.transcription import Transcription as Transcription
     from edgellm.watching import Watch as Watch
     from edgellm.watching import WatchedAnswer as WatchedAnswer
@@ -114,9 +114,10 @@ _NAMES = {
     "sampling_params": "SamplingParams",
     "sessions": "Content Session",
     "snapshots.system_prompt": "CachedPrompt",
+    "speech_stream": "SpeechStream",
     "structure.description": "Structure",
     "text.output": "FinishReason",
-    "transcription": "SpeechStream Transcription",
+    "transcription": "Transcription",
     "tool_calls.calls": "ToolCall ToolCallDelta",
     "tool_calls.functions": "function_tool",
     "watching": "Watch WatchedAnswer",

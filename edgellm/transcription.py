@@ -1,19 +1,13 @@
-"""Speech as text: what a model that transcribes is asked, what it says, and `SpeechStream`, which writes down what is
-said while it goes on."""
+"""Speech as text: what a model that transcribes is asked, and what it says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind
+from edgellm.errors import RequestError, did_you_mean, require_kind
 from edgellm.requests import Request, Response
-
-if TYPE_CHECKING:
-    from edgellm.llm import LLM
 
 _LANGUAGES = (
     "ar:Arabic yue:Cantonese zh:Chinese cs:Czech da:Danish nl:Dutch en:English fil:Filipino fi:Finnish fr:French "
@@ -113,61 +107,3 @@ def transcription_of(response: Response, language: str | None = None, said: str 
     reader = TranscriptReader(language_name(language))
     text = reader.read(response.text) + reader.end()
     return Transcription((said + text).strip(), reader.language, response)
-
-
-class SpeechStream:
-    """Transcribes what somebody says while it goes on: give `hear` the samples as they come, and call `finish` then.
-
-    Each call answers with all that was said so far. Windows of the encoder that are full keep their rows and KV rows;
-    the open one is encoded anew. Of the text the last `unfixed` tokens are written anew, those before stay. What
-    `finish` gives is what `LLM.transcribe` gives of the whole. A loud noise that comes late changes what all quiet
-    parts before it look like to the model, so that they are encoded anew, too. Not thread-safe.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        rate: int,
-        language: str | None = None,
-        prompt: str | None = None,
-        unfixed: int = 5,
-        **options: Any,
-    ) -> None:
-        """Samples have `rate` Hz; the others are those of `transcription_request`. Raises RequestError."""
-        require(is_whole(unfixed, 0), "unfixed", unfixed, "a whole number of tokens")
-        self._llm, self._rate, self._prompt, self._unfixed, self._options = llm, rate, prompt, unfixed, options
-        self._family = llm.directory.config.family
-        #: The language that was asked for, and the one that answers begin with since it is known; what they begin with.
-        self._asked = self._language = language_name(language)
-        self._samples: list[np.ndarray] = []
-        self._said = ""
-
-    @property
-    def seconds(self) -> float:
-        """How long what was heard is."""
-        return sum(map(len, self._samples)) / self._rate
-
-    def hear(self, samples: np.ndarray) -> Transcription:
-        """What was said so far, with `samples` [N] or [N, channels] more. Raises AudioError, ContextError where the
-        whole is longer than the context holds."""
-        self._samples.append(np.array(samples))
-        found = self._transcribed(self._language, self._said)
-        if self._language is None and found.language in LANGUAGES.values():
-            self._language = found.language
-        if self._language is not None or self._family == "voxtral":  # whose answers name none
-            tokenizer = self._llm.tokenizer
-            ids = tokenizer.encode(found.text)
-            kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])
-            self._said = kept.rstrip("\N{REPLACEMENT CHARACTER}")  # a part of a character
-        return found
-
-    def finish(self) -> Transcription:
-        """What was said, written anew as a whole."""
-        return self._transcribed(self._asked, "")
-
-    def _transcribed(self, language: str | None, said: str) -> Transcription:
-        whole = np.concatenate(self._samples) if self._samples else np.zeros(0, np.float32)
-        sound = whole, self._rate
-        request = transcription_request(self._family, sound, language, self._prompt, said, **self._options)
-        with self._llm.submit(request) as generation:
-            return transcription_of(generation.result(), language, said)

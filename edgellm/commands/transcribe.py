@@ -75,7 +75,7 @@ def _follow(llm: LLM, given: TranscribeOptions, every: float, asked: dict[str, A
     """Print what was said so far again and again, and at the end what was said in all."""
     import numpy as np
 
-    from edgellm.transcription import SpeechStream
+    from edgellm.speech_stream import SpeechStream
 
     stream = SpeechStream(llm, given.rate, given.language, **asked)
     is_final = False

@@ -38,7 +38,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
 from edgellm.media.audio import AudioEncoder
 from edgellm.multimodal.log_mel import log_mel
-from edgellm.transcription import SpeechStream
+from edgellm.speech_stream import SpeechStream
 
 RATE, TOKENS_A_SECOND, STEP, UNFIXED = 16000, 3, 0.5, 5
 QWEN3_ASR = AudioConfig(
