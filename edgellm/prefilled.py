@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from edgellm.engines.closing import Closing
 from edgellm.kernels.dlpack import SharedArray
 
 
 @dataclass(eq=False)
-class PrefilledStates:
+class PrefilledStates(Closing):
     """Keys and values of a prompt's N tokens in some `layers`, numbered from 0, in the model's own memory.
 
     Each of `keys` and `values` is [1, key-value heads, N, head size] in the dtype of computing (float32 on NumPy; on a
@@ -31,12 +32,6 @@ class PrefilledStates:
     def close(self) -> None:
         """Let go of the arrays."""
         self.keys = self.values = ()
-
-    def __enter__(self) -> PrefilledStates:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class Reader:
