@@ -82,10 +82,8 @@ class CudaRanks(CudaBackend):
             self._buffers: dict[tuple[int, str], DeviceArray] = {}
             self._ranks_opened = opened.pop_all()
 
-    @cached_property
-    def acceptance(self) -> RankedAcceptance:
-        """The kernels of acceptance, which move the rows of all ranks."""
-        return RankedAcceptance(self.kernel_module, self.kernels)
+    #: It moves the rows of all ranks.
+    acceptance = cached_property(lambda self: RankedAcceptance(self.kernel_module, self.kernels))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         """See `RankStreams.run`."""
