@@ -13,6 +13,7 @@ import numpy as np
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.media import MediaEmbeddings
@@ -77,11 +78,9 @@ class VisionEncoder:
 
     def prepare(self, reference: MediaReference) -> PreparedImage | TiledImage:
         """Read and prepare an image. Any thread may call it; ImageError names the image."""
-        try:
+        with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "image") if reference.is_url else reference.source
             return self.processor.prepare(read_image(source, channels=reference.channels))
-        except ImageError as error:
-            raise ImageError(f"{reference.name}: {error}") from error
 
     def written(self, image: PreparedImage | TiledImage) -> list[int]:
         """The ids of an image in a prompt, with what stands around its parts."""
@@ -101,9 +100,9 @@ class VisionEncoder:
         counts, tiles = self._runner.metrics, [tile for image in images for tile in image.tiles]
         hits, seconds = counts.cache_hits, counts.seconds
         embeddings = self._runner.encode(tiles)
-        self._metrics.encoded(
-            len(tiles), sum(tile.tokens for tile in tiles), counts.seconds - seconds, counts.cache_hits - hits
-        )
+        found = {"images": len(tiles), "image_tokens": sum(tile.tokens for tile in tiles)}
+        took = {"seconds": counts.seconds - seconds, "reused_images": counts.cache_hits - hits}
+        self._metrics.staged("multimodal", **found, **took)
         return embeddings
 
     def close(self) -> None:
@@ -148,11 +147,9 @@ class VideoEncoder:
 
     def prepare(self, reference: MediaReference) -> PreparedVideo:
         """Read and prepare a video. Any thread may call it; ImageError names it."""
-        try:
+        with at_place(reference.name, ImageError):
             source = source_of_url(str(reference.source), "video") if reference.is_url else reference.source
             return self.processor.prepare(source, reference.channels, self._most_tokens)
-        except ImageError as error:
-            raise ImageError(f"{reference.name}: {error}") from error
 
     def written(self, video: PreparedVideo) -> list[int]:
         """The ids of a video in a prompt, as the published processors write it in place of its token."""
