@@ -86,3 +86,12 @@ def explained(
     except OSError as error:
         file = f" ({error.filename})" if names_file and error.filename else ""
         raise error_class(f"{what}: {error.strerror or error}{file}{advice}") from error
+
+
+@contextmanager
+def at_place(place: str, caught: type[EdgeLLMError], raised: type[EdgeLLMError] | None = None) -> Iterator[None]:
+    """Put the place in front of what an error of the class `caught` says, and raise it as `raised` (None: as that)."""
+    try:
+        yield
+    except caught as error:
+        raise (raised or caught)(f"{place}: {error}") from error
