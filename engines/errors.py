@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from edgellm.kernels.errors import DeviceLostError, EdgeLLMError, KernelError, MissingDependencyError
-
-__all__ = [
-    "AdapterError",
-    "AudioError",
-    "BuildError",
-    "CheckpointError",
-    "ConstraintError",
-    "DeviceLostError",
-    "DeviceMemoryError",
-    "EdgeLLMError",
-    "EngineDirectoryError",
-    "EngineError",
-    "ImageError",
-    "KernelError",
-    "MediaError",
-    "MissingDependencyError",
-    "PlanError",
-    "UnsupportedModelError",
-]
+from edgellm.kernels.errors import DeviceLostError as DeviceLostError
+from edgellm.kernels.errors import EdgeLLMError as EdgeLLMError
+from edgellm.kernels.errors import KernelError as KernelError
+from edgellm.kernels.errors import MissingDependencyError as MissingDependencyError
 
 
 class CheckpointError(EdgeLLMError):
