@@ -32,7 +32,3 @@ class PrefilledStates(Closing):
     def close(self) -> None:
         """Let go of the arrays."""
         self.keys = self.values = ()
-
-
-class Reader:
-    """Lives as long as somebody reads the rows of a slot."""

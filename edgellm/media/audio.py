@@ -63,7 +63,7 @@ class AudioEncoder:
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
             return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
 
-    def written(self, piece: PreparedAudio) -> list[int]:
+    def written(self, piece: PreparedAudio, number: int) -> list[int]:
         """The ids of a sound in a prompt."""
         return [self.kind.token_id] * piece.tokens
 

@@ -34,6 +34,7 @@ _LISTED = (
     *(gemma4.GEMMA4_TEXT, gemma4.GEMMA4, gemma4.GEMMA4_UNIFIED_TEXT, gemma4.GEMMA4_UNIFIED),
     *(vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
     *(vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL, vision_language.INTERNVL),
+    vision_language.MINICPMV4_6,
 )
 #: Every family that is supported, by its `model_type`.
 FAMILIES = {family.name: family for family in _LISTED}

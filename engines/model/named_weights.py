@@ -77,7 +77,7 @@ class NamedWeights:
         """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
         module, dot, kind = name.rpartition(".")
         source = f"{self._source}{self._published.get(name, f'{self._named(module)}{dot}{kind}')}"
-        return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+        return WeightSpec(f"{self._prefix}{name}", shape, ((source, shape if part is None else part),), dtype)
 
     def _named(self, module: str) -> str:
         """What the checkpoint calls a module."""

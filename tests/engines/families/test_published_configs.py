@@ -21,6 +21,7 @@ REFUSED: dict[str, tuple[type[Exception], str]] = {
     "starcoder2": (CheckpointError, "eos_token_id is 50256, but vocab_size is 49152"),
     "gemma-4-26B-A4B": (UnsupportedModelError, "enable_moe_block is true, .* which is not supported: take Gemma 4 E2B"),
     **dict.fromkeys(("smolvlm", "idefics3"), (CheckpointError, "image_token_id is 128257, expected a token id from 0")),
+    "minicpmv4_6": (CheckpointError, "image_token_id is null, expected a token id from 0"),
     "llava": (CheckpointError, "image_token_index is 32000, expected a token id from 0 to 31999"),
 }
 
