@@ -26,7 +26,7 @@ from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_co
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
 
-logger = logging.getLogger("edgellm")
+logger = logging.getLogger("edgellm.media")
 
 
 class AudioEncoder:
