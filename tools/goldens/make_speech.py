@@ -9,7 +9,7 @@ every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H]
 the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
 `synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled` from 44,100 to 16,000 Hz
 by soxr. Gemma 4's rows are divided by what its language model multiplies by; it has both of a prompt of a picture and
-the second sound, too: `both_token_ids`, `both_logits`.
+a sound of `HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from golden_folders import VERSIONS, draw_tensors, whole, write_folders
 from PIL import Image
 from safetensors.torch import save_file
 from synthetic_images import synthetic_image
-from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound
+from synthetic_sound import HALF_ROW, QUESTION, RATE, SECONDS, SPARSE, places, sound
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma4AudioFeatureExtractor,
@@ -253,7 +253,7 @@ def make_gemma4(directory: Path) -> None:
         expected[f"rows{index}"] = rows.flatten()[::13].clone()
     picture = Image.fromarray(synthetic_image(30, 44))
     text = f"<bos><turn>user\n<|image|><|audio|>{QUESTION}\n<turn>model\n"
-    both = processor(text=[text], images=[[picture]], audio=sounds[1:2], return_tensors="pt", add_special_tokens=False)
+    both = processor(text=[text], images=[[picture]], audio=[sound(HALF_ROW)], return_tensors="pt", add_special_tokens=False)
     for name, inputs in {"": given, "both_": both}.items():
         logits = model(**inputs).logits[0]
         expected[f"{name}token_ids"] = inputs["input_ids"][0]
