@@ -1,5 +1,4 @@
-"""Log-mel features of sound, as Whisper (Radford et al. 2023) and as Gemma 4 have them, and how a checkpoint wants them.
-"""
+"""Log-mel features of sound, Whisper's (Radford et al. 2023) and Gemma 4's, and how a checkpoint wants them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 #: Families whose encoders of speech have steps that are no kernels.
 HEARD_ON_HOST = ("gemma4",)
 

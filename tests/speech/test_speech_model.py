@@ -230,6 +230,11 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
         ("voxtral", {"audio_config": {"max_source_positions": 41}}, "intermediate_size is 64, expected a multiple of"),
         ("voxtral", {"audio_config": {"hidden_size": 32, "num_attention_heads": 3}}, "of num_attention_heads, 3"),
         ("voxtral", {"audio_config": {"num_hidden_layers": 1}}, "unknown: audio_tower.layers"),
+        ("gemma4", {"audio_config": {"attention_context_right": 4}}, "attention_context_right is 4, supported is 0"),
+        ("gemma4", {"audio_config": {"subsampling_conv_channels": [6, 4]}}, "the first a multiple of 4"),
+        ("gemma4", {"audio_config": {"num_attention_heads": 3}}, "a multiple of 2 and of num_attention_heads, 3"),
+        ("gemma4", {"audio_config": {"num_hidden_layers": 1}}, "unknown: model.audio_tower.layers"),
+        ("gemma4 extractor", {"preemphasis": 0.97}, r"preemphasis is 0\.97, supported is 0"),
         ("voxtral", {"projector_hidden_act": "relu"}, 'projector_hidden_act is "relu"'),
         ("audio_config", {"d_model": 17}, "d_model is 17, expected a multiple of 2"),
         ("audio_config", {"n_window_infer": 150}, "a multiple of twice n_window, 100"),
@@ -244,11 +249,12 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
     ],
 )
 def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: Any, said: str) -> None:
-    checkpoint = shutil.copytree(CHECKPOINTS.get(name, CHECKPOINT), tmp_path / "checkpoint")
-    file = checkpoint / ("processor_config.json" if name == "feature_extractor" else "config.json")
+    checkpoint = shutil.copytree(CHECKPOINTS.get(name.split()[0], CHECKPOINT), tmp_path / "checkpoint")
+    file = checkpoint / ("processor_config.json" if "extractor" in name else "config.json")
     known = json.loads(file.read_text())
     file.unlink()
-    if name == "voxtral":
+    name = name.replace("gemma4 extractor", "feature_extractor")
+    if name in CHECKPOINTS:
         values = {key: {**known[key], **each} if isinstance(each, dict) else each for key, each in values.items()}
         file.write_text(json.dumps(known | values))
     elif values is not None:

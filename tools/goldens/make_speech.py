@@ -253,7 +253,9 @@ def make_gemma4(directory: Path) -> None:
         expected[f"rows{index}"] = rows.flatten()[::13].clone()
     picture = Image.fromarray(synthetic_image(30, 44))
     text = f"<bos><turn>user\n<|image|><|audio|>{QUESTION}\n<turn>model\n"
-    both = processor(text=[text], images=[[picture]], audio=[sound(HALF_ROW)], return_tensors="pt", add_special_tokens=False)
+    both = processor(
+        text=[text], images=[[picture]], audio=[sound(HALF_ROW)], return_tensors="pt", add_special_tokens=False
+    )
     for name, inputs in {"": given, "both_": both}.items():
         logits = model(**inputs).logits[0]
         expected[f"{name}token_ids"] = inputs["input_ids"][0]
