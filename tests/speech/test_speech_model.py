@@ -145,10 +145,10 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(gemma4_engine
     assert frames == [62, 89, 169, 292, 399 - 3 * 48, 529 - 5 * 48]
 
 
-@pytest.mark.parametrize("name", ["qwen3_asr", "voxtral"])
-def test_engines_of_whole_windows_give_the_same_rows(name: str, speech_engines: Path, voxtral_engines: Path) -> None:
-    """As on a GPU: what is not heard yet is masked, weights have zeros behind them."""
-    directory = EngineDirectory.open({"qwen3_asr": speech_engines, "voxtral": voxtral_engines}[name])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_engines_of_whole_windows_give_the_same_rows(name: str, request: pytest.FixtureRequest) -> None:
+    """As on a GPU: what is not heard yet is masked, weights have zeros behind them; Gemma 4's are NumPy's rows."""
+    directory = EngineDirectory.open(engines_of(name, request))
     encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
     encoder.load()
     for index, each in enumerate(SOUNDS):
