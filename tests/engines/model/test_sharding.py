@@ -38,7 +38,7 @@ REFUSED = [
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
     ("olmo2", 2, "the step NormParts to qkv cannot be shared by 2 GPUs: take one GPU"),
     ("lfm2", 3, r"the linear layer model\.layers\.0\.conv\.in_proj cannot be shared by 3 GPUs"),
-    ("gemma4_plain", 2, "the step UnitNorm to qkv cannot be shared"),
+    ("gemma4_plain", 2, "the attention of layer 0 cannot be shared"),
     ("nemotron_h_latent", 2, "whose experts have a width of their own, is not shared: take one GPU"),
 ]
 
