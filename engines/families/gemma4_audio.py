@@ -44,8 +44,8 @@ _LARGEST_CAP, _LARGEST_CHUNK = 1e6, 4096
 
 
 def read_gemma4_audio(top: ConfigFields, prefixes: tuple[str, str]) -> ConformerConfig:
-    """The encoder of a model of the fields `top`, in which is noted what is wrong; the `prefixes` begin the names of its
-    tensors and of those that lead from it to the language model."""
+    """The encoder of a model of the fields `top`, in which is noted what is wrong; the `prefixes` begin the names of
+    its tensors and of those that lead from it to the language model."""
     raw = top.values["audio_config"]
     fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, "audio_config")
     fields.wrong, fields.unsupported = top.wrong, top.unsupported

@@ -27,6 +27,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.directories.engine_directory import EngineDirectory, _parse
 from edgellm.engines.families.programs import model_weights
+from edgellm.engines.model.audio import ConformerConfig
 from edgellm.engines.model.limits import EngineLimits, audio_shape
 from edgellm.engines.runners.media import PromptMedia
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -125,7 +126,9 @@ def test_a_picture_beside_a_sound_is_as_transformers_has_it(gemma4_engines: Path
     np.testing.assert_allclose(stored, expected["both_logits"], atol=5 * TOLERANCE)
 
 
-def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(gemma4_engines: Path) -> None:
+def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
+    gemma4_engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, samples = EngineDirectory.open(gemma4_engines), sound(5.3)
     assert directory.audio is not None and directory.audio.lead_windows == 3
     whole, streamed = (AudioEncoder(NumpyBackend(directory.config), directory, Metrics()) for _ in range(2))  # type: ignore
@@ -135,14 +138,34 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(gemma4_engine
         encoder.load()
         for seconds in lengths:
             heard = (samples[: round(seconds * RATE)], RATE)
-            pieces = [encoder.prepare(MediaReference(heard, False, "RGB", "sound", "audio"))]
-            rows.append(np.concatenate([each.rows for each in encoder.encode(pieces)]))
+            prepared = encoder.prepare(MediaReference(heard, False, "RGB", "sound", "audio"))
+            rows.append(np.concatenate([each.rows for each in encoder.encode([prepared])]))
     expected, *parts, last = rows
     for found in parts:  # a chunk has 12 rows
         np.testing.assert_allclose(found[: len(found) // 12 * 12], expected[: len(found) // 12 * 12], atol=TOLERANCE)
     np.testing.assert_allclose(last, expected, atol=TOLERANCE)
     # The open chunk and those behind it, and three before them; 48 frames each.
     assert frames == [62, 89, 169, 292, 399 - 3 * 48, 529 - 5 * 48]
+    monkeypatch.setattr(ConformerConfig, "run_windows", 5)  # as of sounds that are longer than a run
+    whole._cache.clear()
+    np.testing.assert_allclose(np.concatenate([each.rows for each in whole.encode([prepared])]), expected, atol=1e-4)
+
+
+def test_gemma_4_hears_on_the_host_wherever_its_language_model_is(gemma4_engines: Path) -> None:
+    directory = EngineDirectory.open(gemma4_engines)
+    assert directory.audio is not None and directory.audio.on_host
+    assert set(directory.models) == {"base", "vision"} and not directory.limits.audio_rows
+    parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.audio))
+    assert directory_facts(gemma4_engines, False)["memory"]["audio weights"] == 4 * parameters
+    backend = NumpyBackend(directory.config)
+    backend.name, backend.compute_dtype = "tensorrt", "bfloat16"
+    encoder = AudioEncoder(backend, directory, Metrics())  # type: ignore[arg-type]
+    assert set(encoder.memory) == {"audio embeddings"}
+    encoder.load()
+    piece = encoder.prepare(MediaReference((sound(2.0), RATE), False, "RGB", "sound", "audio"))
+    bits = np.concatenate([each.rows for each in encoder.encode([piece])]).astype(np.uint32) << 16
+    expected = expected_speech("gemma4")["rows2"]
+    np.testing.assert_allclose(bits.view(np.float32).flatten()[::13], expected, rtol=2**-8, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
