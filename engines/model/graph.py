@@ -155,8 +155,9 @@ class ProgramGraph(Generic[Tensor]):
 
     def _experts(self, step: Experts) -> Tensor:
         operations, weights = self.operations, self.weights
-        if step.keep is not None:
-            self._keep(step.keep, operations.to_compute(self.values[step.residual]))
+        residual = None if step.residual is None else self.to_residual(self.values[step.residual])
+        if step.keep is not None and residual is not None:
+            self._keep(step.keep, operations.to_compute(residual))
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]
@@ -179,7 +180,7 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.add(y, self.to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        return operations.add(self.to_residual(self.values[step.residual]), y) if step.adds else y
+        return y if residual is None else operations.add(residual, y)
 
     def _attention(self, step: Attention) -> Tensor | None:
         operations, given = self.operations, self.values

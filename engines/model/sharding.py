@@ -172,10 +172,14 @@ class _Sharding:
             starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
             into = self._rows(into, tuple((start + begin, start + end) for start in starts))
             shared = into, self._columns(back), *gate
-        part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
-        adds = self._rank == 0
-        partial = replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
-        return partial, Reduce(step.output, part)
+        assert step.residual is not None
+        total, gate_up, down = f"{step.output}_sum", own(step.gate_up), own(step.down)
+        part = replace(step, output=f"{total}_part", residual=None, keep=None, own=(first, last), shared=shared)
+        return (
+            replace(part, gate_up=gate_up, down=down),
+            Reduce(total, part.output),
+            AddResidual(step.output, total, step.residual, keep=step.keep),
+        )
 
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""

@@ -318,11 +318,11 @@ class Experts(Step):
     the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
-    these alone, and so is the sum; the residual is added by one rank, which `adds`.
+    these alone, and so is the output, a part of a sum of all ranks without a residual.
     """
 
     given: Input = field(metadata=READS)
-    residual: str = field(metadata=READS)
+    residual: str | None = field(metadata=READS)
     mixture: Mixture
     router: Linear
     gate_up: Linear
@@ -333,12 +333,11 @@ class Experts(Step):
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
     latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
-    adds: bool = field(default=True, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = kinds[self.residual][0]
+        rows = kinds[self.given.value][0]
         return _kept(self.keep, rows) | {self.output: (rows, residual)}
 
 

@@ -22,6 +22,7 @@ from decode_models import (
     SCALED,
     TREE,
     Loaded,
+    computed,
     draft_shape,
     random_adapters,
     random_draft,
@@ -32,17 +33,14 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
 from edgellm.engines.backends import kernel_engine
-from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
 from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
-from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.encoder_steps import Product
-from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
@@ -62,16 +60,6 @@ ADAPTED = [
     EngineShape("verify", 2, 8, 48, 48, 8, "base", 3, 8),
     EngineShape("prefill", 1, 8, 48, 48, 1, "base", 3, 8),
 ]
-
-
-def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What operations compute of a program."""
-    bindings: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
-    for spec in (own for own in model_program(config, shape).weights.values() if own.experts):
-        parts = np.split(bindings[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
-        bindings[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
-    ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
-    return bindings
 
 
 def launched(

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import Module, prepare
-from decode_models import FAMILIES, SCALED, TREE, random_model
+from decode_models import FAMILIES, MIXED, SCALED, TREE, computed, random_model
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
-from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.sharding import sharded
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -29,6 +27,9 @@ from edgellm.kernels.ranks.twin import NumpyRank
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
 #: Residuals that are scaled, normed sums, layer norms and biases, factors of layers, logits with a cap.
 SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate"]
+#: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
+SHARED += ["qwen3_moe", "gpt_oss", "shared_expert"]
+EVERY = FAMILIES | SCALED | MIXED
 
 
 def together(count: int, run: Callable[[int], Any]) -> list[Any]:
@@ -66,7 +67,7 @@ def launched(config: DecoderConfig, shape: EngineShape, arrays: Mapping[str, np.
 @pytest.mark.parametrize("family", SHARED)
 def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, phase: str, way: type) -> None:
     """Features too, of which all ranks keep the same."""
-    config = replace((FAMILIES | SCALED)[family], feature_layers=(0, 2))
+    config = replace(EVERY[family], feature_layers=(0, 2))
     parents: Sequence[int | None] = {"decode": (None,), "verify": TREE, "prefill": (None, *range(7))}[phase]
     starts = [5] if phase == "prefill" else [5, 0, 19]
     shape = EngineShape(phase, len(starts), len(parents), 48, 48, len(parents) if phase == "verify" else 1)
@@ -74,8 +75,7 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
     if phase == "prefill":
         arrays["last_token_ids"] = np.array([[5]], np.int32)
     found, program = launched(config, shape, arrays, 2, way), model_program(config, shape)
-    expected: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
-    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    expected = computed(config, shape, arrays)
     for name in (*program.outputs, *program.states):
         np.testing.assert_allclose(found[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
 
@@ -84,7 +84,7 @@ def test_a_step_of_ranks_is_what_operations_compute_of_the_whole(family: str, ph
 @pytest.mark.parametrize("family", SHARED)
 def test_launches_of_a_rank_are_prepared(family: str, kind: str) -> None:
     """On the dtypes that a GPU has: decode steps, trees in passes, prompts of few rows and of many."""
-    config = replace((FAMILIES | SCALED)[family], feature_layers=(0, 2), hidden_size=256, intermediate_size=512)
+    config = replace(EVERY[family], feature_layers=(0, 2), hidden_size=256, intermediate_size=512)
     module = Module()
     shapes = [EngineShape("decode", 3, 1, 128, 128, 1), EngineShape("verify", 3, 32, 128, 128, 32)]
     shapes += [EngineShape("prefill", 1, tokens, 320, 320, 1) for tokens in (16, 65, 300)]

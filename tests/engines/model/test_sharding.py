@@ -104,13 +104,13 @@ def test_no_rank_adds_its_residuals_alone(ranks: int) -> None:
         assert "qkv" in name or len(places) == len(wanted), name  # of one key-value head all have the same
 
 
-def test_experts_are_whole_and_one_rank_adds_the_residual() -> None:
+def test_experts_are_whole_and_their_sums_are_parts() -> None:
     config = Sequences(GOLDENS / "qwen3_moe").config
     program = decoder_program(config, EngineShape("decode", 1, 1, 8, 8))
     own = [[step for step in sharded(program, rank, 2).program.steps if isinstance(step, Experts)] for rank in (0, 1)]
     count, size = config.mixture.experts, config.mixture.size
     for rank, steps in enumerate(own):
-        assert {(step.own, step.adds) for step in steps} == {((count // 2 * rank, count // 2 * (rank + 1)), rank == 0)}
+        assert {(step.own, step.residual) for step in steps} == {((count // 2 * rank, count // 2 * (rank + 1)), None)}
         assert {step.gate_up.weight.shape for step in steps} == {(count * size, config.hidden_size)}
 
 
