@@ -35,9 +35,10 @@ from edgellm.engines.model.steps import (
     Reshape,
     Scale,
     SideBySide,
+    SquareSums,
     Stateful,
 )
-from edgellm.kernels.decode.contract import TOKEN_SHARE
+from edgellm.kernels.decode.contract import SQUARE_SUMS, TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
@@ -316,8 +317,17 @@ class ProgramGraph(Generic[Tensor]):
 
     def _norm_parts(self, step: NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]
-        rest = width - sum(norm.weight.shape[0] for norm in step.norms)
-        return self.normed_parts(self.values[step.value], step.norms, rest)
+        widths = [norm.weight.shape[0] for norm in step.norms]
+        x, rest = self.values[step.value], width - sum(widths)
+        if step.squares is None:
+            return self.normed_parts(x, step.norms, rest)
+        *parts, behind = self.operations.split(x, [*widths, rest], axis=2)
+        sums = self.operations.split(self.values[step.squares], [1] * SQUARE_SUMS, axis=2)
+        normed = [
+            self.operations.rms_norm_of_ranks(part, self.weights[norm.weight.name], squares, whole, norm)
+            for part, norm, squares, whole in zip(parts, step.norms, sums, step.wholes, strict=False)
+        ]
+        return self.operations.concatenate([*normed, behind], axis=2)
 
     def _unit_norm(self, step: UnitNorm) -> Tensor:
         operations, width = self.operations, self._program.kinds[step.value][0][-1]
@@ -352,6 +362,7 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     NormLinear: ProgramGraph._norm_linear,
     LinearResidual: ProgramGraph._linear_residual,
     Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    SquareSums: lambda graph, step: graph.operations.square_sums(graph.values[step.value], step.widths, step.counted),
     Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
     AddResidual: ProgramGraph._linear_residual,
     Experts: ProgramGraph._experts,

@@ -22,8 +22,10 @@ from edgellm.engines.model.steps import (
     Linear,
     LinearResidual,
     NormLinear,
+    NormParts,
     Reduce,
     Scale,
+    SquareSums,
     Step,
 )
 
@@ -68,7 +70,7 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
     The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
     ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
     an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. Raises EngineError
-    that names what cannot be shared: recurrent layers, norms of all heads together, and Gemma 4's own steps.
+    that names what cannot be shared: recurrent layers, and Gemma 4's own steps.
     """
     return _Sharding(program, rank, of).shard()
 
@@ -88,6 +90,7 @@ class _Sharding:
             Scale: self._whole,
             Add: self._whole,
             NormLinear: self._norm_linear,
+            NormParts: self._norm_parts,
             Attention: self._attention,
             LinearResidual: self._linear_residual,
             Experts: self._experts,
@@ -132,6 +135,23 @@ class _Sharding:
             return None
         self._split.add(step.output)
         return (replace(step, linear=self._rows(step.linear, ranges)),)
+
+    def _norm_parts(self, step: NormParts) -> Sequence[Step] | None:
+        """Norms of the queries and keys of all heads: ranks add the squares of their own."""
+        attention = self._attentions.get(step.output)
+        if attention is None or step.value != step.output or any(norm.bias is not None for norm in step.norms):
+            return None
+        heads, size = (self._queries(attention), self._heads(attention)), attention.heads[2]
+        cuts = [Cut(0, ((size * first, size * last),)) for first, last in heads]
+        counted = True, self._rank % max(1, self._of // attention.heads[1]) == 0  # the first that has these keys
+        pieces = [(norm, self._piece(norm.weight, cut)) for norm, cut in zip(step.norms, cuts, strict=True)]
+        norms, wholes = (replace(norm, weight=own) for norm, own in pieces), (n.weight.shape[0] for n in step.norms)
+        squares = f"{step.output}_squares"
+        return (
+            SquareSums(f"{squares}_part", step.value, tuple(cut.size for cut in cuts), counted),
+            Reduce(squares, f"{squares}_part"),
+            replace(step, norms=tuple(norms), squares=squares, wholes=tuple(wholes)),
+        )
 
     def _attention(self, step: Attention) -> Sequence[Step]:
         (first, last), (begin, end) = self._queries(step), self._heads(step)

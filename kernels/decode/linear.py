@@ -30,7 +30,7 @@ from edgellm.kernels.decode.arguments import (
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.columns import CudaColumns
-from edgellm.kernels.decode.contract import LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import SQUARE_SUMS, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
@@ -85,6 +85,8 @@ class _NormParts(ctypes.Structure):
         ("parts", NormedArgument * contract.MAX_PARTS),
         ("widths", ctypes.c_int * contract.MAX_PARTS),
         ("next_early", ctypes.c_int),
+        ("wholes", ctypes.c_int * contract.MAX_PARTS),
+        *members("void* squares"),
     ]
 
 
@@ -110,7 +112,12 @@ _NORM_MACROS = (
     ("HOST_NORM_SUMS_BYTES", geometries.NORM_SUMS_BYTES),
     ("HOST_NORM_PARTS_BYTES", ctypes.sizeof(_NormParts)),
     ("HOST_NORM_MOST_PARTS", contract.MAX_PARTS),
+    ("HOST_SQUARE_SUMS", SQUARE_SUMS),
 )
+
+
+#: Of norm_parts: what only adds squares.
+_SQUARES = "decode::SQUARES"
 
 
 def linear_kernel(name: str, *types: str) -> Kernel:
@@ -312,12 +319,34 @@ class CudaDecodeKernels(CudaColumns):
         shared = geometries.norm_shared_bytes(width) if arranged is None else geometries.norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> Launch:
+    def norm_parts(
+        self,
+        parts: Sequence[NormedInput],
+        next_early: bool = True,
+        squares: DeviceArray | None = None,
+        wholes: Sequence[int] = (),
+    ) -> Launch:
         """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
         `norm_linear`."""
+        return self._parts(parts, next_early, "" if squares is None else "decode::RANKS", squares, wholes)
+
+    def square_sums(self, parts, counted, squares, next_early=True):
+        """See `NumpyDecodeKernels.square_sums`; as for `norm_parts`."""
+        return self._parts(parts, next_early, _SQUARES, squares, counted)
+
+    def _parts(
+        self,
+        parts: Sequence[NormedInput],
+        next_early: bool,
+        kind: str,
+        squares: DeviceArray | None,
+        wholes: Sequence[int],
+    ) -> Launch:
+        """A launch of norm_parts of a kind."""
         values = parts[0].values
         if not 1 <= len(parts) <= contract.MAX_PARTS or any(
-            each.weight is None or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
+            (each.weight is None and kind != _SQUARES)
+            or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
             for each in parts
         ):
             raise KernelError(
@@ -329,8 +358,12 @@ class CudaDecodeKernels(CudaColumns):
             (NormedArgument * contract.MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
             (ctypes.c_int * contract.MAX_PARTS)(*(each.columns for each in parts)),
             next_early,
+            (ctypes.c_int * contract.MAX_PARTS)(*wholes),
+            *addresses(squares),
         )
-        kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
+        if squares is not None:
+            check_room("squares", squares, rows_of(values), SQUARE_SUMS)
+        kernel, grid = norm_kernel("norm_parts", self._type + (kind and f", {kind}")), (len(parts), rows_of(values), 1)
         return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:

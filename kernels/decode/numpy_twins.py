@@ -14,6 +14,7 @@ import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import (
+    SQUARE_SUMS,
     TOKEN_SHARE,
     AttentionScratch,
     AttentionStep,
@@ -191,12 +192,36 @@ class NumpyDecodeKernels:
         write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
 
     @launched
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> None:
+    def norm_parts(
+        self,
+        parts: Sequence[NormedInput],
+        next_early: bool = True,
+        squares: np.ndarray | None = None,
+        wholes: Sequence[int] = (),
+    ) -> None:
         """Each part, columns of one array [R, C] float32, is normed where it is, not rounded; other columns stay.
 
-        No two parts have a column in common."""
-        for part in parts:
-            selected_columns(part)[...] = normalized(part)
+        No two parts have a column in common. Where ranks share them, `squares` [R, `SQUARE_SUMS`] are the sums of the
+        squares of all, of which each has `wholes` columns."""
+        for place, part in enumerate(parts):
+            x = selected_columns(part)
+            if squares is None or part.weight is None:
+                x[...] = normalized(part)
+                continue
+            mean = rows_of(squares)[:, place, None] / np.float32(wholes[place])
+            x[...] = x / np.sqrt(mean + np.float32(part.epsilon)) * (part.weight + np.float32(part.offset))
+
+    @launched
+    def square_sums(
+        self, parts: Sequence[NormedInput], counted: Sequence[bool], squares: np.ndarray, next_early: bool = True
+    ) -> None:
+        """`squares` [R, `SQUARE_SUMS`] float32 = the sums of the squares of each of the parts, columns of one array
+        [R, C] float32 as they are; 0 of those that are not `counted`, and behind the last."""
+        found = np.zeros((len(rows_of(squares)), SQUARE_SUMS), np.float32)
+        for place, part in enumerate(parts):
+            if counted[place]:
+                found[:, place] = np.square(selected_columns(part)).sum(axis=1)
+        write(squares, found)
 
     @launched
     def unit_norm(self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True) -> None:

@@ -25,8 +25,8 @@ from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.ranks.twin import NumpyRank
 
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
-#: Residuals that are scaled, normed sums, layer norms and biases, factors of layers, logits with a cap.
-SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate"]
+#: Residuals that are scaled, normed sums, layer norms and biases, factors, logits with a cap, norms of all heads.
+SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate", "olmo2"]
 #: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
 MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert"]
 EVERY = FAMILIES | SCALED | MIXED | {"shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=48))}

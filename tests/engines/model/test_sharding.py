@@ -28,15 +28,22 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = golden_folder("decoder")
 #: Each with something of its own: sinks and biases of experts, a gate of the head, windows, norms behind, heads shared
-#: by several ranks, biases, fused projections, a tied head, features that rounding shows.
+#: by several ranks, norms of all heads, biases, fused projections, a tied head, features that rounding shows.
 SHARED = [
     *(("gpt_oss", 2), ("qwen3_moe", 2), ("granitemoe", 2), ("gemma2", 2), ("gemma3", 2), ("cwm_window_5", 2)),
-    *(("llama_biases_head_dim_10", 4), ("qwen2_yarn", 3), ("phi3_partial_tied", 4), ("starcoder2", 3), ("minicpm", 3)),
+    *(
+        ("olmo2", 2),
+        ("olmo2", 4),
+        ("llama_biases_head_dim_10", 4),
+        ("qwen2_yarn", 3),
+        ("phi3_partial_tied", 4),
+        ("starcoder2", 3),
+        ("minicpm", 3),
+    ),
 ]
 REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
-    ("olmo2", 2, "the step NormParts to qkv cannot be shared by 2 GPUs: take one GPU"),
     ("lfm2", 3, r"the linear layer model\.layers\.0\.conv\.in_proj cannot be shared by 3 GPUs"),
     ("gemma4_plain", 2, "the step UnitNorm to qkv cannot be shared"),
     ("nemotron_h_latent", 2, "whose experts have a width of their own, is not shared: take one GPU"),
