@@ -86,8 +86,8 @@ class NumpyExperts:
         weights = rows_of(routed.expert_weights)
         each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(output).shape, np.float32)
         for place in range(weights.shape[1]):
-            share = weights[:, place, None]
-            total += np.where(share == 0, 0, share * each[:, place])
+            own = weights[:, place, None]
+            total += np.where(own == 0, 0, own * each[:, place])
         if shared is not None:
             share = 1 if routed.shared_weights is None else routed.shared_weights.reshape(-1, 1)
             total += share * rows_of(shared)
