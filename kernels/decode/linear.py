@@ -319,13 +319,7 @@ class CudaDecodeKernels(CudaColumns):
         shared = geometries.norm_shared_bytes(width) if arranged is None else geometries.norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
-    def norm_parts(
-        self,
-        parts: Sequence[NormedInput],
-        next_early: bool = True,
-        squares: DeviceArray | None = None,
-        wholes: Sequence[int] = (),
-    ) -> Launch:
+    def norm_parts(self, parts, next_early=True, squares=None, wholes=()):
         """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
         `norm_linear`."""
         return self._parts(parts, next_early, "" if squares is None else "decode::RANKS", squares, wholes)
@@ -334,14 +328,7 @@ class CudaDecodeKernels(CudaColumns):
         """See `NumpyDecodeKernels.square_sums`; as for `norm_parts`."""
         return self._parts(parts, next_early, _SQUARES, squares, counted)
 
-    def _parts(
-        self,
-        parts: Sequence[NormedInput],
-        next_early: bool,
-        kind: str,
-        squares: DeviceArray | None,
-        wholes: Sequence[int],
-    ) -> Launch:
+    def _parts(self, parts: Sequence[NormedInput], next_early: bool, kind: str, squares: Any, wholes: Any) -> Launch:
         """A launch of norm_parts of a kind."""
         values = parts[0].values
         if not 1 <= len(parts) <= contract.MAX_PARTS or any(

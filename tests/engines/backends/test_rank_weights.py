@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 from golden_files import golden_folder
 from golden_sequences import Sequences
+from mxfp4_checkpoints import write_mxfp4
 from packed_weights import GGUF_FORMATS, random_of, random_packed
+from tiny_families import MIXTURES
 
 from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.numpy_ranks import piece
+from edgellm.engines.backends.packed_loading import _prepare
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
 from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -101,6 +105,22 @@ def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
         assert own["KV caches"] * heads == plan.items["KV caches"] * max(1, heads // 2)
         assert plan.items["LoRA adapters"] / 2 < own["LoRA adapters"] < plan.items["LoRA adapters"]
         assert own["weights"] < 0.75 * sum(array.nbytes for array in whole.values())
+
+
+def test_a_rank_reads_its_own_packed_experts_alone(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["gpt_oss"])
+    with Checkpoint.open(write_mxfp4(source, tmp_path)[0]) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        layouts = packed_layouts(checkpoint, decoder_weights(config), "bfloat16")
+        directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="bfloat16", draft=None)
+        parts = RankWeights(directory, 2, layouts)
+        for spec in (spec for spec in decoder_weights(config) if spec.experts):
+            (whole,) = _prepare(checkpoint, spec, "bfloat16")
+            found = [_prepare(checkpoint, spec, "bfloat16", parts._held[rank][spec.name]) for rank in range(2)]
+            for (own,), layouts_of_rank in zip(found, parts.layouts, strict=True):
+                assert own.layout.shape == layouts_of_rank[spec.name].shape
+            together = [codes.unpacked() for (own,) in found for codes in own.codes]
+            np.testing.assert_array_equal(np.concatenate(together), np.concatenate([c.unpacked() for c in whole.codes]))
 
 
 def test_pieces_of_cuts_are_found_wherever_tensors_are_parted() -> None:
