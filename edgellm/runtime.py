@@ -22,7 +22,7 @@ from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
-from edgellm.prefilled import PrefilledStates, Reader
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
@@ -30,6 +30,10 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.turns import OngoingConversation
+
+
+class _Reader:
+    """Lives as long as somebody reads the rows of a slot."""
 
 
 class SpecDecodeRuntime(OpenedModel):
@@ -220,7 +224,7 @@ class SpecDecodeRuntime(OpenedModel):
                 runner.swap_rows(0, last)
                 self._contents[0], self._contents[last] = self._contents[last], self._contents[0]
             runner.backend.synchronize()
-            reader, ids = Reader(), tuple(sequence.prompt_ids)
+            reader, ids = _Reader(), tuple(sequence.prompt_ids)
             pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
             finalize(reader, self._held.hold(last)).atexit = False
             return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), *zip(*pairs, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -16,6 +16,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
 #: The same of videos; where it is missing, what the file of images says counts.
 VIDEO_FILE = "video_preprocessor_config.json"
+_IMAGES = (PREPROCESSOR_FILE, None), (PROCESSOR_FILE, "image_processor")
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -240,7 +241,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     Raises CheckpointError for a file that is missing or malformed, UnsupportedModelError for a processor of a kind that
     is not implemented.
     """
-    path, values = _read(directory)
+    path, values = processor_values(directory, _IMAGES)
     named = values.get("image_processor_type") or values.get("feature_extractor_type")
     name = str(named).removesuffix("Fast").removesuffix("Pil")
     kind = PROCESSOR_KINDS.get(_SAME_KIND.get(name, name))
@@ -254,11 +255,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
 def read_video_config(directory: Path, default: str) -> ProcessorConfig:
     """What the model in `directory` says of its videos, where it does not say it, of its images; of the kind `default`
     where neither names one. Raises as `read_processor_config` does."""
-    path = directory / PROCESSOR_FILE
-    values = _read_object(path).get("video_processor") if path.exists() else None
-    if not isinstance(values, dict):
-        path = directory / VIDEO_FILE
-        path, values = (path, _read_object(path)) if path.exists() else _read(directory)
+    path, values = processor_values(directory, ((PROCESSOR_FILE, "video_processor"), (VIDEO_FILE, None), *_IMAGES))
     name = values.get("video_processor_type") or default
     kind = VIDEO_KINDS.get(str(name))
     if kind is None:
@@ -279,18 +276,19 @@ def _completed(path: Path, kind: ProcessorKind, values: Mapping[str, Any]) -> Pr
     return config
 
 
-def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that describes the processor, and what it says."""
-    path = directory / PREPROCESSOR_FILE
-    if path.exists() or not (directory / PROCESSOR_FILE).exists():
-        return path, _read_object(path)
-    path = directory / PROCESSOR_FILE
-    inner = _read_object(path).get("image_processor")
-    if not isinstance(inner, dict):
-        raise CheckpointError(f"{path}: image_processor is {as_json(inner)}, expected an object")
-    return path, inner
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    advice = f"Copy {PREPROCESSOR_FILE} from where the model was published."
-    return JSONObject.read(path, CheckpointError, f"It says how images become input. {advice}").values
+def processor_values(
+    directory: Path, places: Sequence[tuple[str, str | None]], what: str = "images"
+) -> tuple[Path, dict[str, Any]]:
+    """The first file of `places` that is there, and has something at the key (None: as a whole), and what that says of
+    `what`. Raises CheckpointError where there is none, and where it is no object."""
+    advice = "Copy it from where the model was published."
+    for name, key in places:
+        path = directory / name
+        if path.exists():
+            values = JSONObject.read(path, CheckpointError, f"It says how {what} become input. {advice}").values
+            inner = values if key is None else values.get(key)
+            if isinstance(inner, dict):
+                return path, inner
+            if inner is not None:
+                raise CheckpointError(f"{path}: {key} is {as_json(inner)}, expected an object")
+    raise CheckpointError(f"{directory / PREPROCESSOR_FILE} is missing: it says how {what} become input. {advice}")

@@ -169,7 +169,9 @@ class KernelEngine(BoundEngine):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                launches += [] if way.joins(step, run) else run.added()
                 launches += way.launches(step, run, next_early=number != first)
+            launches += run.added()
         return launches
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:

@@ -293,6 +293,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     require(fits, "rotates_neighbours", "expected false where heads are normed")
     fits = not (config.norms_behind_rotation and config.joint_qk_norm)
     require(fits, "norms_behind_rotation", "expected false where heads are normed together")
+    fits = not config.value_norms or (config.qk_norm and not config.joint_qk_norm)
+    require(fits, "value_norms", "expected false where queries and keys are not normed head by head")
     fits = not (config.layer_norms and config.qk_norm)
     require(fits, "layer_norms", "expected false where heads are normed")
     _check_delta(values, config)

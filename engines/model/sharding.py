@@ -126,6 +126,8 @@ class _Sharding:
 
     def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
         rows = step.linear.weight.shape[0]
+        if step.into is not None:
+            return None
         if step.output == "logits":
             own = self._rows(step.linear, (self._about(rows),))
             widths = tuple(rows * (rank + 1) // self._of - rows * rank // self._of for rank in range(self._of))
@@ -165,7 +167,9 @@ class _Sharding:
             replace(step, norms=tuple(norms), squares=squares, wholes=tuple(wholes)),
         )
 
-    def _attention(self, step: Attention) -> Sequence[Step]:
+    def _attention(self, step: Attention) -> Sequence[Step] | None:
+        if step.norms_values:  # of Gemma 4 alone, whose other steps are not shared
+            return None
         (first, last), (begin, end) = self._queries(step), self._heads(step)
         self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
         self._split.add(step.output)

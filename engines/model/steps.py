@@ -243,7 +243,9 @@ class NormLinear(Step):
     """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
 
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
-    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap).
+    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap). What an
+    activation without a gate gives is multiplied by the columns of `through` from `first` on, where that is a value.
+    With `into` the output is that value with these columns in the place of its first ones.
     """
 
     inputs: tuple[Input, ...] = field(metadata=READS)
@@ -254,11 +256,16 @@ class NormLinear(Step):
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    through: str | None = field(default=None, metadata=ADDED_LATER | READS)
+    first: int = field(default=0, metadata=ADDED_LATER)
+    into: str | None = field(default=None, metadata=ADDED_LATER | READS)
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         of_keep = kinds[self.inputs[-1].value][0]
+        if self.into is not None:
+            return _kept(self.keep, of_keep) | {self.output: kinds[self.into]}
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
         return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
 
@@ -377,6 +384,7 @@ class Attention(Stateful):
     the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
     were halves. With `norms_behind` the norms stand behind the rotation. Without query heads (n is 0) rows are written,
     and nothing is put out. With a `cap` above 0 scores become cap tanh(score / cap) before the mask.
+    With `norms_values` value heads are normed as keys are, but without a weight.
     """
 
     value: str = field(metadata=READS)
@@ -396,6 +404,7 @@ class Attention(Stateful):
     neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind: bool = field(default=False, metadata=ADDED_LATER)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    norms_values: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)

@@ -42,7 +42,7 @@ DEVICE: Any = SimpleNamespace(
     zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
     empty=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
     upload=lambda array, values: None,
-    part=lambda memory, offset, shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    part=lambda memory, offset, shape, dtype: DeviceArray(memory.pointer + offset, shape, dtype),
 )
 
 

@@ -37,6 +37,7 @@ def places(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both ranks on the first GPU, or each on one of its own."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "one":
+            request.getfixturevalue("queues")
             patch.setattr(opening, "rank_gpus", lambda first, count: (0,) * count)
         elif len(visible_gpus()) < 2:
             pytest.skip("there is one GPU")

@@ -10,7 +10,8 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import AttentionKind, attention_kernel
 from edgellm.kernels.decode.columns import column_kernel
-from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
+from edgellm.kernels.decode.linear import linear_kernel
+from edgellm.kernels.decode.norms import norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
@@ -43,8 +44,10 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
+    kernels += [linear_kernel(f"added_{name}", kind, unit) for name, unit in units_of[:2] + units_of[-2:]]
+    kernels += [linear_kernel(f"{added}token_gate", kind, units_of[0][1]) for added in ("", "added_")]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_gate")]
+    kernels += [column_kernel(name, kind) for name in ("insert_columns", "token_inputs", "token_gate")]
     kernels += [norm_kernel("norm_residual", f"{kind}, true")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
@@ -52,6 +55,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
     attentions.append((256, AttentionKind(False, tile_warps=1)))
     attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
+    attentions += [(size, AttentionKind(window=size == 256, values_normed=True)) for size in (256, 512)]
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]

@@ -25,21 +25,13 @@ from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumOfRanks, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
-from edgellm.engines.backends.steps.rows import (
-    AddRows,
-    GateByTokens,
-    InsertInPlace,
-    NormPartsInPlace,
-    RowsSideBySide,
-    ScaleRows,
-    UnitNormInPlace,
-)
+from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.engines.model.steps import (
@@ -66,9 +58,7 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     Add: (AddRows(),),
     SideBySide: (RowsSideBySide(),),
     NormParts: (NormPartsInPlace(),),
-    UnitNorm: (UnitNormInPlace(),),
-    InsertColumns: (InsertInPlace(),),
-    TokenGate: (GateByTokens(),),
+    TokenInputs: (TokenInputsInPlace(),),
     NormLinear: _LINEAR,
     LinearResidual: _LINEAR,
     Attention: (FewTokens(), PromptTokens()),

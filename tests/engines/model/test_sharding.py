@@ -41,7 +41,7 @@ REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
     ("qwen3_5_text_narrow", 2, "the 3 value heads of layer 1 cannot be shared equally by 2 GPUs"),
-    ("gemma4_plain", 2, "the step UnitNorm to qkv cannot be shared"),
+    ("gemma4_plain", 2, "the attention of layer 0 cannot be shared"),
     ("nemotron_h_latent", 2, "whose experts have a width of their own, is not shared: take one GPU"),
 ]
 

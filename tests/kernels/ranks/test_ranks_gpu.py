@@ -50,6 +50,7 @@ def run(ranks: Ranks, make: Callable[[int, CudaRank], list[Any]]) -> Callable[[]
     return lambda: ranks.streams.run(made)
 
 
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_sums_have_the_bits_of_float32_in_the_order_of_ranks(count: int) -> None:
     with opened_ranks((0,) * count) as ranks:
@@ -63,6 +64,7 @@ def test_sums_have_the_bits_of_float32_in_the_order_of_ranks(count: int) -> None
         ranks.memory.check()
 
 
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_residuals_are_added_to_what_is_scaled(dtype: str) -> None:
     values, size = random_values(2, 8192, 3), 8192
@@ -75,6 +77,7 @@ def test_residuals_are_added_to_what_is_scaled(dtype: str) -> None:
             np.testing.assert_array_equal(found, in_order(values, 0.22, residual))
 
 
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("count", [2, 8])
 def test_a_captured_graph_is_repeated_with_other_values(count: int) -> None:
     """An odd number of sums, so that places of messages change from run to run."""
@@ -106,6 +109,7 @@ def test_a_captured_graph_is_repeated_with_other_values(count: int) -> None:
         ranks.memory.check()
 
 
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize(("rows", "widths"), [(1, (11, 12)), (5, (7, 6, 7)), (64, (24_576, 24_576)), (3, (1, 4))])
 def test_columns_come_together_on_the_first(rows: int, widths: tuple[int, ...]) -> None:
     values = [
@@ -120,6 +124,7 @@ def test_columns_come_together_on_the_first(rows: int, widths: tuple[int, ...]) 
         np.testing.assert_array_equal(ranks.devices[0].download(output), np.concatenate(values, axis=1))
 
 
+@pytest.mark.usefixtures("queues")
 def test_a_rank_that_does_not_come_is_named_and_nothing_hangs() -> None:
     with opened_ranks((0, 0, 0), wait_seconds=0.3) as ranks:
         values = ranks.arrays([np.ones(64, np.float32)] * 3)
