@@ -382,7 +382,7 @@ def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
         for features in ((), (1, 2)):
             programs = [model_program(replace(config, feature_layers=features), shape) for shape in base]
             programs += [segment.program for segment in segments_of(programs[-1])]
-            if config in (LLAMA, SCALED["gemma2"]):
+            if config in (LLAMA, SCALED["gemma2"], SCALED["olmo2"]):
                 programs += [sharded(programs[0], 0, 2).program]
             found |= {type(step) for program in programs for step in for_kernels(program).steps}
     for draft in DRAFTS.values():
