@@ -27,8 +27,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.encoder_steps import Unfold
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.steps import Norm
-from edgellm.kernels.decode.contract import SQUARE_SUMS
-from edgellm.kernels.decode.heads_twin import pairs_apart
+from edgellm.kernels.decode.heads_twin import pairs_apart, rms_norm, square_sums
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -160,18 +159,12 @@ class NumpyOperations(Operations[np.ndarray]):
         return total
 
     def square_sums(self, x: np.ndarray, widths: Sequence[int], counted: Sequence[bool]) -> np.ndarray:
-        found, first = np.zeros((*x.shape[:-1], SQUARE_SUMS), x.dtype), 0
-        for place, (width, is_counted) in enumerate(zip(widths, counted, strict=True)):
-            if is_counted:
-                part = x[..., first : first + width]
-                found[..., place] = np.einsum("...k,...k->...", part, part)
-            first += width
-        return found
+        return square_sums(self.split(x, [*widths, x.shape[-1] - sum(widths)], axis=x.ndim - 1)[:-1], counted)
 
     def rms_norm_of_ranks(
         self, x: np.ndarray, weight: np.ndarray, squares: np.ndarray, whole: int, norm: Norm
     ) -> np.ndarray:
-        return x / np.sqrt(squares / np.float32(whole) + np.float32(norm.epsilon)) * (weight + np.float32(norm.offset))
+        return rms_norm(x, weight, norm.epsilon, norm.offset, squares / np.float32(whole))
 
     def assemble(self, x: np.ndarray) -> np.ndarray:
         return np.concatenate(self._rank.all(x), axis=-1)

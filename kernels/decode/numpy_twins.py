@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from inspect import signature
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import (
-    SQUARE_SUMS,
     TOKEN_SHARE,
     AttentionScratch,
     AttentionStep,
@@ -25,7 +24,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
-from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm
+from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm, square_sums
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -210,7 +209,7 @@ class NumpyDecodeKernels:
                 x[...] = normalized(part)
                 continue
             mean = rows_of(squares)[:, place, None] / np.float32(wholes[place])
-            x[...] = x / np.sqrt(mean + np.float32(part.epsilon)) * (part.weight + np.float32(part.offset))
+            x[...] = rms_norm(x, part.weight, part.epsilon, part.offset, mean)
 
     @launched
     def square_sums(
@@ -218,11 +217,7 @@ class NumpyDecodeKernels:
     ) -> None:
         """`squares` [R, `SQUARE_SUMS`] float32 = the sums of the squares of each of the parts, columns of one array
         [R, C] float32 as they are; 0 of those that are not `counted`, and behind the last."""
-        found = np.zeros((len(rows_of(squares)), SQUARE_SUMS), np.float32)
-        for place, part in enumerate(parts):
-            if counted[place]:
-                found[:, place] = np.square(selected_columns(part)).sum(axis=1)
-        write(squares, found)
+        write(squares, square_sums([selected_columns(part) for part in parts], counted))
 
     def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
