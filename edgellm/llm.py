@@ -71,6 +71,7 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         gpu: int | None = None,
         gpus: int = 1,
         kv_cache: str | None = None,
+        hidden_layers: Sequence[int] | None = None,
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
@@ -214,9 +215,11 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         """See `SpecDecodeRuntime.load_snapshot`."""
         return self._called(lambda runtime: runtime.load_snapshot(path, adapters))
 
-    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> Prefilled:
+    def prefill(
+        self, request: Request, layers: Sequence[int] | None = None, *, hidden_states: bool = False
+    ) -> Prefilled:
         """See `SpecDecodeRuntime.prefill`; requests that came before are answered first."""
-        return self._called(lambda runtime: runtime.prefill(request, layers))
+        return self._called(lambda runtime: runtime.prefill(request, layers, hidden_states=hidden_states))
 
     def use_drafting(self, drafting: DraftingConfig | None) -> Done:
         """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""

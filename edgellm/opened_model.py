@@ -32,6 +32,7 @@ from edgellm.media.encoders import MediaEncoders
 from edgellm.media.opening import open_encoders, open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import Observer
+from edgellm.prefilled import HiddenStates
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET, RowKeeper
@@ -70,6 +71,7 @@ class OpenedModel:
         gpu: int | None = None,
         gpus: int = 1,
         kv_cache: str | None = None,
+        hidden_layers: Sequence[int] | None = None,
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
@@ -93,7 +95,7 @@ class OpenedModel:
             build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
         model = SHIPPED_MODEL if engine_directory is None else engine_directory
         path = local_directory(model, revision, update, build, downloading, (adapters or {}).values())
-        self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
+        self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache).with_hidden_layers(hidden_layers)
         self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity
@@ -116,6 +118,7 @@ class OpenedModel:
         self._states: StateKeeper | None = None
         self._media: MediaEncoders | None = None
         self._observer: Observer | None = None
+        self._hidden: HiddenStates | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory, executor, gpu, gpus)
@@ -125,7 +128,13 @@ class OpenedModel:
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )
-            self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
+            memory = dict(media.memory)
+            if hidden_layers is not None:
+                self._hidden = HiddenStates(opened, self.directory.config, limits, hidden_layers)
+                memory |= self._hidden.memory
+            self._runner = open_runner(opened, self.directory, chosen, loras, progress, memory)
+            if self._hidden is not None:
+                self._hidden.allocate()
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:
@@ -321,6 +330,7 @@ class OpenedModel:
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
             self._media = self._snapshots = self._runner = self._following = self._keeper = self._states = None
+            self._hidden = None
 
     def __enter__(self) -> Self:
         return self

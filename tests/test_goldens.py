@@ -41,7 +41,7 @@ LIMITS = {
     "losses": 10_000,
     "mmproj": 4_000,
     "mtp": 22_000,
-    "policy": 2_000,
+    "policy": 2_500,
     "published": 26_000,
     "quantized": 190_000,
     "speech": 10_000,

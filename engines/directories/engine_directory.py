@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
@@ -178,6 +178,21 @@ class EngineDirectory:
         # What was measured with one is not the other's.
         digest = hash_bytes(f"{self.description_sha256} {kind}".encode())
         return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
+
+    def with_hidden_layers(self, layers: Sequence[int] | None) -> EngineDirectory:
+        """The same whose steps give out the hidden states that enter these layers, too (the number of layers: those
+        behind the final norm); None: as it was built. EngineDirectoryError for what are no such layers, and for others
+        than a draft takes, where there is one."""
+        if layers is None:
+            return self
+        config, taken, last = self.config, self.config.feature_layers, self.config.num_layers
+        if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, last + 1)):
+            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {last}"
+            raise EngineDirectoryError(f"hidden_layers is {shown(layers)}: expected of {self.name} different {known}")
+        if taken:
+            return self
+        digest = hash_bytes(f"{self.description_sha256} {list(layers)}".encode())
+        return replace(self, config=replace(config, feature_layers=tuple(layers)), description_sha256=digest)
 
     @property
     def name(self) -> str:
