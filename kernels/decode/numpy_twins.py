@@ -193,11 +193,7 @@ class NumpyDecodeKernels:
 
     @launched
     def norm_parts(
-        self,
-        parts: Sequence[NormedInput],
-        next_early: bool = True,
-        squares: np.ndarray | None = None,
-        wholes: Sequence[int] = (),
+        self, parts: Sequence[NormedInput], next_early: bool = True, squares: np.ndarray | None = None, wholes: Any = ()
     ) -> None:
         """Each part, columns of one array [R, C] float32, is normed where it is, not rounded; other columns stay.
 
