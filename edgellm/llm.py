@@ -15,6 +15,7 @@ import numpy as np
 
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
+from edgellm.engines.closing import Closing
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
@@ -288,7 +289,8 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
 
 
 class LLM(
-    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray]
+    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray],
+    Closing,
 ):
     """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
     on the hub.
@@ -424,9 +426,3 @@ class LLM(
     def close(self) -> None:
         """End all requests as cancelled and free everything."""
         self._thread.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
@@ -21,6 +22,7 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.closing import Closing
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -41,10 +43,6 @@ from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
 logger = logging.getLogger("edgellm").getChild("runtime")
 
 #: Steps that are captured when a model is opened, or drafting changes: all of one sequence at a time, and without rules
@@ -56,7 +54,12 @@ CAPTURED_AT_ONCE = 256
 SHIPPED_MODEL = Path(str(resources.files("edgellm"))) / "shipped"
 
 
-class OpenedModel:
+def _of_runner(name: str) -> Any:
+    """A property of the open runner, under that name there."""
+    return property(lambda model: attrgetter(name)(model._open_runner()))
+
+
+class OpenedModel(Closing):
     """What `SpecDecodeRuntime` answers with: engines, KV caches, adapters, snapshots, drafters, a vision encoder."""
 
     def __init__(
@@ -153,30 +156,16 @@ class OpenedModel:
             opened.close()
             raise
 
-    @property
-    def backend_name(self) -> str:
-        """ "tensorrt" or "numpy"."""
-        return self._open_runner().backend.name
-
-    @property
-    def gpu(self) -> int | None:
-        """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
-        return self._open_runner().backend.gpu_index
-
-    @property
-    def has_draft_model(self) -> bool:
-        """Whether a draft model is loaded."""
-        return self._open_runner().draft.has_model
-
-    @property
-    def made(self) -> Made:
-        """What was compiled, loaded, built and captured so far."""
-        return self._open_runner().backend.made
-
-    @property
-    def planned_memory(self) -> Mapping[str, int]:
-        """Bytes that the model takes on its device, by what for: weights, KV caches, buffers."""
-        return self._open_runner().base.memory_plan.items
+    backend_name: str = _of_runner("backend.name")
+    """"tensorrt" or "numpy"."""
+    gpu: int | None = _of_runner("backend.gpu_index")
+    """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
+    has_draft_model: bool = _of_runner("draft.has_model")
+    """Whether a draft model is loaded."""
+    made: Made = _of_runner("backend.made")
+    """What was compiled, loaded, built and captured so far."""
+    planned_memory: Mapping[str, int] = _of_runner("base.memory_plan.items")
+    """Bytes that the model takes on its device, by what for: weights, KV caches, buffers."""
 
     @property
     def tool_format(self) -> str | None:
@@ -331,12 +320,6 @@ class OpenedModel:
                     last_first.callback(self._observer.finish)
             self._media = self._snapshots = self._runner = self._following = self._keeper = self._states = None
             self._hidden = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

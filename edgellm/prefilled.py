@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
+from edgellm.engines.closing import Closing
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, FeatureUser
@@ -20,7 +21,7 @@ from edgellm.kernels.dlpack import SharedArray
 
 
 @dataclass(eq=False)
-class PrefilledStates:
+class PrefilledStates(Closing):
     """Keys and values of a prompt's N tokens in some `layers`, numbered from 0, in the model's own memory.
 
     Each of `keys` and `values` is [1, key-value heads, N, head size] in the dtype of computing (float32 on NumPy; on a
@@ -47,12 +48,6 @@ class PrefilledStates:
     def close(self) -> None:
         """Let go of the arrays."""
         self.keys = self.values = self.hidden_states = ()
-
-    def __enter__(self) -> PrefilledStates:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class HiddenStates(FeatureUser):

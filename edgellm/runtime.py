@@ -102,7 +102,7 @@ class SpecDecodeRuntime(OpenedModel):
                 state = runner.base.last_hidden_state(slot, ids)
             finally:
                 runner.stop(slot)
-        self.metrics.embedded(len(ids), time.perf_counter() - began)
+        self.metrics.staged("embedding", texts=1, tokens=len(ids), seconds=time.perf_counter() - began)
         return request.vector(state)
 
     def loop(self) -> DecodingLoop:

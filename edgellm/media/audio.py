@@ -10,6 +10,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
 from edgellm.engines.model.limits import EngineShape, audio_shape
@@ -58,11 +59,9 @@ class AudioEncoder:
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         """Read and prepare a sound. Any thread may call it; AudioError names the piece."""
-        try:
+        with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
             return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
-        except AudioError as error:
-            raise AudioError(f"{reference.name}: {error}") from error
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         """The ids of a sound in a prompt."""
@@ -80,7 +79,8 @@ class AudioEncoder:
         if reused < len(pieces):  # the time counts until the rows are there
             self._backend.synchronize()
         tokens = sum(piece.tokens for piece in pieces)
-        self._metrics.heard(len(pieces), tokens, time.perf_counter() - started, reused)
+        seconds = time.perf_counter() - started
+        self._metrics.staged("speech", sounds=len(pieces), audio_tokens=tokens, seconds=seconds, reused_sounds=reused)
         return found
 
     def close(self) -> None:

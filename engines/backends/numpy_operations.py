@@ -14,12 +14,12 @@ from functools import cache
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.backends.numpy_nonlinear import (
     ACTIVATIONS,
     VisibleKeys,
     attention,
     attention_ahead,
+    mixed,
     window_attention,
 )
 from edgellm.engines.backends.ranks import Exchange, Rank
