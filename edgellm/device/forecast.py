@@ -46,7 +46,7 @@ class Clocks:
 
 
 #: Of dense weights and packed ones, from steps of Llama-8B in 16 multiprocessors of an H200 without a neighbour
-#: (`tools/bench/results`: 2026-11-23-h200-as-orin-8b.json, 2026-11-23-h200-packed-as-orin.json).
+#: (`tools/bench/results`: 2026-11-23-h200-as-orin-8b.json.xz, 2026-11-23-h200-packed-as-orin.json.xz).
 CLOCKS = {
     "dense": Clocks({1: 0.057598826, 8: 0.059682349, 16: 0.062335018, 32: 0.071663259, 64: 0.11539808}),
     "packed": Clocks({1: 0.031277045, 8: 0.052908591, 16: 0.05506605, 32: 0.077339924, 64: 0.13113716}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ RESULTS, PART_CLOCKS = PAGE.parent, 1.98e9 * 16  # of 16 multiprocessors of an H
 
 def measured_steps(name: str) -> dict[int, tuple[float, float]]:
     """By rows, clocks of the steps of the base, and their weights if they are of 16 bits."""
-    found = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    found = json.loads(lzma.decompress((RESULTS / name).read_bytes()))
     found = found.get("llama-8b", found)
     steps = {key: each for key, each in found.get("table", found)["engines"].items() if key.startswith("base.")}
     return {
@@ -62,8 +63,8 @@ def measured_steps(name: str) -> dict[int, tuple[float, float]]:
 
 
 def test_clocks_of_a_weight_are_those_of_the_results() -> None:
-    dense = measured_steps("2026-11-23-h200-as-orin-8b.json")
-    packed = measured_steps("2026-11-23-h200-packed-as-orin.json")
+    dense = measured_steps("2026-11-23-h200-as-orin-8b.json.xz")
+    packed = measured_steps("2026-11-23-h200-packed-as-orin.json.xz")
     head = MODELS["llama-8b"]["vocab_size"] * MODELS["llama-8b"]["hidden_size"]  # which was dense in both
     assert set(CLOCKS["dense"].by_rows) == set(CLOCKS["packed"].by_rows) == set(dense) == set(packed)
     for rows, (clocks, weights) in dense.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
-DECODING, DRAFTING = RESULTS / "2026-11-22-h200-decode.json", RESULTS / "2026-11-23-h200-eagle.json"
+DECODING, DRAFTING = RESULTS / "2026-11-22-h200-decode.json", RESULTS / "2026-11-23-h200-eagle.json.xz"
 #: Those of the chart, in its order; the file has more.
 CONFIGURATIONS = ("chain 2", "chain 5", "tree 10/4/16", "tree 10/5/32", "tree 10/6/60")
 _FONTS = "Helvetica, Arial, DejaVu Sans, sans-serif"
@@ -77,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("picture", type=Path, help="the SVG file to write")
     picture = parser.parse_args().picture
-    decoding, drafting = (json.loads(path.read_text(encoding="utf-8")) for path in (DECODING, DRAFTING))
+    decoding, drafting = json.loads(DECODING.read_bytes()), json.loads(lzma.decompress(DRAFTING.read_bytes()))
     machine = drafting["machine"].split(" (")[0]
     lines = [
         "Tokens per second: Llama-3.2-1B's shapes, random fp16 weights, batch 1",
