@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from edgellm.engines.errors import AdapterError as AdapterError
@@ -102,9 +103,9 @@ class SettingsError(EdgeLLMError):
 _LONGEST_NAME = 100
 
 
-def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
-    """ ": did you mean ...?" where a known name is close, else the list of known names."""
+def did_you_mean(name: str, known: tuple[str, ...] | list[str], unlisted: Iterable[str] = ()) -> str:
+    """ ": did you mean ...?" where a known name is close, or one of `unlisted`, else the list of known names."""
     import difflib  # errors alone need it
 
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], [*known, *unlisted], n=1)
     return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"

@@ -37,7 +37,3 @@ class PrefilledStates:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class Reader:
-    """Lives as long as somebody reads the rows of a slot."""

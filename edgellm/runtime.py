@@ -22,7 +22,7 @@ from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
-from edgellm.prefilled import PrefilledStates, Reader
+from edgellm.prefilled import PrefilledStates
 from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
@@ -32,14 +32,18 @@ from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPr
 from edgellm.text.turns import OngoingConversation
 
 
+class _Reader:
+    """Lives as long as somebody reads the rows of a slot."""
+
+
 class SpecDecodeRuntime(OpenedModel):
     """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
 
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
     `backend` is "auto" (the GPU where there is one, else NumPy), "numpy" or "tensorrt" (the GPU). `executor` says what
     runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `gpu` is
-    the index of the GPU among those that the driver shows (None: the first), and `gpus` how many share the model: on
-    NumPy ranks that are threads, on GPUs one so far. `kv_cache` "int8" keeps the model's KV rows in 8 bits, "compute"
+    the index of the GPU among those that the driver shows (None: the first), and `gpus` how many share the model,
+    from that one on; on NumPy ranks that are threads. `kv_cache` "int8" keeps the model's KV rows in 8 bits, "compute"
     in the dtype of computing (None: as the directory was built).
     `drafting` says how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts
     where the directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by
@@ -220,7 +224,7 @@ class SpecDecodeRuntime(OpenedModel):
                 runner.swap_rows(0, last)
                 self._contents[0], self._contents[last] = self._contents[last], self._contents[0]
             runner.backend.synchronize()
-            reader, ids = Reader(), tuple(sequence.prompt_ids)
+            reader, ids = _Reader(), tuple(sequence.prompt_ids)
             pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
             finalize(reader, self._held.hold(last)).atexit = False
             return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), *zip(*pairs, strict=True))

@@ -65,7 +65,7 @@ def _from_bytes(data: bytes, what: str) -> np.ndarray:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # pixels are counted right after
             image = Image.open(io.BytesIO(data), formats=readable_formats())
     except Image.DecompressionBombError as error:
-        raise ImageError(f"{what} is too large: {error}. The most is {SOURCE_PIXELS} pixels") from error
+        raise ImageError(f"{what} is too large: the most is {SOURCE_PIXELS} pixels. Scale it down first") from error
     except Exception as error:  # whatever hostile bytes make a decoder raise
         names = ", ".join(readable_formats())
         raise ImageError(f"{what} is not an image, or its beginning is damaged: expected one of {names}") from error

@@ -11,10 +11,11 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
 from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.multimodal.cut_rules import RULES_OF_FAMILIES
 from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.prepared_image import PreparedImage
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
-from edgellm.multimodal.tiles import RULES_OF_FAMILIES, TilingProcessor
+from edgellm.multimodal.tiles import TilingProcessor
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
 MAXIMUM_ASPECT_RATIO = 200
@@ -42,11 +43,9 @@ class SmartResizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
         if config.kind.longest_edge:
             return cls._within_edge(config, vision, max_patches)
-        sizes = {key: config.count(key) for key in ("patch_size", "merge_size", "temporal_patch_size")}
-        expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-        for (key, size), wanted in zip(sizes.items(), expected, strict=True):
-            if size != wanted:
-                config.refuse(key, f"{wanted}, as config.json has it of the vision encoder")
+        sizes = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
+        sizes["temporal_patch_size"] = vision.temporal_patch_size
+        config.agree(**sizes)
         smallest, largest = config.pair("size", "shortest_edge", "longest_edge") or config.refuse(
             "size", "shortest_edge and longest_edge, in pixels of the whole image"
         )

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.formats.strict_formats import JSONObject, as_json, is_integer
+from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.audio import AudioConfig
-from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE
+from edgellm.multimodal.processor_config import PREPROCESSOR_FILE, PROCESSOR_FILE, processor_values
 
 #: What the published extractor has where the file does not say, and the most that is taken; `min_length` is in samples.
 _SIZES = {"sampling_rate": (16000, 192_000), "n_fft": (400, 16384), "hop_length": (160, 16384)}
@@ -67,13 +67,8 @@ class PreparedAudio:
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
     """What the processor's file of a checkpoint asks for. Raises CheckpointError, UnsupportedModelError."""
-    file = next((path / name for name in (PROCESSOR_FILE, PREPROCESSOR_FILE) if (path / name).exists()), None)
-    if file is None:
-        missing = f"{path / PREPROCESSOR_FILE} is missing"
-        raise CheckpointError(f"{missing}: it says how sound becomes input. Copy it from the checkpoint's source")
-    values = JSONObject.read(file, CheckpointError).values
-    inner = values.get("feature_extractor")
-    values = inner if isinstance(inner, dict) else values
+    places = [(name, key) for name in (PROCESSOR_FILE, PREPROCESSOR_FILE) for key in ("feature_extractor", None)]
+    file, values = processor_values(path, places, "sounds")
     extractor = _EXTRACTORS[config.family]
     kind = values.get("feature_extractor_type", extractor)
     if kind != extractor or any(values.get(name) not in (None, 0) for name in ("dither", "padding_value")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeGuard
@@ -16,6 +16,7 @@ PREPROCESSOR_FILE = "preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
 #: The same of videos; where it is missing, what the file of images says counts.
 VIDEO_FILE = "video_preprocessor_config.json"
+_IMAGES = (PREPROCESSOR_FILE, None), (PROCESSOR_FILE, "image_processor")
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -73,6 +74,11 @@ _LFM2_VL = {
     **{"min_image_tokens": 64, "max_image_tokens": 256},
 }
 _GOT_OCR2 = {**_CLIP, "size": {"height": 384, "width": 384}, "min_patches": 1, "max_patches": 12}
+_GEMMA4 = {**_SIGLIP, "do_normalize": False, "patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3}
+_MINICPMV4_6 = {
+    **{**_SIGLIP, "max_slice_nums": 9, "scale_resolution": 448, "patch_size": 14},
+    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
+}
 
 
 class ProcessorKind(NamedTuple):
@@ -81,8 +87,9 @@ class ProcessorKind(NamedTuple):
     It is of any size, in whole tokens (`keeps_shape`), or one square of the encoder's size, with colour around it where
     the kind `pads_to_square` and the file says so. Under the key `tokens_key` the file may say how many tokens it is.
     With a `longest_edge` it fits that, and a token stands behind each row of its own in prompts. Where there is a rule
-    `cut` (see `tiles.py`), it is tiles and the whole; with `channels_last` a patch has the channels of each pixel side
-    by side. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
+    `cut` (see `cut_rules.py`), it is tiles and the whole, or one of them; with `channels_last` a patch has the channels
+    of each pixel side by side. Values are `centred` where the encoder makes 2 x - 1 of what the file has of them, from
+    0 to 1. Of a video `size` may bound the pixels of all frames together (`bounds_all`).
     """
 
     defaults: Mapping[str, Any]
@@ -92,6 +99,7 @@ class ProcessorKind(NamedTuple):
     longest_edge: bool = False
     cut: str = ""
     channels_last: bool = False
+    centred: bool = False
     bounds_all: bool = False
 
 
@@ -108,6 +116,8 @@ PROCESSOR_KINDS = {
     "Idefics3ImageProcessor": ProcessorKind(_IDEFICS3, cut="longest edge"),
     "Lfm2VlImageProcessor": ProcessorKind(_LFM2_VL, cut="tokens", channels_last=True),
     "GotOcr2ImageProcessor": ProcessorKind(_GOT_OCR2, cut="nearest shape"),
+    "MiniCPMV4_6ImageProcessor": ProcessorKind(_MINICPMV4_6, cut="slices"),
+    "Gemma4ImageProcessor": ProcessorKind(_GEMMA4, cut="budget", channels_last=True, centred=True),
 }
 _SAME_KIND = {
     "Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor",
@@ -149,6 +159,13 @@ class ProcessorConfig:
         """A whole number above 0."""
         value = self.values.get(key)
         return value if _is_count(value) else self.refuse(key, "a whole number above 0")
+
+    def agree(self, **sizes: int) -> None:
+        """Raise CheckpointError where the file does not say so of the `sizes`, by their names, which are the
+        encoder's."""
+        for key, size in sizes.items():
+            if self.count(key) != size:
+                self.refuse(key, f"{size}, as config.json has it of the vision encoder")
 
     def positive(self, key: str) -> float:
         """A number above 0."""
@@ -196,7 +213,10 @@ class ProcessorConfig:
         if self.switch("do_rescale"):
             factor = self.positive("rescale_factor")
         if not self.switch("do_normalize"):
-            return Normalization(factor, None, None)
+            half = (0.5, 0.5, 0.5) if self.kind.centred else None
+            return Normalization(factor, half, half)
+        if self.kind.centred:
+            self.unsupported("do_normalize", "false: the encoder has the mean and the deviation in it")
         mean, deviation = (self._channels(key) for key in ("image_mean", "image_std"))
         if min(deviation) <= 0:
             self.refuse("image_std", "numbers above 0")
@@ -221,7 +241,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
     Raises CheckpointError for a file that is missing or malformed, UnsupportedModelError for a processor of a kind that
     is not implemented.
     """
-    path, values = _read(directory)
+    path, values = processor_values(directory, _IMAGES)
     named = values.get("image_processor_type") or values.get("feature_extractor_type")
     name = str(named).removesuffix("Fast").removesuffix("Pil")
     kind = PROCESSOR_KINDS.get(_SAME_KIND.get(name, name))
@@ -235,11 +255,7 @@ def read_processor_config(directory: Path) -> ProcessorConfig:
 def read_video_config(directory: Path, default: str) -> ProcessorConfig:
     """What the model in `directory` says of its videos, where it does not say it, of its images; of the kind `default`
     where neither names one. Raises as `read_processor_config` does."""
-    path = directory / PROCESSOR_FILE
-    values = _read_object(path).get("video_processor") if path.exists() else None
-    if not isinstance(values, dict):
-        path = directory / VIDEO_FILE
-        path, values = (path, _read_object(path)) if path.exists() else _read(directory)
+    path, values = processor_values(directory, ((PROCESSOR_FILE, "video_processor"), (VIDEO_FILE, None), *_IMAGES))
     name = values.get("video_processor_type") or default
     kind = VIDEO_KINDS.get(str(name))
     if kind is None:
@@ -260,18 +276,19 @@ def _completed(path: Path, kind: ProcessorKind, values: Mapping[str, Any]) -> Pr
     return config
 
 
-def _read(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that describes the processor, and what it says."""
-    path = directory / PREPROCESSOR_FILE
-    if path.exists() or not (directory / PROCESSOR_FILE).exists():
-        return path, _read_object(path)
-    path = directory / PROCESSOR_FILE
-    inner = _read_object(path).get("image_processor")
-    if not isinstance(inner, dict):
-        raise CheckpointError(f"{path}: image_processor is {as_json(inner)}, expected an object")
-    return path, inner
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    advice = f"Copy {PREPROCESSOR_FILE} from where the model was published."
-    return JSONObject.read(path, CheckpointError, f"It says how images become input. {advice}").values
+def processor_values(
+    directory: Path, places: Sequence[tuple[str, str | None]], what: str = "images"
+) -> tuple[Path, dict[str, Any]]:
+    """The first file of `places` that is there, and has something at the key (None: as a whole), and what that says of
+    `what`. Raises CheckpointError where there is none, and where it is no object."""
+    advice = "Copy it from where the model was published."
+    for name, key in places:
+        path = directory / name
+        if path.exists():
+            values = JSONObject.read(path, CheckpointError, f"It says how {what} become input. {advice}").values
+            inner = values if key is None else values.get(key)
+            if isinstance(inner, dict):
+                return path, inner
+            if inner is not None:
+                raise CheckpointError(f"{path}: {key} is {as_json(inner)}, expected an object")
+    raise CheckpointError(f"{directory / PREPROCESSOR_FILE} is missing: it says how {what} become input. {advice}")

@@ -47,8 +47,8 @@ class VisionLayout:
 
 
 def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray | None = None) -> VisionLayout:
-    """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is that of
-    Qwen3-VL's, Qwen3.5's and LFM2-VL's encoders.
+    """The layout of an image of (frames, height, width) in patches; `position_table` is that of the
+    encoder's weights, if it has one (`position_table` of `engines/families/vision_config.py`).
 
     Raises EngineError for a grid that the model cannot have.
     """
@@ -63,24 +63,54 @@ def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray |
         positions = resized_positions(position_table, grid, config.spatial_merge_size)
         inputs = {"attention_mask": np.ones(count, np.bool_), "position_embeddings": positions}
         return VisionLayout(count, config.token_count(grid), inputs)
+    if config.family == "minicpmv4_6":
+        assert position_table is not None
+        inputs = {
+            "attention_mask": np.ones(count, np.bool_),
+            "merged_mask": np.ones(count // 4, np.bool_),
+            "position_embeddings": nearest_positions(position_table, grid, config.spatial_merge_size, True),
+        }
+        return VisionLayout(count, config.token_count(grid), inputs)
     alternates = config.family == "mistral3"
     rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta, alternates)
     if config.family == "qwen2_5_vl":
         return _windowed(config, grid, rotary)
     inputs = {"rotary_cos_sin": rotary, "attention_mask": np.ones(count, np.bool_)}
-    if position_table is not None:
+    if config.family == "gemma4":
+        assert position_table is not None
+        rows, columns = patch_coordinates(grid, config.spatial_merge_size)
+        inputs["position_embeddings"] = position_table[0][columns] + position_table[1][rows]
+    elif position_table is not None:
         taps, weights = interpolation_taps(grid, config.spatial_merge_size, config.position_side)
         positions = np.einsum("nt,nth->nh", weights, position_table[taps])
         inputs["position_embeddings"] = positions.astype(np.float32)
     return VisionLayout(count, config.token_count(grid), inputs)
 
 
-def patch_coordinates(grid: Grid, merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of every patch, [N] each, in the order in which the patches come."""
+def patch_coordinates(grid: Grid, merge: int, nested: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of every patch, [N] each, in the order in which the patches come; `nested`: those of a block in
+    squares of four."""
     _, height, width = grid
     index = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
     order = index.transpose(0, 2, 1, 3).reshape(-1)
+    order = in_squares(order) if nested else order
     return order // width, order % width
+
+
+def in_squares(rows: np.ndarray) -> np.ndarray:
+    """The rows [N, ..] of blocks of 4 x 4 with each of their quarters together (MiniCPM-V, which merges twice)."""
+    return rows.reshape(-1, 2, 2, 2, 2, *rows.shape[1:]).swapaxes(2, 3).reshape(rows.shape)
+
+
+def nearest_positions(table: np.ndarray, grid: Grid, merge: int, nested: bool) -> np.ndarray:
+    """The rows [N, H] of a square table [positions, H] at the nearest place below each patch's, both as fractions of a
+    side, in float32 as published."""
+    side = round(len(table) ** 0.5)
+    bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    places = []
+    for index, count in zip(patch_coordinates(grid, merge, nested), grid[1:], strict=True):
+        places.append(np.searchsorted(bounds, index.astype(np.float32) / np.float32(count), side="right"))
+    return table[places[0] * side + places[1]]
 
 
 def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float, alternates: bool = False) -> np.ndarray:

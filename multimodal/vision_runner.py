@@ -99,7 +99,7 @@ class VisionEngineRunner:
         """Load the weights and allocate buffers, once memory was checked. `progress` gets bytes done and in all."""
         backend, config = self.backend, self.config
         with closing(self._vision.checkpoint()) as checkpoint:
-            self._position_table = position_table(checkpoint, config)
+            self._position_table = position_table(checkpoint, config, self._image_rows[-1])
             self._weights = backend.load_weights(checkpoint, vision_weights(config), progress)
         rows = self._image_rows[-1]
         tokens = embedding_rows(config, vision_shape(rows))

@@ -94,6 +94,14 @@ def turn_on_the_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def queues() -> None:
+    """For ranks that share a GPU: in one of its 8 queues a kernel may stand behind another rank's, which waits for it.
+    All processes of a whole run together cannot have four times as many."""
+    if int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) < 32:
+        pytest.skip("ranks share a GPU: run these files alone with CUDA_DEVICE_MAX_CONNECTIONS=32")
+
+
+@pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout that the tests lie in."""
     return Path(__file__).parent.parent

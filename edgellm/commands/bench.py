@@ -20,6 +20,7 @@ from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import option, takes_options
 from edgellm.engines.errors import explained
 from edgellm.errors import RequestError
+from edgellm.kernels.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,14 +139,14 @@ def require_writable(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise RequestError(f"{option} {path} is a directory: expected the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
         raise RequestError(f"{option} {path} cannot be written: {path.parent} must be there, and open to you")
 
 
 def write_result(path: Path, text: str, option: str) -> None:
-    """Write a file, and say so; `option` names it. Raises RequestError."""
+    """Write a file, whole or not at all, and say so; `option` names it. Raises RequestError."""
     with explained(f"{option} {path} cannot be written", RequestError):
-        path.write_text(text, encoding="utf-8")
+        write_atomically(path, text.encode())
     write_note(f"{path} written")
 
 

@@ -75,10 +75,13 @@ def draft_in_words(config: dict[str, Any]) -> str:
     if (block := config.get("block")) is not None:
         mask = " under a causal mask" if block["causal"] else ""
         kind = f"DFlash of {layer['num_layers']} layers, blocks of {block['size']} tokens{mask}"
-    shared = [name for name in ("embedding", "head") if not config[f"has_{name}"]]
+    shared, mixture = [name for name in ("embedding", "head") if not config[f"has_{name}"]], layer.get("mixture")
+    inner = f"FFN {layer['intermediate_size']}"
+    if mixture is not None:
+        inner = f"{mixture['experts']} experts of {mixture['size']}, {mixture['chosen']} for each token"
     return (
         f"{kind}, {layer['num_heads']} query and {layer['num_kv_heads']} key-value heads of {layer['head_dim']}, "
-        f"FFN {layer['intermediate_size']}, {config['draft_vocab_size']:,} tokens, takes {features}"
+        f"{inner}, {config['draft_vocab_size']:,} tokens, takes {features}"
         + (f", shares the base's {' and '.join(shared)}" if shared else "")
     )
 

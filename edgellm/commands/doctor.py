@@ -285,7 +285,7 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
         return
     yield checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", tokens=len(answer))
     if find_gpu() is None:
-        yield checked("tensorrt", None, "no GPU to compare with")
+        yield checked("gpu", None, "no GPU to compare with")
         return
     with open_runner("tensorrt", directory) as runner:
         found = teacher_forced_logits(runner, prompt, answer)
@@ -298,4 +298,4 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     )
     figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}
     known = {name: value if np.isfinite(value) else None for name, value in figures.items()}  # JSON has no other
-    yield checked("tensorrt", agrees, text, **known)
+    yield checked("gpu", agrees, text, **known)

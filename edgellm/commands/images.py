@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".jpe", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".ppm", ".pgm")
 )
+#: How a URL begins, whose second slash a path has lost.
+_URL = re.compile(r"(https?|data):", re.IGNORECASE)
 #: A word as terminals write the path of a dropped file: quoted, or with backslashes before what shells would read.
 _WORD = re.compile(r"""(?<!\S)(?:'(?:[^']|'\\'')*'|"(?:[^"\\]|\\.)*"|(?:\\.|[^\s\\])+)(?!\S)""", re.DOTALL)
 
@@ -26,9 +28,11 @@ Part = dict[str, Any]
 
 
 def read_image_file(path: Path) -> Part:
-    """The image of a file as a part of a message; ImageError says what is wrong with it."""
+    """The image of a file as a part of a message; RequestError and ImageError say what is wrong with it."""
     from edgellm.multimodal.image_input import read_image
 
+    if _URL.match(str(path)):
+        raise RequestError(f"{str(path)[:200]} is a URL, and nothing is fetched here: expected the file of an image")
     path = user_path(path)
     return {"type": "image", "image": read_image(path), "name": str(path.absolute())}
 

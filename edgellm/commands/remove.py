@@ -7,7 +7,7 @@ import typer
 from edgellm.commands.console import mebibytes, write_note
 from edgellm.commands.options import LogOptions
 from edgellm.commands.table import argument, option, takes_options
-from edgellm.errors import HubError, RequestError
+from edgellm.errors import HubError
 from edgellm.hub.inventory import Removal, built_directories, remove_of_files
 from edgellm.hub.inventory import remove as remove_model
 from edgellm.hub.names import HubName
@@ -30,7 +30,7 @@ def remove(given: RemoveOptions) -> None:
     Example: edgellm remove Qwen/Qwen3-0.6B --revision 0123456789ab
     """
     if (given.name is None) is not given.gone or (given.gone and given.revision):
-        raise RequestError("expected one of a name, with or without --revision, and --gone alone")
+        raise typer.BadParameter("expected one of a name, with or without --revision, and --gone alone")
     if given.gone:
         removals = {str(file): removal for file, removal in remove_of_files(None).items()}
         if not removals:

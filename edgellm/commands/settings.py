@@ -84,8 +84,23 @@ def load_settings(path: str | Path | None = None) -> Settings:
     values = parse_yaml(text, f"the settings file {origin}", SettingsError)
     if not isinstance(values, (dict, type(None))):
         raise SettingsError(f"the settings file {origin} holds a {type(values).__name__}: expected keys and values")
-    own = {_known(key, _KEYS, origin): value for key, value in (values or {}).items()}
-    return Settings(**{key: _checked(key, value, origin, found.parent) for key, value in own.items()})
+    for key in values or {}:
+        _require_setting(key, origin)
+    return Settings(**{key: _checked(key, value, origin, found.parent) for key, value in (values or {}).items()})
+
+
+def _require_setting(key: Any, origin: str) -> None:
+    """Raise SettingsError for a key that is no setting, which says to which section one of that name belongs."""
+    if key in _KEYS:
+        return
+    from edgellm.drafting.config import DRAFTING_KEYS
+    from edgellm.hub.directories import BUILD_OPTIONS
+
+    named = (("sampling", SAMPLING_KEYS), ("drafting", DRAFTING_KEYS), ("build", ("revision", *BUILD_OPTIONS)))
+    within = {name: section for section, names in named for name in names}
+    if section := within.get(key):
+        raise SettingsError(f"{origin} has {key} outside its section: expected it as in {section}: {{{key}: ...}}")
+    raise SettingsError(f"{origin} has the unknown key {str(key)!r}{did_you_mean(str(key), _KEYS, within)}")
 
 
 def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
@@ -207,7 +222,7 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
         model = settings.model or "the shipped model"
         raise typer.BadParameter(
-            f"is for a model that is named as on the hub, ORG/NAME, or a GGUF file: {model} is opened as it was built",
+            f"it is for a model that is named as on the hub, ORG/NAME, or in GGUF: {model} is opened as it was built",
             param_hint=f"--{flag}",
         )
     return settings

@@ -44,7 +44,7 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
-    #: Whether the device had nothing to do until it was launched; whether the drafter was asked for it, or rested.
+    #: Whether it is a plain one until which the device had nothing to do; whether the drafter was asked, or rested.
     waited: bool = False
     asked: bool = False
     rests: bool = False
@@ -124,7 +124,7 @@ class DecodingLoop:
         """
         self._launch_ahead()
         if self._launches:
-            if self._drafter.looks_up:
+            if self._drafter.looks_up and self._drafter.rest <= 0 and self._runner.backend.steps_ahead:
                 self._look_up(self._outlook())
             yield from self._read()
         yield from self.evict()
@@ -169,25 +169,21 @@ class DecodingLoop:
 
     def _outlook(self) -> _Outlook:
         running, drafter = self.running, self._drafter
-        going = [each for each in running if not each.finished and not each.is_over]
+        going: list[DecodingSequence] = []
+        ruled = raw = needed = shown = False
+        for each in running:
+            if each.finished:
+                continue
+            shown = shown or each.logprobs is not None or each.is_unproven or each.is_suspicious
+            if not each.is_over:
+                going.append(each)
+                ruled = ruled or each.rules is not None
+                raw = raw or (each.logprobs is not None and each.sampling.penalizes)
+                needed = needed or each.least < each.wanted
         room = min([each.room - each.most for each in running], default=0)  # slots go along until they are left
-        ruled = any(each.rules is not None for each in going)
-        raw = any(each.logprobs is not None and each.sampling.penalizes for each in going)
         rests = drafter.rest > 0 and not raw and drafter.rests_as == (len(running), ruled)
-        return _Outlook(
-            going,
-            ruled,
-            raw,
-            room,
-            asked=(ruled or drafter.drafts) and not raw and not rests,
-            rests=rests,
-            may_follow=room > 0
-            and any(each.least < each.wanted for each in going)
-            and not any(
-                (each.logprobs is not None or each.is_unproven or each.is_suspicious) and not each.finished
-                for each in running
-            ),
-        )
+        asked = (ruled or drafter.drafts) and not raw and not rests
+        return _Outlook(going, ruled, raw, room, room > 0 and needed and not shown, asked, rests)
 
     def _begin(self, now: _Outlook) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
@@ -213,9 +209,7 @@ class DecodingLoop:
     def _look_up(self, now: _Outlook) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
-        if now.ruled or not now.asked or not self._runner.backend.steps_ahead:
-            return
-        if any(each.least < each.wanted for each in now.going):
+        if not now.ruled and now.asked and any(each.least < each.wanted for each in now.going):
             self._drafter.look_up(self._runner, self.running, now.room)
 
     def _drawn(self, launch: _Launch) -> list[list[int]]:
@@ -262,7 +256,7 @@ class DecodingLoop:
             wait = self._runner.decode(batch, rules, begun).wait
         else:
             wait = self._runner.round(batch, plan, rules, trees).wait
-        kind = now.ruled, waited, now.asked, now.rests
+        kind = now.ruled, waited and plan is None, now.asked, now.rests
         self._launches.append(_Launch(wait, range(batch), plan, False, seconds, trees, *kind))
         for sequence in self.running:
             sequence.least += 1
@@ -280,7 +274,8 @@ class DecodingLoop:
         """Take the tokens of the oldest launch."""
         launch = self._launches.popleft()
         tokens, now = self._know(launch), launch.read
-        seconds, self._last_read = now - max(launch.seconds, self._last_read), now
+        began = launch.seconds if launch.is_prefill else self._last_read
+        seconds, self._last_read = now - max(began, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
         if launch.asked and counts:
             self._drafter.record(plan, counts, seconds, launch.ruled, launch.waited, launch.blocked)

@@ -144,12 +144,6 @@ class _DepthCounts:
     accepted: float = 0.0
     tried: float = 0.0
 
-    def fade(self, kept: float) -> None:
-        if self.tried > LASTING_EVIDENCE:
-            factor = max(kept, LASTING_EVIDENCE / self.tried)
-            self.accepted *= factor
-            self.tried *= factor
-
     def chain_miss(self, gain: float) -> float:
         """ln(1 - a) of a chain, from a group with this gain, times the tries."""
         return self.tried / gain * math.log(1.0 - min(_LARGEST, self.accepted / self.tried)) if self.tried else 0.0
@@ -173,14 +167,17 @@ class AcceptanceModel:
         self._gains = {group: tree_gain(plan.tree_size - 1, plan.steps) for plan, group in self._groups.items()}
         depths = range(max((plan.steps for plan in plans), default=0))
         self._tallies = {group: [_DepthCounts() for _ in depths] for group in self._gains}
+        self._all = [tally for tallies in self._tallies.values() for tally in tallies]
 
     def record(self, plan: DraftPlan | None, lengths: Sequence[int], steps: int = 1) -> None:
         """Count a round of one of the plans that emitted `lengths` tokens (1 to steps + 1) in its sequences; with it,
         and with so many `steps` of another kind (None), earlier ones count for less."""
         kept = (1.0 - 1.0 / MEMORY) ** steps
-        for tallies in self._tallies.values():
-            for tally in tallies:
-                tally.fade(kept)
+        for tally in self._all:
+            tried = tally.tried
+            if tried > LASTING_EVIDENCE:
+                factor = kept if kept * tried > LASTING_EVIDENCE else LASTING_EVIDENCE / tried
+                tally.accepted, tally.tried = tally.accepted * factor, tried * factor
         if plan is None:
             return
         tallies = self._tallies[self._groups[plan]]

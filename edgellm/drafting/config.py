@@ -46,7 +46,7 @@ class DraftingConfig:
     `NAMED_CHOICES` (None: the first), or a list of paths of ranks. "suffix" needs no draft model: what followed the
     last tokens where they were said before, in the prompt, the answer or earlier answers of the process, is verified
     where that should be faster than a plain step; sizes and `adaptive` do not apply to it. `suffix_decoding` does so
-    beside a draft model: either alone, or both in one tree, what should give most tokens a second.
+    beside a draft model, in turns: what should give most tokens a second.
 
     `acceptance` "typical" accepts where p(x) > min(posterior_threshold, posterior_alpha * exp(-entropy)): lossy.
     Sequences of temperature 0 are accepted exactly all the same. `adaptive` lets a controller take smaller plans, or

@@ -57,8 +57,8 @@ class Policy:
         waited: bool = False,
         blocked: float = 0.0,
     ) -> None:
-        """A step of `seconds` has ended that gave each running sequence so many tokens, under rules or not. `waited`
-        says whether the device did until the host had chosen it; for `blocked` seconds the host waited for the device.
+        """A step of `seconds` has ended that gave each running sequence so many tokens, under rules or not. A
+        plain one may have `waited` for the host; for `blocked` seconds the host waited for the device.
         """
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:

@@ -108,7 +108,7 @@ class Drafters:
             self.index = SuffixIndex()
         index, most = self.index if asked else None, verification.most_given if gives else 0
         ahead, at_once = runner.backend.fixed_shapes, limits.draft_block > 0
-        learner = Learner(most, ahead, index, own, adaptive, verification.most_nodes, at_once)
+        learner = Learner(most, ahead, index, own, adaptive, at_once)
         if asked and not any(runner.takes_given(1, plan) for plan in learner.given_plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "

@@ -1,52 +1,43 @@
-"""Which plan is taken: plain steps, a draft model's rounds, those of what the host knows, or both in one tree.
+"""Which plan is taken: plain steps, a draft model's rounds, or rounds of what the host knows.
 
 One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
 their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
-of the host has a budget of its own. Where it looks in vain it rests: the decoding loop asks nothing for some steps.
+of the host has a budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some
+steps.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 from edgellm.drafting.drafter import Choice, Policy
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import Account, DraftingReport, Option, reported
-from edgellm.drafting.seconds import CAPTURED, COMPUTED, PLAIN, Seconds
+from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search, reported
+from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
-#: Nodes of the trees of given candidates, the root included, and given candidates of joint ones: where every shape is
-#: captured, and where any is computed at once.
+#: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
+#: at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
-#: otherwise; and so must joint rounds, which give that in any case.
-GAIN, JOINT_GAIN = 1.2, 1.05
-#: What joint rounds give of the tokens that both drafts promise: both are often right at the same places.
-JOINT_SHARE = 0.95
-#: No step counts as having taken so many times longer than expected: it was interrupted.
-INTERRUPTED = 1.25
-#: How quickly what is seen is followed: what looks find, what rounds save, and what looking takes.
-_PACE, _WORTH_PACE, _LOOK_PACE = 0.05, 0.1, 0.1
-#: What a round saves over its time, as a first guess.
-FIRST_SAVED = 0.5
-#: Looks for candidates, and rounds of them, are paid from a budget in plain steps: at first so many, of each further
-#: token this share, and what rounds save, up to so many. A look in vain may cost so much of the steps until the next
-#: one, which is put off for so many at the most. While steps are under way a look costs nothing where the host waits
-#: for the device longer than it takes. Settled with tools/bench/drafting_workloads.py and host_time.py.
-FIRST_BUDGET, BUDGET_SHARE, MOST_BUDGET, LOOK_SHARE, MOST_PATIENCE = 4.0, 0.005, 14.0, 0.01, 255
-#: What has been found may be used although this is overdrawn: a look and a round of it take so long on slow hosts.
-OVERDRAFT = 6.0
+#: otherwise.
+GAIN = 1.2
+#: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
+#: found under rules, as first guesses.
+FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
+#: Where the host waits for the device for less than this share of a plain step, plain steps that were asked for are
+#: slower than others; what these take is seen by a `SAMPLE` of them in each so many.
+LEAST_BLOCKED, SAMPLE, SAMPLED_EACH = 0.3, 6, 96
+#: How quickly it is followed what rounds save, how long the host waits, and how often a round is found.
+_PACE, _FIND_PACE = 0.1, 0.05
 
 
 class Learner(Policy):
@@ -55,8 +46,8 @@ class Learner(Policy):
     `own` are the plans of a draft model; where they are not `adaptive` the first that fits is what is done otherwise,
     and not a plain step. Tokens that rules force are always proposed, an `index` of what was said is asked where there
     is one: `deepest` is the most such candidates that the engines take one after the other (0: none), `ahead` whether
-    steps are launched ahead, and shapes captured. Joint trees have at most `most_nodes`. `in_one_pass`: the draft model
-    proposes all levels at once. Deterministic but for the seconds that it is told.
+    steps are launched ahead, and shapes captured. `in_one_pass`: the draft model proposes all levels at once.
+    Deterministic but for the seconds that it is told.
     """
 
     def __init__(
@@ -66,21 +57,17 @@ class Learner(Policy):
         index: SuffixIndex | None = None,
         own: Sequence[DraftPlan] = (),
         adaptive: bool = True,
-        most_nodes: int = 0,
         in_one_pass: bool = False,
     ) -> None:
         super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
-        sizes, counts = (CAPTURED_TREES, CAPTURED_JOINT) if ahead else (COMPUTED_TREES, COMPUTED_JOINT)
-        #: The plans of given candidates alone, by size.
+        sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
+        #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        self._joined: Callable[[DraftPlan], tuple[DraftPlan, ...]] = cache(
-            lambda plan: tuple(plan.joined(count, min(count, deepest), most_nodes) for count in counts if deepest)
-        )
-        beside = (*self.given_plans, *(plan for each in own for plan in self._joined(each)))
-        self.plans, self.forced_plans = ((*own, *beside), ()) if self.looks_up else (self.own, beside)
+        of_all = (*own, *self.given_plans)
+        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
         guess = CAPTURED if ahead else COMPUTED
@@ -90,13 +77,13 @@ class Learner(Policy):
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
         self._best_compared: Option | None = None
-        #: Steps that were chosen; by rules or not before which of them nothing is looked for, for how many steps
-        #: looking in vain puts it off, and the budget. Under rules: how often a round is found; and what rounds save.
-        self._chosen, self._look_at, self._patience, self._budget = 0, [0, 0], [0, 0], [FIRST_BUDGET, FIRST_BUDGET]
-        self._finds, self._saved = 0.5, FIRST_SAVED
+        #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
+        self._rested_until = 0
+        self._chosen, self.searches = 0, (Search(), Search())
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
-        self._looked, self._blocked = 0.0, 0.0
+        self._looked, self._blocked = 0.0, [0.0, 0.0]
+        self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
         #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
         #: found in place of a plain step that had begun.
         self._behind_round, self._missed = False, False
@@ -128,9 +115,11 @@ class Learner(Policy):
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
             own = () if begun or self._adaptive else self.own
-            fitting = (p for p in own if p.longest <= room and runner.is_ready(step.batch, p, ruled))
+            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
             return next(fitting, None), None
-        if known and (ruled or self.looks_up) and self._looks(ruled, not (self._missed or waited)):
+        if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
+            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+        if known and self._looks(ruled, not (self._missed or waited)):
             asks = not waited or (self._behind_round and not ruled)
             found, best = self._look(step, sequences, asks, waited)
             self._missed = begun and best is not None
@@ -145,80 +134,63 @@ class Learner(Policy):
             self._take_rest(ruled)
         return plan, None
 
+    def _is_host_bound(self, times: Seconds) -> bool:
+        """Whether the device waits for the host, so that looking makes plain steps slower, too."""
+        return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
+
     def _take_rest(self, ruled: bool) -> None:
         """Let the loop take plain steps until there is something to look for or to choose."""
         rests = [self._choice.kept] if self.own else []
         if self.given_plans and (ruled or self.looks_up):
-            rests.append(self._look_at[ruled] - self._chosen - 1)
-        self.rest = max(0, min(rests, default=MOST_PATIENCE))
+            rests.append(self.searches[ruled].begins - self._chosen - 1)
+        self.rest = max(0, min(rests, default=MOST_REST))
         self._choice.kept -= self.rest
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
         """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
-        budget = self._budget[ruled] + (0.0 if is_fresh else OVERDRAFT)
-        if self.given_plans and budget <= 0.0:
-            self._look_at[ruled] = self._chosen + min(MOST_PATIENCE, 1 - int(budget / BUDGET_SHARE))
-        return bool(self.given_plans) and self._chosen >= self._look_at[ruled]
+        may_find = bool(self.given_plans) and (ruled or self.looks_up)
+        return may_find and self.searches[ruled].is_due(self._chosen, is_fresh)
 
     def _look(
-        self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False, ahead: bool = False
+        self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
-        host, or with `ahead` behind a step that is under way."""
-        began, ruled = time.perf_counter(), step.ruled
+        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too."""
+        began = time.perf_counter()
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
-        best = self._best_given(step, found, waited, ahead)
-        if ruled:
-            self._finds += _PACE * ((best is not None) - self._finds)
+        best = self._best_given(step, found)
         self._behind_round = False
-        if best is not None:
-            self._patience[ruled] = 0
-        self._charge(step, began, best is None, waited)
+        if step.ruled:
+            self._finds += _FIND_PACE * ((best is not None) - self._finds)
+        self._charge(step, began, best is not None, waited)
         return found, best
 
-    def _charge(self, step: Step, began: float, in_vain: bool, waited: bool = False) -> None:
-        """A look has ended. In vain the next one is put off, for longer each time."""
-        times, ruled, seconds = self._times[step.batch, step.ruled], step.ruled, time.perf_counter() - began
-        if self._ahead and not waited and self._blocked > seconds:
-            return  # the device hides it
+    def _charge(self, step: Step, began: float, found: bool, waited: bool = False) -> None:
+        """A look has ended, which costs nothing where the device, which has not `waited`, is at work for longer."""
+        search, seconds = self.searches[step.ruled], time.perf_counter() - began
+        if found:
+            search.patience = 0
+        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
+            return
         self._looked += seconds
-        if in_vain:
-            patience = min(self._patience[ruled], int(seconds / (LOOK_SHARE * times.plain)))
-            self._look_at[ruled] = self._chosen + 1 + patience
-            self._patience[ruled] = min(2 * self._patience[ruled] + 1, MOST_PATIENCE)
+        if not found:
+            search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
 
-    def _best_given(self, step: Step, found: Sequence[Proposed], waited: bool, ahead: bool) -> DraftPlan | None:
+    def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
         if not longest:
             return None
         times = self._times[step.batch, step.ruled]
-        other = self._choice.otherwise(step, times)
-        misses = math.prod([1.0 - each.first for each in found])
-        if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
-            share, spent = 1.0 - misses, misses * times.waiting
-            before = share * step.batch - sum([each.first for each in found])
-        else:  # a plain step would be behind the same waiting, so that a round is charged with the rest alone
-            share, spent, before = 1.0, -times.waiting if waited else 0.0, float(step.batch)
-        ranked: list[tuple[float, DraftPlan, Option]] = []
+        other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                seconds = times.of(plan)
-                tokens = before + sum([each.expected(plan.given_nodes + ahead) for each in found])
-                option = Option(plan, tokens, max(0.5 * share * seconds, share * seconds + spent))
-                ranked.append((option.rate - GAIN * other.rate, plan, option))
-            if longest <= plan.given_nodes + ahead:
-                break
-        for plan in () if other.plan is None else self._joined(other.plan):
-            if plan.longest <= step.room:
-                extra = sum([each.expected_beside(plan, other.reach) for each in found])
-                option = Option(plan, JOINT_SHARE * (other.tokens + extra), times.of(plan))
-                ranked.append((option.rate - JOINT_GAIN * other.rate, plan, option))
+                tokens = step.batch + sum([sum(each.chances[: plan.given_nodes]) for each in found])
+                ranked.append(Option(plan, tokens, times.of(plan)))
             if longest <= plan.given_nodes:
                 break
-        for margin, plan, option in sorted(ranked, key=lambda each: -each[0]):
-            if step.runner.takes_given(step.batch, plan, step.ruled):
+        for option in sorted(ranked, key=lambda each: -each.rate):
+            if step.runner.takes_given(step.batch, option.plan, step.ruled):  # type: ignore[arg-type]
                 self._best_compared = option
-                return plan if margin > 0.0 else None
+                return option.plan if option.rate > GAIN * other.rate else None
         return None
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
@@ -227,7 +199,7 @@ class Learner(Policy):
         if (step.batch, False) in self._times and self._looks(False):
             began = time.perf_counter()
             found = [self.host.proposed(sequence, room - 1, True) for sequence in sequences]
-            self._charge(step, began, not any(each.chances for each in found))
+            self._charge(step, began, any(each.chances for each in found))
 
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
@@ -237,12 +209,12 @@ class Learner(Policy):
             return False
         if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
-        return self._look(step, sequences, asks, False, True)[1] is not None
+        return self._look(step, sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
         times = self._times.get((batch, False))
-        return times is not None and self._looks(False, False) and self.waits_for(times, 0.5, waits)
+        return times is not None and self._looks(False, False) and self.waits_for(times, FIRST_CHANCE, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
@@ -250,16 +222,14 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        if self._missed or self._budget[True] <= 0.0:
-            return self._missed and self._budget[True] > -OVERDRAFT
-        return self._chosen + 1 >= self._look_at[True] and self.waits_for(times, self._finds, waits)
+        if self._missed:
+            return self.searches[True].affords(is_fresh=False)
+        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
-        """Whether no plain step should be launched where a round comes with this `chance`, though the device waits so
-        many seconds for the host then. Behind a plain step the round may still come: what that draws the round would
-        have given for less, and it hides half of the waiting."""
-        seconds = max(seconds, times.waiting)
-        return chance * (times.plain * self._saved + 0.5 * seconds) > seconds
+        """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
+        begins in its place would hide half of the waiting."""
+        return chance * (self._saved * times.plain + 0.5 * seconds) > seconds
 
     def record(
         self,
@@ -275,28 +245,28 @@ class Learner(Policy):
             return
         if self.rested_steps:
             self._count_rests()
-        batch, cost, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
-        self._blocked += _LOOK_PACE * (blocked - self._blocked)
+        batch, looked, self._looked = len(emitted), min(self._looked, 0.9 * seconds), 0.0
+        if plan is None or not ruled:  # under rules the host has nothing to do beside a round
+            self._blocked[ruled] += _PACE * (blocked - self._blocked[ruled])
         self._rounds[PLAIN if plan is None else plan.name] += 1
         self._latest = batch, ruled
         times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
         if times is None:
             self._first_step(plan, seconds)
+            self._blocked[ruled] = blocked
             return
         self.host.learn()
-        seconds = max(seconds - cost, 1e-9)
-        tokens, expected, is_own = sum(emitted) / batch, times.plain, plan is not None and not plan.takes_given
-        if plan is not None or waited:
-            expected = times.of(plan)
-        saved = tokens - min(seconds, INTERRUPTED * expected) / times.plain if plan is not None or waited else 0.0
-        saved *= self._adaptive or not is_own
-        self.account.ended(tokens, saved - cost / times.plain, plan is not None)
-        gained = BUDGET_SHARE * tokens - cost / times.plain + (0.0 if is_own else saved)
-        self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + gained)
-        if plan is not None and plan.takes_given:
-            self._saved += _WORTH_PACE * (saved * times.plain / seconds - self._saved)
-        times.record(plan, seconds, waited and plan is None)
+        seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
+        tokens, saved, is_own = sum(emitted) / batch, 0.0, plan is not None and not plan.is_given
+        waited = plan is None and (waited or (ruled and self._is_host_bound(times)))
+        if waited or (plan is not None and (self._adaptive or not is_own)):
+            saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
+        if plan is not None and plan.is_given:
+            self._saved += _PACE * (saved * times.plain / seconds - self._saved)
+        self.account.ended(tokens, saved - cost, plan is not None)
+        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
+        times.record(plan, seconds, waited)
 
     def _count_rests(self) -> None:
         """Take notice of the plain steps that were not asked for since this was done last, all at once."""
@@ -306,7 +276,7 @@ class Learner(Policy):
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
         self.account.ended(steps, 0.0, False)
-        self._budget[ruled] = min(MOST_BUDGET, self._budget[ruled] + BUDGET_SHARE * steps)
+        self.searches[ruled].earn(steps, 0.0)
         self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
@@ -320,7 +290,8 @@ class Learner(Policy):
         """What was chosen for the latest batch size, and the figures behind it."""
         batch, ruled = self._latest
         rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
-        acceptance = self._choice.chances[ruled].estimates() | (self.host.trust.shares() if self.looks_up else {})
+        said_before = {"said before": self.host.trust.ratios} if self.looks_up else {}
+        acceptance = self._choice.chances[ruled].estimates() | said_before
         times = self._times.get(self._latest)
         options = [] if times is None else self._choice.ratings(batch, ruled, times)
         if options and self._best_compared is not None:

@@ -14,9 +14,9 @@ from edgellm.engines.speculation.runner import DecodingRunner
 
 #: What is chosen anew must promise so many times the tokens a second of what is in use.
 SWITCHING_GAIN = 1.02
-#: The share of the steps that tries may lose where drafting does not pay, and where it does that of trying other plans,
-#: and the share of a round that a try counts as losing at least: forecasts of what was not tried may be wrong.
-TRIES_SHARE, EXPLORATION_SHARE, LEAST_LOSS = 0.003, 0.02, 0.1
+#: The share of the steps since a plan was used that trying it may lose, and the share of a round that a try counts as
+#: losing at least: forecasts of what was not tried may be wrong.
+TRIES_SHARE, LEAST_LOSS = 0.0025, 0.1
 #: A round that gives nothing is feared as if it came so many times as often as it should: misses come in spells.
 FEARED = 5.0
 #: The plans are rated anew after so many plain steps, by which the draft model's figures fade a little.
@@ -25,7 +25,7 @@ REFRESHED = 8
 #: gives nothing; plain steps for `PUT_OFF` of how long they were taken in a row, so that what pays begins later by no
 #: more than this share, and for so many at most: choosing is a hundredth of them then (tools/bench/learner_time.py).
 #: Settled with drafting_workloads.py: 0.5 lost a tenth of chats on an H200.
-KEPT, PUT_OFF, MOST_KEPT = 3, 0.25, 128
+KEPT, PUT_OFF, MOST_KEPT = 7, 0.25, 128
 #: Nodes of plans that may be taken at once, and how many times as large the next may be as one of which a candidate
 #: came: rounds of large trees cost most where nothing is known yet.
 SMALL, LARGER = 8, 3
@@ -82,35 +82,12 @@ class OwnPlans:
         self._used[tried.plan] = self._steps  # one at a time, though the next is launched before it is read
         return tried.plan
 
-    def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
-        """An option to try against the forecast: where drafting does not pay the best draft, once the steps without
-        have paid for what it may lose, else what pays with its share of the steps without it for what it should lose.
-        """
-        if best.plan is None:
-            tried = next((each for each in others if step.fits(each.plan)), None)
-            return tried if tried is not None and tried.risk <= TRIES_SHARE * self._undrafted else None
-        credit, tried = 0.0, None
-        for each in others:
-            loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
-            left = EXPLORATION_SHARE * (self._steps - self._used[each.plan]) / len(self._plans) - loss
-            if left > credit and step.fits(each.plan):
-                credit, tried = left, each
-        return tried
-
     def otherwise(self, step: Step, times: Seconds) -> Option:
         """What is done without given candidates."""
-        if not self._adaptive:
-            plan = first_fitting(self._plans, *step)
-            return next(each for each in self._options(step.batch, step.ruled, times) if each.plan is plan)
-        return self._best(self._safe(step, times), step)
-
-    def _best(self, safe: Sequence[Option], step: Step) -> Option:
-        """The fastest that fits, or what is in use if it is nearly as fast."""
-        best = next(each for each in safe if step.fits(each.plan))
-        for each in safe:
-            if each.plan is self.current and each.rate * SWITCHING_GAIN >= best.rate and step.fits(each.plan):
-                return each
-        return best
+        if self._adaptive:
+            return self._best(self._safe(step, times), step)
+        plan = first_fitting(self._plans, *step)
+        return next(each for each in self._options(step, times) if each.plan is plan)
 
     def ended(self, plan: DraftPlan | None, emitted: Sequence[int], ruled: bool, steps: int = 1) -> None:
         """A round that gave each sequence so many tokens has ended, or so many plain steps."""
@@ -125,35 +102,49 @@ class OwnPlans:
             elif plan is not None:
                 self.kept = 0
 
-    def _options(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
+    def ratings(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
+        """What steps of so many sequences should give and take: a plain one first."""
+        rated = [Option(None, float(batch), times.plain)]
+        for plan, reach in self.chances[ruled].reaches().items():
+            risk = times.risk(plan) * min(1.0, FEARED * (1.0 - reach[0]))
+            rated.append(Option(plan, batch * (1.0 + sum(reach)), times.of(plan), risk))
+        return rated
+
+    def _options(self, step: Step, times: Seconds) -> list[Option]:
         """All that may be done without given candidates, the fastest first."""
         if self._stale >= REFRESHED:
             self._rated, self._stale = {}, 0
-        rated = self._rated.get((batch, ruled))
+        rated = self._rated.get((step.batch, step.ruled))
         if rated is None:
-            rated = sorted(self.ratings(batch, ruled, times), key=lambda option: -option.rate)
-            self._rated[batch, ruled] = rated
-        return rated
-
-    def ratings(self, batch: int, ruled: bool, times: Seconds) -> list[Option]:
-        """What steps of so many sequences should give and take: a plain one first."""
-        plain = times.plain
-        rated = [Option(None, float(batch), plain)]
-        for plan, reach in self.chances[ruled].reaches().items():
-            seconds = times.of(plan)
-            risk = max(0.0, seconds / plain - 1.0) * min(1.0, FEARED * (1.0 - reach[0]))
-            rated.append(Option(plan, batch * (1.0 + sum(reach)), seconds, risk, reach))
+            rated = sorted(self.ratings(step.batch, step.ruled, times), key=lambda option: -option.rate)
+            self._rated[step.batch, step.ruled] = rated
         return rated
 
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
         """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
         smaller one has shown that they may grow."""
-        rated = self._options(step.batch, step.ruled, times)
+        rated = self._options(step, times)
         place = next(place for place, option in enumerate(rated) if option.plan is None)
         least = min([option.risk for option in rated[:place] or rated[1:]], default=0.0)  # of those that pay, if any
-        most = self._account.affordable(least)
-        return [
-            option
-            for option in rated
-            if option.plan is None or (option.risk <= most and option.plan.tree_size <= self._largest)
-        ]
+        most, largest = self._account.affordable(least), self._largest
+        return [each for each in rated if each.plan is None or (each.risk <= most and each.plan.tree_size <= largest)]
+
+    def _best(self, safe: Sequence[Option], step: Step) -> Option:
+        """The fastest that fits, or what is in use if it is nearly as fast."""
+        best = next(each for each in safe if step.fits(each.plan))
+        in_use = next((each for each in safe if each.plan is self.current), best)
+        stays = in_use is best or (in_use.rate * SWITCHING_GAIN >= best.rate and step.fits(in_use.plan))
+        return in_use if stays else best
+
+    def _worth_trying(self, others: Sequence[Option], best: Option, step: Step) -> Option | None:
+        """An option to try against the forecast: the fastest that the steps since have paid for, where drafting does
+        not pay those since the latest round for what it may lose, else those since the plan was used for what it
+        should."""
+        for each in others:
+            loss, since = each.risk, self._undrafted
+            if best.plan is not None:
+                loss = each.seconds / best.seconds * max(LEAST_LOSS, 1.0 - each.rate / best.rate)
+                since = self._steps - self._used[each.plan]
+            if loss <= TRIES_SHARE * since and step.fits(each.plan):
+                return each
+        return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.errors import ConstraintError
@@ -48,34 +47,17 @@ class Said:
 
 
 class Proposed(NamedTuple):
-    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums`
-    of these up to each, with 0 before the first.
-
-    `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
-    `Trust` it belongs to; both are empty where the index was not asked.
-    """
+    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes; `promises` say
+    how likely that is if its parent comes, by the index (none where that was not asked)."""
 
     tree: GivenTree
     chances: Sequence[float]
-    sums: Sequence[float]
-    promises: Sequence[float]
-    kinds: Sequence[int]
-
-    @classmethod
-    def of(
-        cls, tree: GivenTree, chances: Sequence[float], promises: Sequence[float] = (), kinds: Sequence[int] = ()
-    ) -> Proposed:
-        """The values with the sums."""
-        return cls(tree, chances, [*accumulate(chances, initial=0.0)], promises, kinds)
-
-    def expected(self, count: int) -> float:
-        """How many of the first `count` candidates should come."""
-        return self.sums[min(count, len(self.chances))]
+    promises: Sequence[float] = ()
 
     def cut(self, plan: DraftPlan) -> GivenTree:
         """The first candidates, as far as a plan has places for them: it has the levels then, too."""
-        tokens, parents, leads = self.tree
-        return GivenTree(tokens[: plan.given_nodes], parents[: plan.given_nodes], leads)
+        tokens, parents, _ = self.tree
+        return GivenTree(tokens[: plan.given_nodes], parents[: plan.given_nodes])
 
     def behind(self, tokens: Sequence[int]) -> Proposed | None:
         """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
@@ -98,100 +80,54 @@ class Proposed(NamedTuple):
         if not kept:
             return None
         came = self.chances[place]
-        return Proposed.of(
+        return Proposed(
             GivenTree([said[node] for node in kept], places),
             [self.chances[node] / came for node in kept],
             [self.promises[node] for node in kept] if self.promises else (),
-            [self.kinds[node] for node in kept] if self.kinds else (),
         )
-
-    @property
-    def first(self) -> float:
-        """How likely the next token is one of the candidates."""
-        parents = self.tree.parents
-        return sum([chance for parent, chance in zip(parents, self.chances, strict=True) if parent < 0])
-
-    def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
-        """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
-        and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
-        those that come behind a chain that leads."""
-        count = plan.given_nodes
-        if self.tree.leads:
-            chances = self.chances[:count]
-            behind = chances[-1] * sum(reach[: max(0, plan.steps - len(chances))]) if chances else 0.0
-            return max(0.0, sum(chances) + behind - sum(reach))
-        depths: list[int] = []
-        found = 0.0
-        for parent, chance in zip(self.tree.parents[:count], self.chances, strict=False):
-            depth = 0 if parent < 0 else depths[parent] + 1
-            depths.append(depth)
-            found += chance * (1.0 - reach[depth] if depth < len(reach) else 1.0)
-        return found
-
-
-def chain_of(tokens: Sequence[int], leads: bool = False) -> GivenTree:
-    """A tree of one path; whether it `leads` a joint one."""
-    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
 
 
 #: No candidates.
-NOTHING = Proposed.of(chain_of([]), [])
+NOTHING = Proposed(GivenTree([], []), [])
 
 
 class Trust:
-    """How often candidates came whose parent had come, over what the index promised: by the promise, and by how much
-    was found again. Recent ones count most."""
+    """How often candidates came whose parent had come, over what the index promised, by the promise. Recent ones count
+    most."""
 
-    #: Where the kinds begin, by promise and by the length of the match; what each kind comes at over its promise
-    #: before anything was seen; and for how many promised tokens this first guess counts, and what was seen at most.
-    PROMISES, MATCHES = (0.0, 0.35, 0.6, 0.8), (0, 8)
-    FIRST = (0.5, 0.7, 0.85, 0.95)
+    #: Where the kinds of promises begin; what each comes at over its promise before anything was seen; and for how many
+    #: promised tokens this first guess counts, and what was seen at most.
+    KINDS, FIRST = (0.0, 0.35, 0.6, 0.8), (0.5, 0.7, 0.85, 0.95)
     FIRST_EVIDENCE, MEMORY = 6.0, 64.0
     MOST = 0.99
 
     def __init__(self) -> None:
-        kinds = len(self.PROMISES) * len(self.MATCHES)
-        self._promised, self._came = [0.0] * kinds, [0.0] * kinds
-        self._ratios = [*self.FIRST] * len(self.MATCHES)
+        self._promised, self._came = [0.0] * len(self.KINDS), [0.0] * len(self.KINDS)
+        self.ratios = [*self.FIRST]
 
     def weighed(self, proposal: Proposal) -> Proposed:
         """A proposal with the probabilities that were seen in place of those that the index promises."""
-        tokens, parents, _, promises, match = proposal
-        first = len(self.PROMISES) * (sum([match >= least for least in self.MATCHES]) - 1) - 1
-        ratios, bounds, most = self._ratios, self.PROMISES, self.MOST
         chances: list[float] = []
-        kinds: list[int] = []
-        for parent, promise in zip(parents, promises, strict=True):
-            kind = first + bisect_right(bounds, promise)
-            chance = promise * ratios[kind]
-            chance = most if chance > most else chance
+        for parent, promise in zip(proposal.parents, proposal.promises, strict=True):
+            chance = min(self.MOST, promise * self.ratios[bisect_right(self.KINDS, promise) - 1])
             chances.append(chance * chances[parent] if parent >= 0 else chance)
-            kinds.append(kind)
-        return Proposed.of(GivenTree(tokens, parents), chances, promises, kinds)
+        return Proposed(GivenTree(proposal.tokens, proposal.parents), chances, proposal.promises)
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
-        reached, promises, kinds = {-1: 0}, proposed.promises, proposed.kinds
-        said, parents = proposed.tree.tokens, proposed.tree.parents
-        for node, kind in enumerate(kinds):
+        reached, (said, parents) = {-1: 0}, proposed.tree[:2]
+        for node, promise in enumerate(proposed.promises):
             depth = reached.get(parents[node])
             if depth is None or depth == len(tokens):
                 continue
-            came = said[node] == tokens[depth]
+            kind, came = bisect_right(self.KINDS, promise) - 1, said[node] == tokens[depth]
             fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
-            self._promised[kind] = fading * self._promised[kind] + promises[node]
+            self._promised[kind] = fading * self._promised[kind] + promise
             self._came[kind] = fading * self._came[kind] + came
-            guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
-            self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
+            guessed = self.FIRST_EVIDENCE * self.FIRST[kind]
+            self.ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
             if came:
                 reached[node] = depth + 1
-
-    def shares(self) -> dict[str, list[float]]:
-        """The ratio by the kind of match for each kind of promise."""
-        ratios, size = self._ratios, len(self.PROMISES)
-        return {
-            f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
-        }
 
 
 class HostProposals:
@@ -232,7 +168,8 @@ class HostProposals:
         except ConstraintError:
             return NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            path = GivenTree(forced, range(-1, len(forced) - 1))
+            return Proposed(path, [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return NOTHING
         if said.place < sequence.known:

@@ -46,13 +46,12 @@ class DraftingReport:
 
 class Option(NamedTuple):
     """A step of `plan` (None: a plain one) that should give `tokens` in all in so many `seconds`, and may lose `risk`
-    plain steps, as far as that is to be feared; a draft model comes to depth d + 1 with probability `reach[d]`."""
+    plain steps, as far as that is to be feared."""
 
     plan: DraftPlan | None
     tokens: float
     seconds: float
     risk: float = 0.0
-    reach: Sequence[float] = ()
 
     @property
     def rate(self) -> float:
@@ -70,16 +69,55 @@ def reported(
     batch: int,
     counted: tuple[dict[str, int], int, dict[str, list[float]]],
 ) -> DraftingReport:
-    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, a plain step first, and
-    why."""
+    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, and why."""
     if not options:
         return DraftingReport(PLAIN, "nothing was timed yet", *counted)
     ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
-    plain = options[0].forecast(batch)
-    taken = next((option for option in options if option.plan is chosen), options[0]).forecast(batch)
+    plain = next(each for each in ranked if each.name == PLAIN)
+    taken = next((option.forecast(batch) for option in options if option.plan is chosen), plain)
     best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
-    reason = f"{plain}; the best draft, {best}" if taken.name == PLAIN else f"{taken}; {plain}"
+    reason = f"{plain}; the best draft, {best}" if taken is plain or chosen is None else f"{taken}; {plain}"
     return DraftingReport(taken.name, reason, *counted, ranked)
+
+
+#: What is known of steps is looked at anew after so many plain ones at the most.
+MOST_REST = 255
+
+
+class Search:
+    """When candidates of the host are looked for: looks, and rounds of what they find, are paid from a budget in plain
+    steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
+    steps between."""
+
+    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
+    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
+    #: tools/bench/drafting_workloads.py and host_time.py.
+    FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
+
+    def __init__(self) -> None:
+        #: The first step before which is looked again, and for how many steps a look in vain puts that off.
+        self.begins, self.patience = 0, 0
+        self._budget = self.FIRST
+
+    def affords(self, is_fresh: bool = True) -> bool:
+        """Whether a look can be paid; where it is not `is_fresh` what was found is used."""
+        return self._budget + (0.0 if is_fresh else self.OVERDRAFT) > 0.0
+
+    def is_due(self, step: int, is_fresh: bool = True) -> bool:
+        """Whether it is time to look before a step; until the budget is there again it is not."""
+        if not self.affords(is_fresh):
+            missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
+            self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
+        return step >= self.begins
+
+    def put_off(self, step: int, cost: float) -> None:
+        """A look in vain before a step took so many plain steps."""
+        self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
+        self.patience = min(2 * self.patience + 1, MOST_REST)
+
+    def earn(self, tokens: float, saved: float) -> None:
+        """Steps gave so many tokens, and saved so many plain steps."""
+        self._budget = min(self.MOST, self._budget + self.SHARE * tokens + saved)
 
 
 class Account:

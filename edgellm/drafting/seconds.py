@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
-#: The name of a step without a draft, and of the terms of one before which the device waited and of all rounds.
-PLAIN, WAITED, ROUNDS = "plain", "waited", "all rounds"
-#: Standard deviations of logarithms: of the load of the machine over a first plain step, of the first guess of rounds,
-#: as far as all share it, of a plan's own, and of what waiting adds. Guesses were up to twice or half of what is
-#: measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
-LOAD_DOUBT, GUESS_DOUBT, OWN_DOUBT, WAITED_DOUBT = 0.3, 0.3, 0.25, 0.1
+#: The name of a step without a draft.
+PLAIN = "plain"
+#: Standard deviations of logarithms: of the load of the machine over a first plain step, of what waiting for the host
+#: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
+#: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
+LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
 #: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
 #: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-LOAD_DRIFT, NOISE, MEMORY = 0.05, 0.15, 1500.0
-#: No step counts as slower or faster than expected by more than this factor: it was interrupted. A plan's first round
-#: that is slower by this one is left out: it met cold caches.
-LARGEST_SURPRISE, COLD = 2.0, 1.5
+#: They fade after so many steps at once.
+LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
+#: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
+LARGEST_SURPRISE = 2.0
 
 
 class Guess(NamedTuple):
@@ -50,38 +50,29 @@ class Seconds:
 
     The logarithm of what a round takes over the guess is a sum: of the load of the machine (other work, clocks, length
     of the context), which all steps share and which changes quickly, of what the guess of all rounds is wrong by, and
-    of the plan's own. What joint plans take over the draft model's own is a term for each number of given candidates.
-    Each finished step moves its terms, each by its share of their variances (a Kalman filter that takes their errors
-    for independent): what a round takes longer is load until plain steps say otherwise.
+    of the plan's own. Each finished step moves its terms, each by its share of their variances (a Kalman filter that
+    takes their errors for independent): what a round takes longer is load until plain steps say otherwise.
     """
 
     def __init__(
         self, plans: Sequence[DraftPlan], guess: Guess, batch: int, plain: float, like: Seconds | None
     ) -> None:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
-        # Of the terms but the load; they return to the guess, and their variances to the first ones.
-        places = {WAITED: 0, ROUNDS: 1}
-        self._terms: dict[DraftPlan | None, tuple[float, list[int]]] = {None: (1.0, [0])}
-        for plan in plans:
-            own = [places.setdefault(name, len(places)) for name in _terms(plan)]
-            self._terms[plan] = guess.ratio(plan, batch), [1, *own]
-        self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * (len(places) - 2)]
-        self._logs, self._variances = [0.0] * len(places), [*self._first]
+        self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
+        self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
+        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
+        # variances to these.
+        self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
+        self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
             self._logs = [*like._logs]
             self._variances = [min(a, b + 0.25 * a) for a, b in zip(self._first, like._variances, strict=True)]
-        self._seen: set[DraftPlan] = set()
-        self._alone = 0
+        self._unfaded = 0
 
     @property
     def plain(self) -> float:
         """Of a plain step now."""
         return self._plain * math.exp(self._load)
-
-    @property
-    def waiting(self) -> float:
-        """How much longer a plain step takes where the device waits for the host before."""
-        return self.plain * max(0.0, math.exp(self._logs[0]) - 1.0)
 
     def of(self, plan: DraftPlan | None) -> float:
         """Of a round now; of None of a plain step before which the device waits for the host."""
@@ -95,32 +86,22 @@ class Seconds:
     def record(self, plan: DraftPlan | None, seconds: float, waited: bool = False, steps: int = 1) -> None:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
         is_plain = plan is None and not waited
-        expected, places = (self.plain, []) if is_plain else (self.of(plan), self._terms[plan][1])
+        expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
         surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        if plan is not None and plan not in self._seen:
-            self._seen.add(plan)
-            if surprise > math.log(COLD):
-                return
-        learned = float(abs(surprise) <= limit)  # what is cut says less, and may come again: it makes nothing surer
-        surprise = max(-limit, min(limit, surprise))
+        learned = 1.0
+        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
+            surprise, learned = limit**2 / surprise, 0.0
+        logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
-        if is_plain:
-            self._alone += steps
-        else:
-            kept = math.exp(-(1 + self._alone) / MEMORY)
-            pairs, self._alone = zip(self._variances, self._first, strict=True), 0
-            self._logs = [kept * log for log in self._logs]
-            self._variances = [first + kept**2 * (variance - first) for variance, first in pairs]
-        gain = 1.0 / (self._variance + sum([self._variances[place] for place in places]) + NOISE**2 / steps)
+        self._unfaded += steps
+        if self._unfaded >= FADED and not is_plain:
+            kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
+            logs[:] = [kept * log for log in logs]
+            pairs = zip(variances, self._first, strict=True)
+            variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
+        gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
-            variance = self._variances[place]
-            self._logs[place] += gain * variance * surprise
-            self._variances[place] -= learned * gain * variance**2
+            logs[place] += gain * variances[place] * surprise
+            variances[place] -= learned * gain * variances[place] ** 2
         self._load += gain * self._variance * surprise
         self._variance -= learned * gain * self._variance**2
-
-
-def _terms(plan: DraftPlan) -> list[str]:
-    """What the error of a plan's guess is made of."""
-    own, *joint = plan.name.split(" + ")
-    return [own, *(f"+ {each}" for each in joint)]

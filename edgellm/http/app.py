@@ -124,14 +124,18 @@ class Service:
         shown |= {"/api/tags": self._tags, "/api/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
         methods: dict[str, Answers] = {"POST": asked, "GET": shown, "DELETE": {one: self._kept.remove}}
-        self._endpoints = [f"{method} {path}" for method, answers in methods.items() for path in answers]
+        shown_as = {path: path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in (*asked, *shown)}
+        self._endpoints = [f"{method} {shown_as[path]}" for method, answers in methods.items() for path in answers]
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
             for method, answers in methods.items()
             for path, answer in answers.items()
         ]
         routes.append(Route(one, self._kept.refuse, methods=["POST"]))
-        app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
+        app = Starlette(
+            routes=routes,
+            exception_handlers=dict.fromkeys((HTTPException, HTTPError), partial(asgi.refuse, [*shown_as])),
+        )
         app.router.redirect_slashes = False
         app.add_middleware(asgi.Guarded, sharing=self.guard.sharing, check=self.check, count=self.count)
         return app

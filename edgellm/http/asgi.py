@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from edgellm.errors import did_you_mean
 from edgellm.http.errors import OLLAMA, TRANSCRIPTIONS, HTTPError, http_error, later
 
 logger = logging.getLogger("edgellm.http")
@@ -182,13 +183,18 @@ class Guarded:
         await self._app(scope, receive, counted)
 
 
-async def refuse(request: Request, error: Exception) -> Response:
-    """The response to what starlette or an endpoint raises."""
+async def refuse(paths: Sequence[str], request: Request, error: Exception) -> Response:
+    """The response to what starlette or an endpoint raises, of a server that answers at these `paths`."""
+    path = request.url.path
     if isinstance(error, HTTPException):
-        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        error = HTTPError(error.status_code, message, headers=error.headers or {})
+        message, headers = f"{request.method} {path[:200]}: {error.detail}", error.headers or {}
+        if error.status_code == 404:
+            message += did_you_mean(path, ["those that GET /v1 lists"], paths)
+        elif error.status_code == 405:
+            message += f": expected {headers.get('Allow')}"
+        error = HTTPError(error.status_code, message, headers=headers)
     assert isinstance(error, HTTPError)
-    return _response(error, request.url.path)
+    return _response(error, path)
 
 
 def _response(error: HTTPError, path: str) -> JSONResponse:

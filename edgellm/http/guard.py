@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from edgellm.http.page import PATHS
 #: Whoever looks after the server needs no key to see whether it is well, nor a browser to load a page.
 _WITHOUT_KEY = ("/health", *PATHS)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+#: A name in a Host header, without its port; and an origin as browsers write it, or with a slash at its end.
+_NAME = re.compile(r"[\w.-]+")
+_ORIGIN = re.compile(r"[A-Za-z][\w+.-]*://[^/\s]+/?")
 #: Bits of an IPv6 address that are a client's network: it chooses the others itself.
 _CLIENT_BITS = 64
 
@@ -66,8 +70,16 @@ class Guard:
         keys: Collection[str] = (),
         proxies: Collection[str] = (),
     ) -> Guard:
-        """The guard of a server that listens on `host`, is known by further `names`, and trusts `proxies`, which are
-        addresses or networks (RequestError for what is none)."""
+        """The guard of a server that listens on `host`, is known by further `names`, lets pages of `origins` ask, and
+        trusts `proxies`, which are addresses or networks. Raises RequestError for what is none."""
+        for name in names:
+            if not _NAME.fullmatch(name) and _address(name) is None:  # no Host header would ever be it
+                raise RequestError(f"--allowed-host is {shown(name)}: expected a name alone, such as robot.local")
+        for origin in origins:
+            if origin != "null" and not _ORIGIN.fullmatch(origin):
+                raise RequestError(
+                    f"--allowed-origin is {shown(origin)}: expected scheme and host, such as https://robot.local:8443"
+                )
         known = {*LOCAL_NAMES, host.lower(), *(name.lower() for name in names)}
         if not is_loopback(host):
             known.add(socket.gethostname().lower())

@@ -31,7 +31,7 @@ from edgellm.kernels.user_paths import user_cache_directory
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: `progress(stage, done, total)`, as of a build; the stage here is "download", in bytes.
+#: `progress(stage, done, total)`, as of a build; the stages here are "asking the hub", and "download", in bytes.
 Progress = Callable[[str, int, int], None]
 RECORD_NAME = "downloads.json"
 _RECORD_BYTES = 16 << 20
@@ -153,7 +153,7 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
     api = HfApi(library_name="edgellm")
     with _explained(name, api):
         if found is None:
-            found = _asked(name, commit or name.revision, api)
+            found = _asked(name, commit or name.revision, api, progress)
         known = record.find(found.commit, found.file)
         found = _with_what_is_missing(found if known is None else known)
         with explained(f"{folder} cannot be written", HubError, ". Take another EDGELLM_CACHE_DIR"):
@@ -162,7 +162,7 @@ def fetch(name: HubName, update: bool = False, progress: Progress = lambda stage
     return found
 
 
-def _asked(name: HubName, revision: str, api: HfApi) -> Download:
+def _asked(name: HubName, revision: str, api: HfApi, progress: Progress) -> Download:
     """The files that the name stands for at a revision, as the hub says now or, offline, as its cache has them."""
     from huggingface_hub import constants
 
@@ -170,7 +170,9 @@ def _asked(name: HubName, revision: str, api: HfApi) -> Download:
     if constants.is_offline_mode():
         commit, files = _in_cache(name, revision, storage)
     else:
+        progress("asking the hub", 0, 1)  # which takes half a minute where nobody answers
         info = api.model_info(name.repository, revision=revision, files_metadata=True)
+        progress("asking the hub", 1, 1)
         listed = {each.rfilename: each for each in info.siblings or ()}
         files = {
             file: HubFile(each.size or 0, each.lfs.sha256 if each.lfs else each.blob_id or "")
@@ -352,5 +354,5 @@ def _explained(name: HubName, api: HfApi) -> Iterator[None]:
                 "cache is taken"
             )
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-        reason = next(iter(str(cause).strip().splitlines()), "") or type(cause).__name__
+        reason = next(iter(str(cause).strip().splitlines()), "").rstrip(".") or type(cause).__name__
         raise HubError(f"{name.repository} was not loaded from {api.endpoint}: {reason}. {advice}") from error

@@ -64,7 +64,7 @@ class AudioEncoder:
         except AudioError as error:
             raise AudioError(f"{reference.name}: {error}") from error
 
-    def written(self, piece: PreparedAudio) -> list[int]:
+    def written(self, piece: PreparedAudio, number: int) -> list[int]:
         """The ids of a sound in a prompt."""
         return [self.kind.token_id] * piece.tokens
 

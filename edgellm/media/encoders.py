@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,8 +51,9 @@ class MediaEncoder(Protocol):
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         """Read and prepare a piece. Any thread may call it; the error for one that cannot be read names it."""
 
-    def written(self, piece: Any, /) -> Sequence[int]:
-        """The ids that stand for a piece in a prompt: the kind's token for each row, and what is around these."""
+    def written(self, piece: Any, number: int, /) -> Sequence[int]:
+        """The ids that stand for a piece, the prompt's `number`th of its kind from 0 on: the kind's token for each row,
+        and what is around these."""
 
     def encode(self, pieces: Sequence[Any], /) -> Sequence[MediaEmbeddings]:
         """The rows of each piece that `prepare` gave, or of each of its parts where it has several; of those that are
@@ -84,8 +86,8 @@ class LazyEncoder:
     def prepare(self, reference: MediaReference) -> PreparedMedia:
         return self.opened().prepare(reference)
 
-    def written(self, piece: PreparedMedia) -> Sequence[int]:
-        return self.opened().written(piece)
+    def written(self, piece: PreparedMedia, number: int) -> Sequence[int]:
+        return self.opened().written(piece, number)
 
     def encode(self, pieces: Sequence[PreparedMedia]) -> Sequence[MediaEmbeddings]:
         return self.opened().encode(pieces)
@@ -143,9 +145,9 @@ class MediaEncoders:
         a kind that the model does not take."""
         for kind in dict.fromkeys(each.kind for each in references):
             if kind not in self.by_name:
-                count = sum(each.kind == kind for each in references)
+                shown = sum(each.kind == kind for each in references)
                 raise RequestError(
-                    f"the request shows {count} {kind}s, but {self._path} has no {ENCODER_NAMES[kind]}: leave them "
+                    f"the request shows {shown} {kind}s, but {self._path} has no {ENCODER_NAMES[kind]}: leave them "
                     "out, or open a directory that has one"
                 )
         return [self.by_name[each.kind].prepare(each) for each in references]
@@ -166,7 +168,7 @@ class MediaEncoders:
                     f"show one {name} for each marker"
                 )
             if own:
-                following[token] = map(encoder.written, own)
+                following[token] = map(encoder.written, own, count())
         if self._config.prefix_attention and not following:
             raise RequestError(
                 f"the request shows no image, but {self._path} is a model of prompts that begin with one"

@@ -18,31 +18,45 @@ from edgellm.text.tokenizer import Tokenizer
 
 
 class PartTexts(NamedTuple):
-    """The texts of a family: before a `tile` whose place is {row} and {column} from 1 on, behind a `row` of tiles,
-    before the `whole` picture behind tiles, or `alone`; around all these `begin` and `end`, and `between` rows, tokens
-    of their own. Where the tokens of a picture come in rows (Pixtral), each is a row of one tile."""
+    """The texts of a family, with {image} where a part's tokens stand: of a `tile` whose place is {row} and {column}
+    from 1 on, behind a `row` of tiles, of the `whole` picture beside tiles, or `alone`; around all these `begin` and
+    `end`, and `between` rows. The `number`, from 0 on, of a picture in the prompt comes before these, and the whole
+    before the tiles where it is `whole_first`. Where the tokens of a picture come in rows (Pixtral), each is a row of
+    one tile."""
 
     begin: str
     end: str
-    tile: str = ""
+    tile: str = "{image}"
     row: str = ""
-    whole: str = ""
-    alone: str = ""
+    whole: str = "{image}"
+    alone: str = "{image}"
     between: str = ""
+    number: str = ""
+    whole_first: bool = False
 
 
-_AROUND, _GLOBAL = "<fake_token_around_image>", "<fake_token_around_image><global-img>"
+_AROUND = "<fake_token_around_image>"
+_GLOBAL = _AROUND + "<global-img>{image}"
 #: By the family of the vision encoder.
 PART_TEXTS = {
     "smolvlm": PartTexts(
-        "", _AROUND, _AROUND + "<row_{row}_col_{column}>", row="\n", whole=f"\n{_GLOBAL}", alone=_GLOBAL
+        "", _AROUND, _AROUND + "<row_{row}_col_{column}>{image}", row="\n", whole=f"\n{_GLOBAL}", alone=_GLOBAL
     ),
     "lfm2_vl": PartTexts(
-        "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>", whole="<|img_thumbnail|>"
+        "<|image_start|>", "<|image_end|>", "<|img_row_{row}_col_{column}|>{image}", whole="<|img_thumbnail|>{image}"
     ),
     "internvl": PartTexts("<img>", "</img>"),
     "mistral3": PartTexts("", "[IMG_END]", between="[IMG_BREAK]"),
+    "gemma4": PartTexts("<|image>", "<image|>"),
+    "minicpmv4_6": PartTexts(
+        *("", "", "<slice>{image}</slice>"),
+        **dict.fromkeys(("whole", "alone"), "<image>{image}</image>"),
+        between="\n",
+        number="<image_id>{number}</image_id>",
+        whole_first=True,
+    ),
 }
+_SPECIAL = re.compile(r"<[^<>{}]+>|\[[A-Z_]+\]")
 
 
 class TextOfParts:
@@ -52,27 +66,29 @@ class TextOfParts:
         """Raises EngineDirectoryError where the tokenizer lacks the token of an image, or those around one."""
         self._texts, self._token = PART_TEXTS[vision.family], vision.image_token_id
         self._image, self._encode = tokenizer.id_to_token(self._token), tokenizer.encode
-        own = self._texts.begin, self._texts.end, self._texts.between
-        missing = [text for text in own if text and tokenizer.token_to_id(text) is None]
+        own = _SPECIAL.findall("".join(text for text in self._texts if isinstance(text, str)))
+        missing = [text for text in dict.fromkeys(own) if tokenizer.token_to_id(text) is None]
         if missing or self._image is None:
             raise EngineDirectoryError(
                 f"the tokenizer has not the tokens {', '.join([*missing, f'number {self._token}'])}, which stand in "
                 "and around images: take tokenizer.json as it was published"
             )
 
-    def around(self, rows: int, columns: int, has_whole: bool) -> tuple[tuple[int, ...], ...]:
-        """The ids before each part of an image of so many tiles, and the ids behind the last."""
+    def around(self, rows: int, columns: int, has_whole: bool, number: int = 0) -> tuple[tuple[int, ...], ...]:
+        """The ids before each part of an image of so many tiles, and the ids behind the last; the `number` counts the
+        images of a prompt, from 0 on."""
         texts, image = self._texts, self._image or ""
         tiles = [
             texts.between * (1 == column < row)
-            + texts.tile.format(row=row, column=column)
-            + image
+            + texts.tile.format(row=row, column=column, image=image)
             + texts.row * (column == columns)
             for row in range(1, rows + 1)
             for column in range(1, columns + 1)
         ]
-        whole = [(texts.whole if tiles else texts.alone) + image] if has_whole else []
-        ids = self._encode("".join([texts.begin, *tiles, *whole, texts.end]), add_special_tokens=False)
+        whole = [(texts.whole if tiles else texts.alone).format(image=image)] if has_whole else []
+        parts = [*whole, *tiles] if texts.whole_first else [*tiles, *whole]
+        written = "".join([texts.number.format(number=number), texts.begin, *parts, texts.end])
+        ids = self._encode(written, add_special_tokens=False)
         ends = [place for place, each in enumerate(ids) if each == self._token]
         begins = [0, *(end + 1 for end in ends)]
         return tuple(tuple(ids[begin:end]) for begin, end in zip(begins, [*ends, len(ids)], strict=True))

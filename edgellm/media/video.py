@@ -59,7 +59,7 @@ class VideoEncoder:
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error
 
-    def written(self, video: PreparedVideo) -> list[int]:
+    def written(self, video: PreparedVideo, number: int) -> list[int]:
         """The ids of a video in a prompt, as the published processors write it in place of its token."""
         token, begin, end = self.kind.token_id, self._vision.vision_start_token_id, self._vision.vision_end_token_id
         if self._vision.tokens_per_second or begin is None or end is None:

@@ -41,8 +41,10 @@ class VisionEncoder:
         vision = vision_directory.vision
         assert vision is not None  # for which an encoder is opened
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
-        self.processor = open_image_processor(vision.path, vision.config, largest)
         self.kind = directory.config.image_kind(vision.config.image_token_id)
+        if self.kind.varies:
+            largest = min(largest, self.kind.tokens * vision.config.merge_patches)
+        self.processor = open_image_processor(vision.path, vision.config, largest)
         self._metrics, self._texts = metrics, texts
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None
@@ -74,7 +76,7 @@ class VisionEncoder:
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error
 
-    def written(self, image: PreparedImage | TiledImage) -> list[int]:
+    def written(self, image: PreparedImage | TiledImage, number: int) -> list[int]:
         """The ids of an image in a prompt, with what stands around its parts."""
         token = self.kind.token_id
         if self._texts is None:
@@ -83,7 +85,7 @@ class VisionEncoder:
             counts, rows, columns = image.runs, len(image.runs), 1
         else:
             counts, (rows, columns) = tuple(tile.tokens for tile in image.tiles), image.grid
-        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns)
+        *before, end = self._texts.around(rows, columns, len(counts) > rows * columns, number)
         parts = ([*text, *[token] * count] for text, count in zip(before, counts, strict=True))
         return [*chain.from_iterable(parts), *end]
 

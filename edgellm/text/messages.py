@@ -94,7 +94,8 @@ def _checked_content(message: dict[str, Any], number: int, media: Collection[str
             parts.append({"type": "text", "text": text_of_part(part, what)})
         elif kind not in media:
             raise RequestError(
-                f"{what} is of type {part['type']!r}, but this model has no {ENCODER_NAMES[kind]}: send text only"
+                f"{what} is of type {part['type']!r}, but this model has no {ENCODER_NAMES[kind]}: send text only, "
+                "or open a model that has one"
             )
         else:
             media_of_part(part, kind, what)

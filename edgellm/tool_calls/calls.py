@@ -114,8 +114,8 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
         places[found] = place
     if name is not None and name not in places:
         raise RequestError(
-            f"tool_choice names the tool {shown(name)}, which the request has not: expected one of "
-            f"{', '.join([*CHOICES, *places])}{did_you_mean(name, sorted(places))}"
+            f"tool_choice names the tool {shown(name)}, which the request has not"
+            f"{did_you_mean(name, [*CHOICES, *sorted(places)])}"
         )
     mode = choice or "auto" if name is None else "required"
     schemas: dict[str, Any] = {}

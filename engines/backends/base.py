@@ -131,6 +131,9 @@ class Backend(Protocol):
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
         """Zeroed arrays of shapes and dtypes by name, in few pieces of memory: many that live equally long."""
 
+    def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
+        """The same for the states of the base, of which each GPU may hold the heads that it computes."""
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory for small results: kernels write it, and reading it copies nothing on the device.
 

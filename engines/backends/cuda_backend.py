@@ -35,6 +35,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes, segments_of
+from edgellm.engines.model.sharding import Share
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -47,6 +48,7 @@ from edgellm.kernels.prefill.launcher import AttentionKind, CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns
+from edgellm.kernels.ranks.launcher import CudaRank
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.twin import first_not_finite
@@ -73,6 +75,9 @@ class CudaBackend(CudaDevice):
     gpus = 1
     fixed_shapes = True
     computes_at_once = False
+    #: Of one that shares the base's steps, what it gives the others.
+    share: Share | None = None
+    rank: CudaRank | None = None
 
     def __init__(
         self,
@@ -80,9 +85,11 @@ class CudaBackend(CudaDevice):
         packed: PackedLayouts | None = None,
         executor: str = "auto",
         gpu: int | None = None,
+        share: Share | None = None,
     ) -> None:
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
-        `opening.EXECUTORS`, `gpu` an index."""
+        `opening.EXECUTORS`, `gpu` an index, `share` what a rank has of the base's steps (None: all)."""
+        self.share = share
         self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
@@ -115,6 +122,11 @@ class CudaBackend(CudaDevice):
         self._prefill = CudaPrefill(self._module)
         self._encoder = CudaEncoder(self._module)
         self._experts = CudaSortedExperts(self._module, self.compute_dtype)
+
+    @property
+    def kernel_module(self) -> KernelModule:
+        """The kernels of its context and stream."""
+        return self._module
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -189,7 +201,7 @@ class CudaBackend(CudaDevice):
             advance(total - done)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
-        self._load_kernels(found)
+        self.load_kernels(found)
         return found
 
     def _check_finite(
@@ -224,7 +236,7 @@ class CudaBackend(CudaDevice):
         encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
         return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
 
-    def _load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
+    def load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""
         packed = {
             name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix | PackedRuns)
@@ -282,7 +294,9 @@ class CudaBackend(CudaDevice):
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
         ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
-        if self.executor == "tensorrt":
+        if self.share is not None and shape.model == "base":
+            ways = (self._kernel_engine,)
+        elif self.executor == "tensorrt":
             ways = self._split_engine, self._preferred_plan, *ways
         with self._module.side_by_side(waits=False):
             engine = next(found for way in ways if (found := way(shape)) is not None)
@@ -310,10 +324,13 @@ class CudaBackend(CudaDevice):
     ) -> KernelEngine | None:
         """`packed`: the weights that are, of a segment, whose layers have other numbers than those of the whole."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        program = model_program(config, shape)
+        share = self.share if shape.model == "base" else None
+        program = model_program(config, shape, share)
         packed = self._packed_of(shape.model, program) if packed is None else packed
-        choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed)
+        choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed, share=share)
         if choice is None:
+            if share is not None:
+                raise EngineError(f"{shape.name} cannot be shared by {share[1]} GPUs: {reason}. Take one GPU")
             if shape.segment is None:
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
@@ -322,7 +339,7 @@ class CudaBackend(CudaDevice):
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
             choice.load_prompts(for_kernels(replace(program, packed=packed)), kernels, prompt_step)
-        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
+        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step, share)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """An encoder on kernels, where they take it."""
@@ -366,7 +383,7 @@ class CudaBackend(CudaDevice):
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        more = self.recurrent, self._any_rows, self._prefill, self._encoder, self._experts
+        more = self.recurrent, self._any_rows, self._prefill, self._encoder, self._experts, self.rank
         return StepKernels(few, self._many, capacity_of(self._module), *more)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
@@ -394,6 +411,10 @@ class CudaBackend(CudaDevice):
                 f"of {self.gpu.name} are free:\n{plan.describe()}\nBuild the engine directory with a smaller "
                 "--kv-capacity or --max-batch, close other programs, or take a smaller model."
             )
+        self.attach_engines()
+
+    def attach_engines(self) -> None:
+        """Allocate the scratch of all engines."""
         self._scratch = self.empty((self.scratch_bytes(),), "uint8")
         self._is_checked = True
         for engine in self._engines:

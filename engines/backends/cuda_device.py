@@ -152,6 +152,15 @@ class CudaDevice:
         atexit.register(self.close)  # pycuda aborts the process if a context is current when it is unloaded
         self.stream, self._copy_stream = cuda.Stream(), cuda.Stream()
 
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Within, the device's context is the calling thread's, where another may be."""
+        self._context.push()
+        try:
+            yield
+        finally:
+            self._context.pop()
+
     @property
     def gpu_index(self) -> int:
         """See `Backend.gpu_index`."""
@@ -199,6 +208,10 @@ class CudaDevice:
                 found |= {each: self.part(piece, offset, *edge[each]) for each, offset in waiting.items()}
                 waiting, size = {}, 0
         return found
+
+    def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
+        """See `Backend.shared_zeros`."""
+        return self.zeros_side_by_side(edge)
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
         """An array in `memory` uint8, from byte `offset` on."""
@@ -357,7 +370,7 @@ class CudaDevice:
 
         stream = driver.CUstream(self.stream.handle)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with _no_garbage_collection():  # freeing device memory would invalidate the capture
+        with no_garbage_collection():  # freeing device memory would invalidate the capture
             checked(driver, driver.cuStreamBeginCapture(stream, mode))
             try:
                 step()
@@ -424,7 +437,7 @@ def checked(driver: Any, result: tuple) -> Any:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Python's collector of cycles rests; what is let go of otherwise is freed at once."""
     collects = gc.isenabled()
     gc.disable()

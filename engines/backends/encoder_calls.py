@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
     AveragePool,
+    Clip,
+    ClippedGate,
     DropFirst,
     EncoderAttention,
     Gather,
+    NormedHeads,
     Prepend,
     Product,
     ScaledResidual,
+    StandardNorm,
     Unfold,
 )
 from edgellm.engines.model.program import Program
@@ -185,6 +189,7 @@ class EncoderCalls:
         return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
+        assert step.residual is not None  # encoders have no ranks
         x, residual = self._operand((Input(step.value),), step.linear), self._values[step.residual]
         output = self._in_place(step.residual, number)
         self._call("linear_residual", x, step.linear, residual, output, step.scale)
@@ -230,8 +235,33 @@ class EncoderCalls:
         return replace(value, shape=(step.rows, value.shape[1]), first=value.first + value.shape[1])
 
     def _average_pool(self, step: AveragePool, number: int) -> Place:
-        output = self._buffer(((step.side // step.size) ** 2, step.width), "float32")
+        output = self._buffer((step.means, step.width), "float32")
         return self._call("average_pool", self._values[step.value], step.side, step.size, output)
+
+    def _clip(self, step: Clip, number: int) -> Place:
+        """Rounded where linear layers alone take it."""
+        values = [self._values[name] for name, _ in step.parts]
+        rounds = all(isinstance(each, NormLinear) for each in self._readers(step.output, number))
+        width = sum(value.shape[1] for value in values)
+        output, column = self._buffer((values[0].shape[0], width), "compute" if rounds else "float32"), 0
+        for value, (_, bounds) in zip(values, step.parts, strict=True):
+            self._call("clip_rows", value, self._weight(bounds), output, column)
+            column += value.shape[1]
+        return output
+
+    def _clipped_gate(self, step: ClippedGate, number: int) -> Place:
+        gate, value = self._values[step.gate], self._values[step.value]
+        bounds, activation = map(self._weight, step.bounds), activation_number(step.activation)
+        return self._call("clipped_gate", gate, value, *bounds, activation, self._buffer(gate.shape, "compute"))
+
+    def _normed_heads(self, step: NormedHeads, number: int) -> Place:
+        value, weights = self._values[step.value], (self._weight(norm.weight) for norm in step.norms)
+        return self._call("normed_heads", value, *weights, step.norms[0].epsilon, self._buffer(value.shape, "float32"))
+
+    def _standard_norm(self, step: StandardNorm, number: int) -> Place:
+        value, output = self._values[step.value], self._buffer(self._values[step.value].shape, "float32")
+        standard = (None, None) if step.standard is None else map(self._weight, step.standard)
+        return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
     def _unfold(self, step: Unfold, number: int) -> Place:
         columns = padded_width(step.channels * math.prod(step.kernel))
@@ -259,6 +289,10 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     Reshape: lambda calls, step, number: replace(calls._values[step.value], shape=step.shape[1:]),
     AveragePool: EncoderCalls._average_pool,
     Product: EncoderCalls._product,
+    Clip: EncoderCalls._clip,
+    ClippedGate: EncoderCalls._clipped_gate,
+    NormedHeads: EncoderCalls._normed_heads,
+    StandardNorm: EncoderCalls._standard_norm,
     Unfold: EncoderCalls._unfold,
 }
 
@@ -302,10 +336,16 @@ def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
         return "encoders keep and choose no rows"
     if norms and len(step.inputs) + len(norms) > 2:
         return "inputs side by side are taken as they are"
-    known = GATE_ACTIVATIONS if step.gated else ACTIVATIONS
-    if (step.gated or step.activation is not None) and step.activation not in known:
-        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
+    if (step.gated or step.activation is not None) and (refusal := _activation_refusal(step.activation, step.gated)):
+        return refusal
     return next((refusal for refusal in map(_norm_refusal, norms) if refusal is not None), None)
+
+
+def _activation_refusal(activation: str | None, gated: bool) -> str | None:
+    known = GATE_ACTIVATIONS if gated else ACTIVATIONS
+    return (
+        None if activation in known else f"the activation {activation} has no kernel{' with a gate' if gated else ''}"
+    )
 
 
 def _norm_refusal(norm: Norm) -> str | None:
@@ -321,6 +361,8 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     EncoderAttention: _attention_refusal,
     Normed: lambda step, limit: _norm_refusal(step.norm),
     ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
+    ClippedGate: lambda step, limit: _activation_refusal(step.activation, False),
+    NormedHeads: lambda step, limit: heads_refusal(step.head_size),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
     Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",

@@ -27,6 +27,7 @@ from edgellm.engines.backends.steps.table import Choice, adapter_words, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
@@ -53,20 +54,22 @@ class KernelEngine(BoundEngine):
         dtype: str,
         packed: Mapping[str, PackedLayout] | None = None,
         prompt_step: int = 0,
+        share: Share | None = None,
     ) -> None:
         """`choice` is what runs the shape's steps, as `kernel_choice` finds it; `packed` are the weights that will be
         bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
-        many tokens (0: none are)."""
+        many tokens (0: none are). `share`: that of a rank."""
         self.choice = choice
         self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
         self._kernels, self._prompt_step = kernels, prompt_step
         known = packed or {}
         self._passes = [
-            (slots, for_kernels(replace(model_program(config, part), packed=known))) for slots, part in passes(shape)
+            (slots, for_kernels(replace(model_program(config, part, share), packed=known)))
+            for slots, part in passes(shape)
         ]
-        whole = for_kernels(replace(model_program(config, shape), packed=known))
-        self._program = self._passes[0][1] if len(self._passes) == 1 else whole
-        super().__init__(shape, dtype, self._program.edge)
+        whole = for_kernels(replace(model_program(config, shape, share), packed=known))
+        self.program = self._passes[0][1] if len(self._passes) == 1 else whole
+        super().__init__(shape, dtype, self.program.edge)
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
         self._scratch: list[dict[str, Array]] = []
@@ -91,15 +94,15 @@ class KernelEngine(BoundEngine):
     def load_kernels(self, loaded: Mapping[str, PackedLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
         step waits for it: once, when all weights of the program are `loaded`, and it is known how they are packed."""
-        if self._has_kernels or self._bound or not self._program.weights.keys() <= loaded.keys():
+        if self._has_kernels or self._bound or not self.program.weights.keys() <= loaded.keys():
             return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self.tensors.items()}
-        layouts = {name: layout for name in self._program.weights if (layout := loaded[name]) is not None}
+        layouts = {name: layout for name in self.program.weights if (layout := loaded[name]) is not None}
         self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
         self._prepare()
         if layouts and self._prompt_step:
-            program = replace(self._program, packed=layouts)
+            program = replace(self.program, packed=layouts)
             self.choice.load_prompts(program, self._kernels, self._prompt_step, are_packed=True)
         self._bound, self._has_kernels = {}, True
 
@@ -112,11 +115,15 @@ class KernelEngine(BoundEngine):
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
+        self._enqueue(self.launches(), lambda index: None)
+
+    def launches(self) -> Sequence[Any]:
+        """What `enqueue` runs, each of which may start before the one before it has ended."""
         if not self._launches:
             self._launches = self._prepare()
             for launch in self._launches:
                 launch.overlap_previous()
-        self._enqueue(self._launches, lambda index: None)
+        return self._launches
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
         """Enqueues as `enqueue` does; `before_layer` is called before each layer's work is enqueued, and can let that
@@ -150,7 +157,7 @@ class KernelEngine(BoundEngine):
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
-        check_bound(self, self.tensors, self._bound, self._program.changed, self._scratch)
+        check_bound(self, self.tensors, self._bound, self.program.changed, self._scratch)
         launches: list[Any] = []
         lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
@@ -162,7 +169,9 @@ class KernelEngine(BoundEngine):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
+                launches += [] if way.joins(step, run) else run.added()
                 launches += way.launches(step, run, next_early=number != first)
+            launches += run.added()
         return launches
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
@@ -170,7 +179,7 @@ class KernelEngine(BoundEngine):
         place = without_layer(name)
         if place in scratch:
             return scratch[place]
-        of_sequences = name not in self._program.matrices
+        of_sequences = name not in self.program.matrices
         return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
 
     def _layout(self, program: Program) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:

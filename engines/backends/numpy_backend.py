@@ -144,6 +144,8 @@ class NumpyBackend:
         """Each by itself: the system gives memory by pages."""
         return {name: self.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
 
+    shared_zeros = zeros_side_by_side
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         return self.zeros(shape, dtype)
 

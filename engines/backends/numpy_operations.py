@@ -286,6 +286,9 @@ class NumpyOperations(Operations[np.ndarray]):
     def attention_ahead(self, query, keys, values, start_index, last_seen, window, scoring, *scales):
         return attention_ahead(query, (keys, values, *scales), start_index, last_seen, window, scoring)
 
+    def clip(self, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return np.minimum(np.maximum(x, low), high)
+
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
         result = ACTIVATIONS[kind](gate_up[..., :half])

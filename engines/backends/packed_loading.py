@@ -22,7 +22,8 @@ from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.errors import EngineError
 from edgellm.engines.formats.tensors import contiguous
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, fused, may_fuse
+from edgellm.engines.model.sharding import Cut
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, fused, may_fuse, rows_of
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.launch import KernelModule
@@ -48,9 +49,11 @@ _MOST_THREADS = 8
 class PackedLoader:
     """Puts packed weights into the memory of a device, whose stream does the work in order."""
 
-    def __init__(self, device: CudaDevice, module: KernelModule, dtype: str) -> None:
-        """Prepares for kernels that compute in `dtype`."""
-        self._device, self._module, self._dtype = device, module, dtype
+    def __init__(
+        self, device: CudaDevice, module: KernelModule, dtype: str, cuts: Mapping[str, Cut] | None = None
+    ) -> None:
+        """Prepares for kernels that compute in `dtype`; of specs named in `cuts` these parts."""
+        self._device, self._module, self._dtype, self._cuts = device, module, dtype, cuts or {}
         #: Memory for codes on their way, by what it is for.
         self._staging: dict[str, DeviceArray] = {}
 
@@ -66,7 +69,11 @@ class PackedLoader:
         that are packed differently and may not be."""
         found = dict[str, AnyPacked]()
         threads = min(usable_cores(), _MOST_THREADS)
-        for spec, weights in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs, threads):
+
+        def prepare(spec: WeightSpec) -> list[_Prepared]:
+            return _prepare(checkpoint, spec, self._dtype, self._cuts.get(spec.name))
+
+        for spec, weights in computed_ahead(prepare, specs, threads):
             runs, begin = list[PackedMatrix](), 0
             for weight in weights:
                 data = self._device.part(memory[spec.name], begin, weight.layout.shape, "uint8")
@@ -155,11 +162,15 @@ class _Prepared(NamedTuple):
         return self._replace(layout=replace(self.layout, rows=stop - first), codes=codes, tails=tails)
 
 
-def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> list[_Prepared]:
-    """The runs of rows of a weight, each of one format."""
-    runs, found = list[list[StoredWeight]](), list[_Prepared]()
+def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | None = None) -> list[_Prepared]:
+    """The runs of rows of a weight, or of a cut of it, each of one format."""
+    runs, found, first = list[list[StoredWeight]](), list[_Prepared](), 0
     for name, shape in spec.parts:
         part = checkpoint.stored(name, shape)
+        if part is not None and cut is not None:
+            own = cut.within(first, shape[0])
+            part = columns_of(part, *own.ranges[0]) if own.axis else rows_of(part, own.ranges)
+        first += shape[0]
         if part is not None and runs and may_fuse(runs[-1][0], part):
             runs[-1].append(part)
         elif part is not None:

@@ -90,10 +90,12 @@ class TensorRTOperations(Operations[Any]):
         added = self._product(low, b, operation.NONE, self.wide_linear)
         return self.add(y, self._reshape(added, tuple(y.shape)))
 
-    def rms_norm(self, x: Any, weight: Any, epsilon: float, offset: float = 0.0) -> Any:
+    def rms_norm(self, x: Any, weight: Any | None, epsilon: float, offset: float = 0.0) -> Any:
         wide = self.to_float32(x)
         mean = self._mean(self._elementwise(wide, wide, "PROD"))
         normed = self._elementwise(wide, self._shifted_root(mean, epsilon), "DIV")
+        if weight is None:
+            return self._cast(normed, self.compute)
         weight = self._reshape(weight, self._last_axis(weight.shape[0], x))
         if self.wide_norm or offset != 0.0:
             weight = self.to_float32(weight)
@@ -131,6 +133,9 @@ class TensorRTOperations(Operations[Any]):
 
     def multiply(self, a: Any, b: Any) -> Any:
         return self._elementwise(a, b, "PROD")
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        return self._elementwise(self._elementwise(x, low, "MAX"), high, "MIN")
 
     def split(self, x: Any, sizes: Sequence[int], axis: int) -> list[Any]:
         parts, offset = [], 0

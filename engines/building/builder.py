@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.backends.device_layouts import gpu_layouts, packed_memory
+from edgellm.engines.backends.executors import SHARED_MEMORY, planned_shapes
 from edgellm.engines.backends.plan_files import Platform, network_digest, write_plan
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building import checks
@@ -140,11 +141,16 @@ def build_engine_directory(
                 raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
             platforms, note = (), f"No plans are built: {refusal}."
         limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
+        shaped = inputs.models, limits, dtype
+        wanted = any(planned_shapes(*shaped, each, asked.all_plans, packed) for each in SHARED_MEMORY)
+        if not platforms and refusal is None and not wanted:
+            note = ""  # kernels run every step, on each GPU that they are for
         report = _begun(target, inputs, dtype, limits, asked.weights, note)
         plans = choose_plans(report, inputs.models, platforms, asked.all_plans, packed)
         copied = inputs.head_bytes + (inputs.weight_bytes if asked.weights == "copy" else 0)
         needed = copied + checks.plan_bytes_bound(inputs.config, shapes_of(plans), inputs.vision)
-        check_space(staged.path, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, FOR_SPACE)
+        advice = FOR_SPACE + (", or take --weights link" if asked.weights == "copy" else "")
+        check_space(target.parent, needed + len(asked.kernels) * KERNEL_BYTES, BuildError, advice)
         report.seconds |= {"draft": packing, "check": time.perf_counter() - started - packing}
         asked.progress("check", 1, 1)
         _make(staged, inputs, report, plans, asked)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.building.targets import Target
@@ -275,7 +276,10 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     TensorRT cannot build for here.
     """
     if targets:
-        library = load_tensorrt("A machine with a GPU and TensorRT makes plans on first use, too.")
+        library = load_tensorrt(
+            "A machine with a GPU and TensorRT makes plans on first use, too. Kernels are for "
+            f"{', '.join(SHARED_MEMORY)}: a --target of other GPUs takes TensorRT alone."
+        )
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""

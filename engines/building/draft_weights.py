@@ -57,7 +57,7 @@ def with_packed_draft(
         if format is None:
             return inputs
         target, sizes = folder / DRAFT_FOLDER, (checkpoint.info(name).nbytes for name in shapes)
-        check_space(folder, sum(sizes), BuildError, _FOR_SPACE)
+        check_space(folder.parent, sum(sizes), BuildError, _FOR_SPACE)
         target.mkdir(exist_ok=True)
         write_tensors(target / PACKED_FILES[1], _tensors(checkpoint, inputs, draft, format, progress))
         # Of a head inside a model, the model's configuration is not repeated.

@@ -21,7 +21,7 @@ from edgellm.engines.formats.staged_directory import check_space
 from edgellm.engines.model.limits import EngineShape
 
 #: Behind how much space is needed: for what, and what to do.
-FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
+FOR_SPACE = "for the engine directory. Free some space, or choose another disk"
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "draft" and "head" (rows), "kernels" (how many) and "finish".
 Progress = Callable[[str, int, int], None]

@@ -38,6 +38,7 @@ from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization
 from edgellm.engines.quantization.layout import (
     PACKED_ENDINGS,
+    TABLE_CLASS,
     UNUSED_ENDINGS,
     Layout,
     LinearTensors,
@@ -54,10 +55,10 @@ _BARE = ("embed_tokens.weight", "norm.weight")
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
-#: Weights of two dimensions that are no linear layer's.
-_TABLES = ("embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
-#: A table that is packed where its tensors say so: what packs all linear layers leaves it alone.
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
+#: Weights of two dimensions that are no linear layer's. They are packed where their tensors say so: what packs all
+#: linear layers leaves them alone.
+_TABLES = (_TOKEN_ROWS, "embed_tokens.weight", "pos_embed.weight", "position_embedding.weight")
 _WEIGHT = ".weight"
 #: What chooses experts.
 _ROUTERS = (
@@ -226,14 +227,15 @@ class Checkpoint:
         is_dense = name in self.tensors and self.tensors[name].dtype in STORAGE
         if is_dense and (name.startswith("mtp.") or name.endswith(_ROUTERS)):
             return None  # a draft head's that ships with the model, or a router: not all who pack one say that it is
-        if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
+        if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT):
             return None
-        module = name.removesuffix(_WEIGHT)
-        if name == _TOKEN_ROWS and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
+        module, is_table = name.removesuffix(_WEIGHT), name.endswith(_TABLES)
+        if is_table and f"{module}.{PACKED_ENDINGS[0]}" not in self.tensors:
             return None
         if module not in self._asked:
             alone = (module, module.removeprefix(_MODEL)) if self._is_bare else (module,)
-            self._asked[module] = self.quantization.layout(published_names(module) if self._is_wrapped else alone)
+            names = published_names(module) if self._is_wrapped else alone
+            self._asked[module] = self.quantization.layout((*names, TABLE_CLASS) if is_table else names)
         return self._asked[module]
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import MAGIC
-from edgellm.engines.formats.safetensors_file import SafetensorsFile
+from edgellm.engines.formats.safetensors_file import COPY_AGAIN, FETCH_FILE, LFS_POINTER, SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.gguf.weights import GgufWeights, open_gguf_weights
@@ -122,8 +122,13 @@ HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 
 
 def foreign_model(path: Path) -> str | None:
-    """A few sentences about a GGUF file, a directory of them, or what looks like a name on the Hub; None for anything
-    else."""
+    """A few sentences about a GGUF file, what should be one, a directory of them, or what looks like a name on the Hub;
+    None for anything else."""
+    beginning = _beginning(path, len(LFS_POINTER))
+    if beginning == LFS_POINTER:
+        return f"{path} {FETCH_FILE}"
+    if beginning is not None and path.suffix.lower() == ".gguf" and not beginning.startswith(MAGIC):
+        return f"{path} is no GGUF file: it begins with {beginning[:8]!r}, expected {MAGIC!r}. {COPY_AGAIN}"
     if is_gguf_file(path):
         return f"{path} is a GGUF file. Make an engine directory of it: edgellm build {path} ENGINE_DIR"
     if path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
@@ -140,10 +145,15 @@ def foreign_model(path: Path) -> str | None:
 
 def is_gguf_file(path: Path) -> bool:
     """Whether a path leads to a file that begins as GGUF files do."""
+    return _beginning(path, len(MAGIC)) == MAGIC
+
+
+def _beginning(path: Path, length: int) -> bytes | None:
+    """The first bytes of a file; None where there is none that can be read."""
     try:
-        if not path.is_file():
-            return False
+        if not path.is_file():  # opening a pipe would wait for ever
+            return None
         with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
+            return file.read(length)
     except OSError:
-        return False
+        return None

@@ -37,13 +37,16 @@ class FiniteCheck:
     """Which of the tensors that are loaded for `specs` are to be looked at for infinities and NaN, and what follows.
 
     What was found once is remembered with the digests of the files: as long as they stay as they are, no tensor is.
+    Single numbers are bounds, which may be infinite.
     """
 
     def __init__(self, checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> None:
         self._checkpoint = checkpoint
         parts = [part for spec in specs for part in spec.parts]
         # Packed ones are looked at whenever they are read.
-        infos = {name: checkpoint.info(name) for name, shape in parts if checkpoint.layout(name, shape) is None}
+        infos = {
+            name: checkpoint.info(name) for name, shape in parts if shape and checkpoint.layout(name, shape) is None
+        }
         loaded: dict[Path, set[str]] = {}
         for info in infos.values():
             loaded.setdefault(info.file, set()).add(info.name)

@@ -154,7 +154,10 @@ class EngineDirectory:
             raise EngineDirectoryError(foreign)
         if not path.is_dir():
             found = "is not a directory" if path.exists() else "does not exist"
-            raise EngineDirectoryError(f"{path} {found}. Expected an engine directory, as edgellm build makes it")
+            raise EngineDirectoryError(
+                f"{path} {found}. Expected an engine directory, as edgellm build makes it (edgellm list shows what is "
+                "here), a GGUF file, or a model's name on the hub, ORG/NAME"
+            )
         if not description.exists():
             hint = "edgellm build CHECKPOINT ENGINE_DIR"
             if (path / "config.json").exists():

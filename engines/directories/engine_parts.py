@@ -60,6 +60,8 @@ _FAMILY_FIELDS = {
     "smolvlm": ("image_size", "feature_layers"),
     "lfm2_vl": ("num_position_embeddings", "feature_layers", "projector_size"),
     "internvl": ("image_size", "feature_layers", "class_token"),
+    "minicpmv4_6": ("num_position_embeddings", "feature_layers"),
+    "gemma4": ("num_position_embeddings", "feature_layers"),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -251,9 +253,9 @@ def _check_vision(values: JSONObject, vision: VisionConfig, config: DecoderConfi
     divides = side % merge == 0
     require(divides, "spatial_merge_size", f"expected a divisor of the image's side, {side} patches")
     tokens = vision.token_count((1, side, side))
-    if config.image_tokens not in (0, tokens):
+    if config.image_tokens not in (0, tokens) and not config.images_vary:
         raise values.error(f"an image has {tokens} tokens, but 'image_tokens' of the model is {config.image_tokens}")
-    is_square = vision.position_side**2 == (vision.num_position_embeddings or 0)
+    is_square = vision.family == "gemma4" or vision.position_side**2 == (vision.num_position_embeddings or 0)
     require(is_square, "num_position_embeddings", "expected a square")
     for key in ("full_attention_layers", "deepstack_layers", "feature_layers"):
         _check_layers(values, vision, key, vision.num_layers)
@@ -291,6 +293,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     require(fits, "rotates_neighbours", "expected false where heads are normed")
     fits = not (config.norms_behind_rotation and config.joint_qk_norm)
     require(fits, "norms_behind_rotation", "expected false where heads are normed together")
+    fits = not config.value_norms or (config.qk_norm and not config.joint_qk_norm)
+    require(fits, "value_norms", "expected false where queries and keys are not normed head by head")
     fits = not (config.layer_norms and config.qk_norm)
     require(fits, "layer_norms", "expected false where heads are normed")
     _check_delta(values, config)
@@ -300,6 +304,11 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
         is_known = mixture.scores in EXPERT_SCORES
         _require(own, mixture, is_known, "scores", f"expected one of {', '.join(EXPERT_SCORES)}")
         _check_layers(own, mixture, "dense_layers", layers - 1)
+        beside = mixture.shared_size > 0 and not mixture.shared_gate and config.residual_scale == 1
+        fits = beside or not mixture.latent_size
+        _require(own, mixture, fits, "latent_size", "expected 0 but beside an expert of all tokens without a gate")
+        for key in ("post_norms", "layer_scalars", "layer_embedding_size"):  # parts of an MLP that experts do not have
+            require(not getattr(config, key), key, "expected none of it where there is a 'mixture'")
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)
     has_window = "window" not in kinds or bool(config.sliding_window)

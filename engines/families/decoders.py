@@ -196,7 +196,7 @@ def vision_fields(fields: ConfigFields) -> dict[str, Any]:
 
 
 def with_image_tokens(
-    config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
+    config: DecoderConfig, fields: ConfigFields, key: str, default: int | None, merge_size: int | None = None
 ) -> DecoderConfig:
     """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
     say). Models for which that is to be said (Qwen's) take videos, too, where the vocabulary has the token of these."""

@@ -4,7 +4,9 @@ that looks like them and is refused by name.
 z-lab's DFlash gave the layout, SpecForge and vLLM's speculators write it for DSpark and Domino, too: several layers of
 Qwen3, one `hidden_norm` for all of them, and `dflash_config`, where `projector_type` names what was added. P-EAGLE has
 EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not there yet; EAGLE-4 has a second head, of low
-rank. Gemma 4's assistants stand beside it as models of their own, which project the base's embedding and last state.
+rank. Gemma 4's assistants are models of another width than their base's, which project its embedding and last state and
+have no keys and values: they would need attention that reads rows without writing any, of windows and of int8, too, in
+each of its kernels, and a tree whose levels stand at one position.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ _OTHER_DRAFTS = (
     ),
     DraftKind(
         "Gemma 4 assistant",
-        "has no keys and values of its own: it attends to those of its base, for which drafts have no place here",
+        "only reads keys and values of its base, at one position for all it guesses, where attention here writes rows",
         "assistantforcausallm",
         keys=("backbone_hidden_size",),
         tensors=("pre_projection.", "masked_embedding."),

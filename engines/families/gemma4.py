@@ -1,17 +1,17 @@
 """Gemma 4's language model: heads of one size in windows and of another beside them, embeddings of each layer, and last
-layers that attend to the rows of earlier ones. Images and audio are not supported: models with their encoders are
-served without."""
+layers that attend to the rows of earlier ones. Audio is not supported: models with its encoder are served without."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.families.decoders import Family, inner_family, text_fields
+from edgellm.engines.families.decoders import Family, inner_family, text_fields, vision_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
 from edgellm.engines.families.gemma import GEMMA3, read_gemma
+from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
 from edgellm.engines.formats.strict_formats import is_integer
-from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_IMAGE_TOKENS, DecoderConfig
 
 _FULL, _KV_HEADS = "full_attention", "num_key_value_heads"
 _ROPE = {
@@ -28,11 +28,11 @@ def read_gemma4(fields: ConfigFields) -> DecoderConfig:
     if fields.values.get("rope_parameters") is None:
         fields.values = fields.values | {"rope_parameters": _ROPE}
     if fields.switch("enable_moe_block"):
-        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B or 31B"
+        reason = "a mixture of experts beside an MLP, which is not supported: take Gemma 4 E2B, E4B, 12B or 31B"
         fields.refuse("enable_moe_block", True, reason)
     fields.ignore("use_bidirectional_attention", "num_experts")
     ahead = fields.values.get("use_bidirectional_attention")
-    if ahead not in (None, "vision"):  # of the tokens of an image, which do not come up
+    if ahead not in (None, "vision"):  # of the tokens of an image
         fields.refuse("use_bidirectional_attention", ahead, "supported is vision")
     local_theta, cap = fields.take_rope_of_windows("rope_local_base_freq"), "final_logit_softcapping"
     config = read_gemma(
@@ -109,9 +109,36 @@ GEMMA4_TEXT = Family(
 )
 
 
+#: 12B, whose images and audio come without encoders: the layers are those of 31B.
+GEMMA4_UNIFIED_TEXT = Family(
+    "gemma4_unified_text",
+    "Gemma4UnifiedForCausalLM",
+    read_gemma4,
+    {**GEMMA4_TEXT.defaults, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+)
+
+
 def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
+    """The language model inside, whose embeddings of each layer take an image's tokens for padding.
+
+    In the larger models the tokens of an image see all of them, in the layers that have a window alone.
+    """
+    text = text_fields(fields, GEMMA4_TEXT.defaults)
+    config = inner_family(fields, GEMMA4_TEXT).read(text)
+    if not vision_fields(fields):
+        return config
+    config = with_image_tokens(config, fields, "image_token_id", GEMMA4_IMAGE_TOKEN)
+    config = replace(config, padding_id=text.token_id("pad_token_id", 0, largest=max(0, config.vocab_size - 1)))
+    if text.values.get("use_bidirectional_attention") != "vision":
+        return config
+    tokens = fields.size("vision_soft_tokens_per_image", GEMMA4_TOKENS, largest=LARGEST_IMAGE_TOKENS)
+    return replace(config, image_tokens=tokens, images_vary=True)
+
+
+def _read_unified(fields: ConfigFields) -> DecoderConfig:
     """The language model inside; its images and audio are no part of it."""
-    return inner_family(fields, GEMMA4_TEXT).read(text_fields(fields, GEMMA4_TEXT.defaults))
+    return inner_family(fields, GEMMA4_UNIFIED_TEXT).read(text_fields(fields, GEMMA4_UNIFIED_TEXT.defaults))
 
 
 GEMMA4 = Family("gemma4", "Gemma4ForConditionalGeneration", _read_gemma4)
+GEMMA4_UNIFIED = Family("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _read_unified)

@@ -163,7 +163,6 @@ def _read_nemotron_h(fields: ConfigFields) -> DecoderConfig:
 def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
     """A sigmoid of each score and a correction of the choice; beside the experts one for all tokens."""
     supported = {
-        "moe_latent_size": (None, "experts of the hidden size, as NVIDIA-Nemotron-3-Nano-30B-A3B has them"),
         "n_shared_experts": (1, "one expert that every token goes through"),
         "mlp_bias": (False, "experts without biases"),
     }
@@ -176,6 +175,7 @@ def _nemotron_mixture(fields: ConfigFields, dense: tuple[int, ...]) -> Mixture:
         "normalized": fields.switch("norm_topk_prob"),
         "scale": fields.positive("routed_scaling_factor", 1.0, 1e6),
         "shared_size": fields.size("moe_shared_expert_intermediate_size"),
+        "latent_size": 0 if fields.values.get("moe_latent_size") is None else fields.size("moe_latent_size"),
     }
     return read_mixture(fields, "moe_intermediate_size", 8, dense_layers=dense, **own)
 

@@ -1,4 +1,5 @@
-"""Heads for multi-token prediction that ship inside a checkpoint: Qwen3.5's, whose tensors begin with "mtp.".
+"""Heads for multi-token prediction that ship inside a checkpoint, whose tensors' names begin with "mtp.": Qwen3.5's and
+Nemotron-H's (3.5 Lightning).
 
 `transformers` leaves these out when it saves a model, and `config.json` still speaks of them: no tensor at all is no
 head, some of them are a fault.
@@ -17,21 +18,36 @@ from edgellm.engines.model.decoder import as_published, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 
 _PREFIX = "mtp."
-_DEPTH, _OWN_EMBEDDING = "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
+#: By `DecoderConfig.naming`, the fields that describe a head, the number of its layers first: what they may be, beside
+#: null, and that in words.
+_ONE_LAYER = (1,), "supported is a head of one layer"
+_ATTENTION_AND_EXPERTS = "supported is a head of attention and a mixture of experts"
+_FIELDS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
+    "qwen3_5": {
+        "mtp_num_hidden_layers": _ONE_LAYER,
+        "mtp_use_dedicated_embeddings": ((False,), "supported are heads that take the model's embedding"),
+    },
+    "nemotron_h": {
+        "num_nextn_predict_layers": _ONE_LAYER,
+        "mtp_hybrid_override_pattern": (("*E",), _ATTENTION_AND_EXPERTS),
+        "mtp_layers_block_type": ((["full_attention", "moe"], ["attention", "moe"]), _ATTENTION_AND_EXPERTS),
+    },
+}
 _LEAVE_OUT = "or leave the head out: edgellm build --no-mtp"
 
 
 def has_mtp(checkpoint: Checkpoint, base: DecoderConfig) -> bool:
     """Whether a checkpoint has tensors of a head that its family knows, be they all of it or not."""
-    return base.naming == "qwen3_5" and any(name.startswith(_PREFIX) for name in checkpoint.tensors)
+    return base.naming in _FIELDS and any(name.startswith(_PREFIX) for name in checkpoint.tensors)
 
 
 def missing_mtp(checkpoint: Checkpoint, base: DecoderConfig) -> str:
     """Why there is no head to draft with, in a sentence that begins with the checkpoint's place."""
-    if base.naming != "qwen3_5":
+    if base.naming not in _FIELDS:
         return f"{checkpoint.path} has no head for multi-token prediction: models of {base.family} are made without one"
-    depth = _fields(checkpoint).get(_DEPTH)
-    said = f", though config.json has {_DEPTH} {as_json(depth)}: whoever saved it left them out" if depth else ""
+    key = next(iter(_FIELDS[base.naming]))
+    depth = _fields(checkpoint).get(key)
+    said = f", though config.json has {key} {as_json(depth)}: whoever saved it left them out" if depth else ""
     return f"{checkpoint.path} has no head for multi-token prediction: no tensor's name begins with {_PREFIX}{said}"
 
 
@@ -44,14 +60,11 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
     if not has_mtp(checkpoint, base):
         raise CheckpointError(f"{missing_mtp(checkpoint, base)}. Take the checkpoint as its makers published it")
     fields = _fields(checkpoint)
-    for key, usual, supported in (
-        (_DEPTH, 1, "supported is a head of one layer"),
-        (_OWN_EMBEDDING, False, "supported are heads that take the model's embedding"),
-    ):
+    for key, (supported, words) in _FIELDS[base.naming].items():
         value = fields.get(key)
-        if value is not None and (value != usual or isinstance(value, bool) != isinstance(usual, bool)):
+        if value is not None and not any(value == each and type(value) is type(each) for each in supported):
             raise UnsupportedModelError(
-                f"{checkpoint.path}: {key} is {as_json(value)}, {supported}. Take another release, {_LEAVE_OUT}"
+                f"{checkpoint.path}: {key} is {as_json(value)}, {words}. Take another release, {_LEAVE_OUT}"
             )
     specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
     if problems := checkpoint.problems(specs, within=_PREFIX):

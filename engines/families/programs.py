@@ -15,6 +15,7 @@ from edgellm.engines.model.draft_decoder import draft_program, draft_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
+from edgellm.engines.model.sharding import Share, sharded
 from edgellm.engines.model.vision import VisionConfig
 
 #: What an engine of `EngineShape.model` "base", "draft", "vision" or "audio" is a program of.
@@ -29,14 +30,16 @@ _MODELS: dict[type, tuple[str, Callable[[Any, EngineShape], Program], Callable[[
 }
 
 
-def model_program(config: ModelConfig, shape: EngineShape) -> Program:
-    """The program of one engine; ValueError where `config` is not of the model that `shape` names."""
+def model_program(config: ModelConfig, shape: EngineShape, share: Share | None = None) -> Program:
+    """The program of one engine, of the base the part that belongs to a rank's `share`; ValueError where `config` is
+    not of the model that `shape` names, EngineError as `sharded` raises it."""
     if shape.segment is not None:
         return segments_of(model_program(config, replace(shape, segment=None)))[shape.segment].program
     name, program, _ = _MODELS[type(config)]
     if name != shape.model:
         raise ValueError(f"{shape.name} is no engine of a {type(config).__name__}")
-    return program(config, shape)
+    whole = program(config, shape)
+    return whole if share is None or name != "base" else sharded(whole, *share).program
 
 
 def model_weights(config: ModelConfig) -> list[WeightSpec]:

@@ -1,7 +1,7 @@
-"""The programs of encoders that see parts of pictures: SmolVLM's, LFM2-VL's and InternVL's.
+"""The programs of encoders that see parts of pictures: SmolVLM's, LFM2-VL's, InternVL's and MiniCPM-V's.
 
-SmolVLM's and LFM2-VL's are SigLIP, LFM2-VL's of any number of patches; InternVL's has a class token and scales what
-attention and MLP add. All put the patches of a token side by side before they are projected.
+SmolVLM's, LFM2-VL's and MiniCPM-V's are SigLIP, the latter two of any number of patches; InternVL's has a class token
+and scales what attention and MLP add. All put the patches of a token side by side before they are projected.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from edgellm.engines.families.vision_parts import (
     TowerWeights,
     layer_steps,
     projection_steps,
+    self_attention_steps,
     tower_steps,
 )
-from edgellm.engines.model.encoder_steps import DropFirst, EncoderAttention, Gather, Prepend, ScaledResidual
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Prepend,
+    ScaledResidual,
+)
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Add, Input, LinearResidual, Norm, Normed, NormLinear, Reshape, Step
 from edgellm.engines.model.vision import VisionConfig, embedding_rows
 
 #: Of the layer norm in a projector, which has that of its class.
@@ -50,6 +58,37 @@ def lfm2_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
         *_merged(config, shape, "normed"),
         *_projector(config, config.projector_size or 0, config.projector_norm),
+    ]
+
+
+def minicpmv4_6_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The patches come in blocks of a token, in these square by square, the padding behind them: behind one of the
+    layers each square of four becomes one row, their mean and what an MLP makes of all four."""
+    tower, hidden = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps), config.hidden_size
+    assert config.merging_layer is not None  # which the family has
+    rows, patch = shape.tokens, (config.in_channels, config.patch_size, config.patch_size)
+    merging, wide, squares = config.merging_layer + 1, 4 * config.hidden_size, (1, rows // 4, 4 * config.hidden_size)
+    value, name = f"hidden_{merging}", "vit_merger."
+    first = tower.linear(f"{name}linear_1", 4 * config.intermediate_size, wide)
+    second = tower.linear(f"{name}linear_2", hidden, 4 * config.intermediate_size)
+    merger = TowerWeights("merger.", config.projector_prefix, 1e-6)
+    linears = merger.linear("mlp.0.linear_1", wide, wide), merger.linear("mlp.0.linear_2", config.out_hidden_size, wide)
+    return [
+        NormLinear(
+            "hidden_0", (Input("patches"),), tower.convolution("embeddings.patch_embedding", hidden, patch, True)
+        ),
+        Add("hidden_0", "hidden_0", "position_embeddings"),
+        *layer_steps(config, tower, rows, "attention_mask", range(merging)),
+        *self_attention_steps(config, tower, name, value, value, (rows // 4, 4)),
+        AveragePool("means", value, hidden, 2, 2, rows // 2),
+        Reshape("squares", value, squares),
+        NormLinear("activation", (Input("squares", (tower.layer_norm(f"{name}pre_norm", wide),)),), first, "gelu_tanh"),
+        LinearResidual(value, "activation", second, "means"),
+        *layer_steps(config, tower, rows // 4, "merged_mask", range(merging, config.num_layers)),
+        Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
+        *_merged(config, shape, "normed", 4),
+        Normed("merged", "merged", merger.layer_norm("mlp.0.pre_norm", wide)),
+        *projection_steps("image_embeddings", ["merged"], linears, "gelu"),
     ]
 
 
@@ -99,8 +138,9 @@ def _blocks(config: VisionConfig, shape: EngineShape, value: str) -> list[Step]:
     return [Gather("blocks", value, "block_rows"), *_merged(config, shape, "blocks")]
 
 
-def _merged(config: VisionConfig, shape: EngineShape, value: str) -> list[Step]:
-    merged = (1, embedding_rows(config, shape), config.merge_patches * config.hidden_size)
+def _merged(config: VisionConfig, shape: EngineShape, value: str, count: int = 0) -> list[Step]:
+    """So many rows side by side, those of a token's patches where nothing is said."""
+    merged = (1, embedding_rows(config, shape), (count or config.merge_patches) * config.hidden_size)
     return [Reshape("merged", value, merged)]
 
 

@@ -1,4 +1,4 @@
-"""The configurations of encoders that see parts of pictures: SmolVLM's, LFM2-VL's and InternVL's."""
+"""The configurations of encoders that see parts of pictures: SmolVLM's, LFM2-VL's, InternVL's and MiniCPM-V's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import ACTIVATIONS, Read, read_tower
-from edgellm.engines.formats.strict_formats import is_number
+from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_MERGE
 
 #: What stands for an image's tokens where the file does not say.
@@ -59,11 +59,7 @@ def _read_lfm2_vl(top: ConfigFields) -> Read:
 
 def _read_internvl(top: ConfigFields) -> Read:
     """InternViT, whose class token is dropped behind the last layer."""
-    given = dict(top.values["vision_config"])
-    for key in ("image_size", "patch_size"):
-        if isinstance(given.get(key), list) and len(set(map(str, given[key]))) == 1:
-            given[key] = given[key][0]  # height and width
-    top.values = top.values | {"vision_config": given}
+    _take_squares(top)
     fields, values = read_tower(top, "internvl_vision", ("internvl_vision",))
     ratio = top.values.get("downsample_ratio", 0.5)
     merge = round(1 / ratio) if is_number(ratio) and 1 / LARGEST_MERGE <= ratio <= 1 else 0
@@ -88,6 +84,38 @@ def _read_internvl(top: ConfigFields) -> Read:
     }
 
 
+def _read_minicpmv4_6(top: ConfigFields) -> Read:
+    """SigLIP for pictures of any shape, which merges squares of four patches within its layers, and again behind."""
+    _take_squares(top)
+    fields, values = read_tower(top, "minicpmv4_6_vision", ("minicpmv4_6_vision",))
+    for found, key, expected in (
+        *((top, "downsample_mode", "16x"), (top, "merger_times", 1), (top, "drop_vision_last_layer", False)),
+        *((top, "merge_kernel_size", [2, 2]), (fields, "window_kernel_size", [2, 2])),
+    ):
+        if found.values.get(key, expected) != expected:
+            found.refuse(key, found.values[key], f"supported is {expected}")
+    layer, layers = top.values.get("insert_layer_id", fields.values["insert_layer_id"]), values["num_layers"]
+    if not is_integer(layer) or not 0 <= layer < max(1, layers):
+        top.expect("insert_layer_id", layer, f"a layer, 0 to {layers - 1}")
+    return fields, values | {
+        "image_size": None,
+        "spatial_merge_size": 4,
+        "image_token_id": top.token_id("image_token_id"),
+        "num_position_embeddings": (values["image_size"] // max(1, values["patch_size"])) ** 2,
+        "feature_layers": (layers,),
+        "merging_layer": layer,
+    }
+
+
+def _take_squares(top: ConfigFields) -> None:
+    """Sizes of both edges, where they are alike, become one number."""
+    given = dict(top.values["vision_config"])
+    for key in ("image_size", "patch_size"):
+        if isinstance(given.get(key), list) and len(set(map(str, given[key]))) == 1:
+            given[key] = given[key][0]  # height and width
+    top.values = top.values | {"vision_config": given}
+
+
 def _checked_side(fields: ConfigFields, values: dict[str, Any], merge: int) -> int:
     """Patches along a side of the square picture, which `merge` of them must divide."""
     side = int(values["image_size"] // max(1, values["patch_size"]))
@@ -103,4 +131,5 @@ READERS: dict[str, Callable[[ConfigFields], Read]] = {
     "idefics3": _read_smolvlm,
     "lfm2_vl": _read_lfm2_vl,
     "internvl": _read_internvl,
+    "minicpmv4_6": _read_minicpmv4_6,
 }

@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families import pixtral, tiled_vision
+from edgellm.engines.families import gemma4_vision, pixtral, tiled_vision
 from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
@@ -189,6 +189,7 @@ _READERS = {
     "gemma3": _read_gemma3,
     "paligemma": _read_paligemma,
     "mistral3": pixtral.read_pixtral,
+    "gemma4": gemma4_vision.read_gemma4_vision,
     **tiled_vision.READERS,
 }
 
@@ -203,7 +204,11 @@ _TOWER_PREFIXES = (
     "model.vision_model.",
     "vision_model.",
 )
-_PROJECTOR_PREFIXES = ("model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "connector.")
+_PROJECTOR_PREFIXES = tuple(
+    f"{outer}{name}."
+    for name in ("multi_modal_projector", "connector", "embed_vision", "merger")
+    for outer in ("model.", "")
+)
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
@@ -233,11 +238,13 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     return config
 
 
-def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray | None:
-    """The table of positions [positions, H] float32 of Qwen3-VL and Qwen3.5; None where the family has none.
+def position_table(checkpoint: Checkpoint, config: VisionConfig, patches: int) -> np.ndarray | None:
+    """The table of positions [positions, H] float32, Gemma 4's [2, positions, H] of columns and rows, those that images
+    of so many patches have; None where the family has none.
 
     Raises CheckpointError where a value is infinite or NaN.
     """
     for spec in host_weights(config):
-        return load_numpy_weights(checkpoint, [spec])[spec.name]
+        table = load_numpy_weights(checkpoint, [spec])[spec.name]
+        return table if table.ndim == 2 else table[:, : patches // config.spatial_merge_size].copy()
     return None

@@ -7,7 +7,7 @@ adds interpolated positions, and gives out features of several layers, which Qwe
 
 from __future__ import annotations
 
-from edgellm.engines.families import pixtral, tile_encoders
+from edgellm.engines.families import gemma4_vision, pixtral, tile_encoders
 from edgellm.engines.families.vision_parts import (
     PROJECTOR,
     TOWER,
@@ -36,7 +36,10 @@ def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     layers = "transformer.layers." if config.family == "mistral3" else "encoder.layers."
     behind = [f"{layers}{index}." for index in range(used_layers(config), config.num_layers)]
     behind += ["post_layernorm."] if config.family == "llava" else []
-    return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
+    names = [f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids")]
+    if config.family == "gemma4":  # its encoder of audio
+        names += [f"{outer}{name}." for outer in ("model.", "") for name in ("audio_tower", "embed_audio")]
+    return tuple(names)
 
 
 def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -173,9 +176,11 @@ _STEPS = {
     "gemma3": _gemma3_steps,
     "paligemma": _paligemma_steps,
     "mistral3": pixtral.pixtral_steps,
+    "gemma4": gemma4_vision.gemma4_vision_steps,
     "smolvlm": tile_encoders.smolvlm_steps,
     "lfm2_vl": tile_encoders.lfm2_vl_steps,
     "internvl": tile_encoders.internvl_steps,
+    "minicpmv4_6": tile_encoders.minicpmv4_6_steps,
 }
 
 
@@ -197,5 +202,8 @@ def host_weights(config: VisionConfig) -> list[WeightSpec]:
     if config.num_position_embeddings is None:
         return []
     names, is_tower = NamedWeights("visual.", config.tensor_prefix), bool(config.feature_layers)
+    if config.family == "gemma4":
+        table = "patch_embedder.position_embedding_table"
+        return [names.weight(table, 2, config.num_position_embeddings, config.hidden_size)]
     name = "embeddings.position_embedding.weight" if is_tower else "pos_embed.weight"
     return [names.weight(name, config.num_position_embeddings, config.hidden_size)]

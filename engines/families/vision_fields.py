@@ -32,6 +32,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "siglip2_vision_model": {**_SIGLIP, "num_patches": 256},
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _IDEFICS3),
     "internvl_vision": _INTERN_VIT,
+    "minicpmv4_6_vision": {**_SIGLIP, "insert_layer_id": 6},
 }
 ACTIVATIONS: dict[str | None, str] = {
     **SILU,

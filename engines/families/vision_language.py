@@ -1,5 +1,5 @@
 """Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
-SmolVLM, LFM2-VL, InternVL, Qwen3-ASR, Voxtral."""
+SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.gemma import GEMMA, GEMMA2, GEMMA3
-from edgellm.engines.families.hybrid import LFM2
+from edgellm.engines.families.hybrid import LFM2, QWEN3_5_DEFAULTS, QWEN3_5_TEXT
 from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
 from edgellm.engines.families.mixtures import GPT_OSS, QWEN3_MOE
 from edgellm.engines.families.pixtral import MISTRAL3_IMAGE_TOKEN
@@ -125,6 +125,13 @@ def _read_tiled(fields: ConfigFields, token: int, families: tuple[Family, ...]) 
     return with_image_tokens(family.read(text_fields(fields, family.defaults)), fields, "image_token_id", token)
 
 
+def _read_minicpmv4_6(fields: ConfigFields) -> DecoderConfig:
+    """Qwen3.5's language model; an image's tokens stand at consecutive positions."""
+    config = inner_family(fields, QWEN3_5_TEXT).read(text_fields(fields, QWEN3_5_DEFAULTS))
+    config = replace(config, mrope_section=(), mrope_interleaved=False)
+    return with_image_tokens(config, fields, "image_token_id", None)
+
+
 _read_smolvlm = partial(_read_tiled, token=SMOLVLM_IMAGE_TOKEN, families=(LLAMA,))
 _read_lfm2_vl = partial(_read_tiled, token=LFM2_VL_IMAGE_TOKEN, families=(LFM2,))
 _read_internvl = partial(_read_tiled, token=INTERNVL_IMAGE_TOKEN, families=(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
@@ -134,6 +141,7 @@ GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_ge
 SMOLVLM = Family("smolvlm", "SmolVLMForConditionalGeneration", _read_smolvlm)
 IDEFICS3 = Family("idefics3", "Idefics3ForConditionalGeneration", _read_smolvlm)
 LFM2_VL = Family("lfm2_vl", "Lfm2VlForConditionalGeneration", _read_lfm2_vl)
+MINICPMV4_6 = Family("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", _read_minicpmv4_6)
 INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl)
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})

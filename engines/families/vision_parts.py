@@ -65,18 +65,34 @@ def tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
     return [*steps, *layer_steps(config, tower, rows)]
 
 
-def layer_steps(config: VisionConfig, tower: TowerWeights, rows: int, mask: str | None = None) -> list[Step]:
-    """The layers of CLIP and SigLIP on so many rows, of which those that `mask` names are seen."""
-    hidden, steps = config.hidden_size, list[Step]()
-    for index in range(used_layers(config)):
+def layer_steps(
+    config: VisionConfig, tower: TowerWeights, rows: int, mask: str | None = None, layers: range | None = None
+) -> list[Step]:
+    """Those `layers` of CLIP and SigLIP (None: all) on so many rows, of which those that `mask` names are seen."""
+    steps = list[Step]()
+    for index in range(used_layers(config)) if layers is None else layers:
         layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
-        qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
-        output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
-        first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
-        attention = EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), mask)
-        steps += attention_steps(value, first, qkv, attention, output, result)
+        steps += self_attention_steps(config, tower, layer, value, result, (1, rows), mask)
+        second = tower.layer_norm(f"{layer}layer_norm2", config.hidden_size)
         steps += mlp_steps(result, second, *tower.mlp(f"{layer}mlp.fc{{}}", config), config.activation)
     return steps
+
+
+def self_attention_steps(
+    config: VisionConfig,
+    tower: TowerWeights,
+    layer: str,
+    value: str,
+    result: str,
+    windows: tuple[int, int],
+    mask: str | None = None,
+) -> list[Step]:
+    """Attention of CLIP and SigLIP, within windows, whose weights are those of a `layer`."""
+    hidden = config.hidden_size
+    qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
+    output = tower.linear(f"{layer}self_attn.out_proj", hidden, hidden)
+    attention = EncoderAttention("context", "qkv", config.num_heads, config.head_dim, windows, mask)
+    return attention_steps(value, tower.layer_norm(f"{layer}layer_norm1", hidden), qkv, attention, output, result)
 
 
 def attention_steps(

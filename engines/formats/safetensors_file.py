@@ -50,6 +50,9 @@ LARGEST_COUNT = (1 << 63) - 1
 
 _LENGTH_BYTES = 8
 COPY_AGAIN = "Copy the file anew from its source"
+#: How a file begins that Git LFS leaves in place of a large one, and what to do with it.
+LFS_POINTER = b"version https://git-lfs"
+FETCH_FILE = "is a pointer of Git LFS, not the file itself. Fetch that: git lfs pull in the folder that was cloned"
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,9 @@ def opened_file(path: Path, kind: str) -> tuple[BufferedReader, os.stat_result]:
             raise CheckpointError(
                 f"{path} is not a valid {kind}: it has {status.st_size} bytes, none has less than 8 bytes. {COPY_AGAIN}"
             )
+        if file.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+            file.close()
+            raise CheckpointError(f"{path} {FETCH_FILE}")
         return file, status
 
 

@@ -57,7 +57,12 @@ class StagedDirectory:
         """
         sync_directory(self.path)
         if not replace or not self._target.exists():
-            self.path.rename(self._target)
+            try:
+                self.path.rename(self._target)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise OSError(error.errno, "another process made it meanwhile", str(self._target)) from error
         elif not _exchange(self.path, self._target):
             replaced = self.path.with_name(f"{self.path.name}.replaced")
             self._target.rename(replaced)

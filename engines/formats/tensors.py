@@ -75,7 +75,7 @@ def value_and_place(values: np.ndarray, dtype: str, index: int) -> str:
 
 #: What begins a tensor of the encoders, of images or of audio, or of what leads from them to the language model.
 _OF_ENCODERS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision."),
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "embed_vision.", "merger."),
     *("audio_tower.", "embed_audio."),
 )
 ENCODER_PREFIXES = tuple(f"{outer}{inner}" for inner in _OF_ENCODERS for outer in ("", "model."))

@@ -34,7 +34,7 @@ DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = (
     *("llama", "lfm2", "qwen3_5", "starcoder2", "granitemoe", "granitemoehybrid", "gpt_oss", "hunyuan"),
-    "nemotron_h",
+    *("nemotron_h", "nemotron_h_mtp"),
 )
 #: Beside the scaling of a rotary embedding: queries at positions from `original_max_position_embeddings` on are
 #: multiplied by 1 + this log(1 + how many times their position holds that length).
@@ -60,7 +60,8 @@ class Mixture:
 
     `biases`: router and experts have them. With a `limit` experts are gpt-oss's: rows of gate and up alternate, gates
     are at most the limit, ups within it both ways, and they give (up + 1) gate sigmoid(1.702 gate). Experts that are
-    not `gated`, the one of all tokens among them, give down(relu(up)^2).
+    not `gated`, the one of all tokens among them, give down(relu(up)^2). With a `latent_size` those that are chosen
+    take and give rows of that width, to which a layer leads and from which another leads back.
     """
 
     experts: int = field(metadata=bounded(LARGEST_EXPERTS))
@@ -77,6 +78,7 @@ class Mixture:
     limit: float = field(default=0.0, metadata=ADDED_LATER)
     shared_gate: bool = field(default=True, metadata=ADDED_LATER)
     gated: bool = field(default=True, metadata=ADDED_LATER)
+    latent_size: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def routing(self) -> Routing:
@@ -98,13 +100,14 @@ class Mixture:
 class MediaKind(NamedTuple):
     """A kind of media among the tokens of prompts; its `name` is that of its encoder, too.
 
-    `token_id` stands for each of its tokens. With `tokens` every span of the kind has so many, and each of them sees
-    all of the span; 0: a token sees those before it alone.
+    `token_id` stands for each of its tokens. With `tokens` every span of the kind has so many (up to so many where
+    they vary), and each of them sees all of the span; 0: a token sees those before it alone.
     """
 
     name: str
     token_id: int
     tokens: int = 0
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,9 @@ class DecoderConfig:
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
     of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
-    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. With
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone. Where
+    `images_vary` (Gemma 4) these are the most, and they see each other in layers with a window alone; tokens of media
+    have the row of `padding_id` among the embeddings of each layer. With
     `prefix_attention` (PaliGemma) each token of a prompt sees all of the prompt, which shows an image. The
     `audio_token_id` stands for each token of speech in a model that takes it.
 
@@ -229,6 +234,8 @@ class DecoderConfig:
     audio_token_id: int | None = field(default=None, metadata=ADDED_LATER)
     video_token_id: int | None = field(default=None, metadata=ADDED_LATER)
     lone_parts: bool = field(default=False, metadata=ADDED_LATER)
+    images_vary: bool = field(default=False, metadata=ADDED_LATER)
+    padding_id: int = field(default=0, metadata=ADDED_LATER)
 
     @property
     def is_embedding(self) -> bool:
@@ -244,7 +251,7 @@ class DecoderConfig:
 
     def image_kind(self, token_id: int) -> MediaKind:
         """What images are to this model where a vision encoder says that `token_id` stands for them."""
-        return MediaKind("image", token_id, 0 if self.prefix_attention else self.image_tokens)
+        return MediaKind("image", token_id, 0 if self.prefix_attention else self.image_tokens, self.images_vary)
 
     @property
     def has_whole_media(self) -> bool:

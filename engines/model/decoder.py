@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
-from edgellm.engines.model.layer_weights import TOKEN_PROJECTION, LayerWeights
+from edgellm.engines.model.layer_weights import LayerWeights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program, kept_states, single_weight, state_inputs, token_inputs
 from edgellm.engines.model.row_steps import TOKEN_ROWS
@@ -45,10 +45,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         value = "hidden"
     if config.layer_embedding_size:
         inputs[TOKEN_ROWS] = ((shape.batch, shape.tokens, config.token_row_size), "compute")
-        projection = LayerWeights(config, "model.", "model.").linear(
-            "per_layer_model_projection", config.token_row_size, hidden, False
-        )
-        steps.append(NormLinear(TOKEN_PROJECTION, (Input(value),), projection))
+        steps += LayerWeights(config, "model.", "model.").token_inputs(value)
     for index in range(layers):
         selecting = selects and not selects_late and index == last
         keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
@@ -75,7 +72,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
 def looks_ahead(config: DecoderConfig, shape: EngineShape) -> bool:
     """Whether tokens of a step may see others behind them: those of an image, which is in a chunk of a prompt as a
     whole, so in none that is shorter."""
-    return shape.phase == "prefill" and 0 < config.image_tokens <= shape.tokens
+    return shape.phase == "prefill" and 0 < config.image_tokens <= (1 << 32 if config.images_vary else shape.tokens)
 
 
 def decoder_layer(

@@ -1,5 +1,6 @@
 """The programs of drafts: EAGLE-1 and 2 (Li et al. 2024), EAGLE-3 (Li et al. 2025) and 3.1, the heads for multi-token
-prediction that ship inside Qwen3.5's checkpoints (after DeepSeek-AI 2024), and DFlash (Chen et al. 2026)."""
+prediction that ship inside checkpoints of Qwen3.5 and Nemotron-H (after DeepSeek-AI 2024), and DFlash (Chen et al.
+2026)."""
 
 from __future__ import annotations
 
@@ -26,13 +27,18 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None) -> DraftConfig
     """The head for multi-token prediction inside the checkpoint of a `base`: one layer of its full attention.
 
     It takes the base's last hidden state, behind the final norm, with the next token, and then its own, behind its
-    own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared).
+    own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared). A base
+    without a rotary embedding has a head without; where the base's layers are one part each, the head's is attention
+    with a mixture of experts behind it.
     """
-    none: dict[str, Any] = dict.fromkeys(
-        ("layer_kinds", "delta_heads", "delta_products", "feature_layers", "nope_layers"), ()
-    )
-    layer = replace(base, num_layers=1, conv_width=0, conv_bias=False, deepstack_layers=0, **none)
+    none: dict[str, Any] = dict.fromkeys(("layer_kinds", "delta_heads", "delta_products", "feature_layers"), ())
+    none["nope_layers"] = (0,) if len(base.nope_layers) == base.num_layers else ()
+    layer = replace(base, num_layers=1, conv_width=0, conv_bias=False, deepstack_layers=0, lone_parts=False, **none)
     layer = as_published(layer)  # what the base's own head became is no matter
+    prefix = "mtp.layers.0."
+    if base.lone_parts:
+        mixture = base.mixture and replace(base.mixture, dense_layers=())
+        layer, prefix = replace(layer, mixture=mixture, naming="nemotron_h_mtp"), "mtp.layers."
     return DraftConfig(
         generation=MTP,
         decoder=layer,
@@ -40,7 +46,7 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None) -> DraftConfig
         has_mapping=vocabulary is not None,
         feature_layers=(base.num_layers,),
         feature_norm="none",
-        layer_prefix="mtp.layers.0.",
+        layer_prefix=prefix,
         has_embedding=False,
         has_head=vocabulary is not None,
         base_embedding=embedding_name(base),

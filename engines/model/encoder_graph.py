@@ -7,14 +7,19 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, Protocol
 
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
     AveragePool,
+    Clip,
+    ClippedGate,
     DropFirst,
     EncoderAttention,
     Gather,
+    NormedHeads,
     Prepend,
     Product,
     ScaledResidual,
+    StandardNorm,
     Unfold,
 )
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
@@ -66,15 +71,15 @@ def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
 
 def _average_pool(graph: Running[Tensor], step: AveragePool) -> Tensor:
     operations, size, width = graph.operations, step.size, step.width
-    squares = step.side // size
+    squares, bands = step.side // size, (step.height or step.side) // size
 
     def total(x: Tensor) -> Tensor:
         first, *others = operations.split(x, (1,) * size, axis=1)
         return reduce(operations.add, others, first)
 
-    rows = operations.reshape(operations.to_float32(graph.values[step.value]), (squares, size, step.side * width))
-    columns = total(operations.reshape(total(rows), (squares**2, size, width)))
-    mean = operations.scale(operations.reshape(columns, (1, squares**2, width)), 1 / size**2)
+    rows = operations.reshape(operations.to_float32(graph.values[step.value]), (bands, size, step.side * width))
+    columns = total(operations.reshape(total(rows), (bands * squares, size, width)))
+    mean = operations.scale(operations.reshape(columns, (1, bands * squares, width)), 1 / size**2)
     return operations.to_compute(mean)
 
 
@@ -97,6 +102,48 @@ def _product(graph: Running[Tensor], step: Product) -> Tensor:
     return operations.to_compute(operations.scale(product, step.scale))
 
 
+def _clipped(graph: Running[Tensor], value: str, bounds: WeightSpec) -> Tensor:
+    operations = graph.operations
+    low, high = operations.split(operations.to_float32(graph.weights[bounds.name]), (1, 1), axis=0)
+    low, high = (operations.reshape(each, (1, 1, 1)) for each in (low, high))
+    return operations.to_compute(operations.clip(operations.to_float32(graph.values[value]), low, high))
+
+
+def _clip(graph: Running[Tensor], step: Clip) -> Tensor:
+    parts = [_clipped(graph, value, bounds) for value, bounds in step.parts]
+    return graph.operations.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
+
+
+def _clipped_gate(graph: Running[Tensor], step: ClippedGate) -> Tensor:
+    gate, value = (_clipped(graph, *each) for each in zip((step.gate, step.value), step.bounds, strict=True))
+    return graph.operations.multiply(graph.operations.activation(gate, step.activation), value)
+
+
+def _normed_heads(graph: Running[Tensor], step: NormedHeads) -> Tensor:
+    operations, heads, size = graph.operations, step.heads, step.head_size
+    parts = operations.split(operations.split_heads(graph.values[step.value], 3 * heads), (heads,) * 3, axis=1)
+    turned = []
+    for part, norm, factor in zip(parts, step.norms, (size**0.5, 1.0), strict=False):
+        normed = operations.rms_norm(part, graph.weights[norm.weight.name], norm.epsilon)
+        quarters = operations.split(normed, (size // 4,) * 4, axis=3)
+        ordered = operations.concatenate([quarters[place] for place in (2, 0, 3, 1)], axis=3)
+        turned.append(ordered if factor == 1.0 else operations.scale(ordered, factor))
+    values = operations.rms_norm(parts[2], None, step.norms[0].epsilon)
+    return operations.merge_heads(operations.concatenate([*turned, values], axis=1))
+
+
+def _standard_norm(graph: Running[Tensor], step: StandardNorm) -> Tensor:
+    operations = graph.operations
+    value = operations.scale(operations.to_float32(graph.values[step.value]), step.factor)
+    if step.standard is not None:
+        (width,) = step.standard[0].shape
+        bias, scale = (
+            operations.reshape(operations.to_float32(graph.weights[each.name]), (1, 1, width)) for each in step.standard
+        )
+        value = operations.multiply(operations.add(value, operations.scale(bias, -1.0)), scale)
+    return operations.to_compute(operations.rms_norm(value, None, step.epsilon))
+
+
 #: What gives the output of each kind of step.
 ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     EncoderAttention: _attention,
@@ -104,6 +151,10 @@ ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     Prepend: _prepend,
     ScaledResidual: _scaled_residual,
     Product: _product,
+    Clip: _clip,
+    ClippedGate: _clipped_gate,
+    NormedHeads: _normed_heads,
+    StandardNorm: _standard_norm,
     Gather: lambda graph, step: graph.operations.gather_rows(graph.values[step.value], graph.values[step.rows]),
     DropFirst: lambda graph, step: graph.operations.split(graph.values[step.value], (1, step.rows), axis=1)[1],
     Unfold: lambda graph, step: graph.operations.unfold(step, graph.values[step.value]),

@@ -61,15 +61,23 @@ class ScaledResidual(Step):
     residual: str = field(metadata=READS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AveragePool(Step):
-    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
-    `size` of them, in reading order; summed in float32."""
+    """output = the means of value's rows [1, height * side, width], a picture in reading order, over squares of `size`
+    by `size` of them, in reading order; summed in float32. The `height` is that of a square where it is 0.
+
+    Rows in blocks of a token are the picture that is one block wide."""
 
     value: str = field(metadata=READS)
     width: int
     side: int
     size: int
+    height: int = field(default=0, metadata=ADDED_LATER)
+
+    @property
+    def means(self) -> int:
+        """How many rows come out."""
+        return (self.height or self.side) * self.side // self.size**2
 
 
 @dataclass(frozen=True)
@@ -104,3 +112,50 @@ class Product(Step):
     value: str = field(metadata=READS)
     weight: WeightSpec
     scale: float
+
+
+@dataclass(frozen=True)
+class Clip(Step):
+    """output = several values side by side, the elements of each within its bounds: a weight of two, the least and the
+    most (Gemma 4)."""
+
+    parts: tuple[tuple[str, WeightSpec], ...] = field(metadata=READS)
+
+
+@dataclass(frozen=True)
+class ClippedGate(Step):
+    """output = activation(gate) times value, both of which are clipped before: `bounds` are those of the two."""
+
+    gate: str = field(metadata=READS)
+    value: str = field(metadata=READS)
+    bounds: tuple[WeightSpec, WeightSpec]
+    activation: str
+
+
+@dataclass(frozen=True)
+class NormedHeads(Step):
+    """output = value [.., 3 n D] whose heads are normed each by itself: queries and keys by `norms`, values by none.
+
+    Rows are to turn the second half of each query and key, columns the first (Gemma 4). The quarters of both stand as
+    `EncoderAttention` turns them, which pairs the halves: the third, the first, the fourth, the second. Queries are
+    multiplied by sqrt(D), which its scores are divided by.
+    """
+
+    value: str = field(metadata=READS)
+    heads: int
+    norms: tuple[Norm, Norm]
+
+    @property
+    def head_size(self) -> int:
+        return self.norms[0].weight.shape[0]
+
+
+@dataclass(frozen=True)
+class StandardNorm(Step):
+    """output = y / sqrt(mean of squares of y + epsilon), where y = (factor * value - bias) * scale by two weights [K],
+    or factor * value without."""
+
+    value: str = field(metadata=READS)
+    factor: float
+    epsilon: float
+    standard: tuple[WeightSpec, WeightSpec] | None = None

@@ -14,7 +14,7 @@ from edgellm.engines.model.encoder_graph import ENCODER_STEPS
 from edgellm.engines.model.operations import Operations, Scoring, Tensor
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import PRESENT
 from edgellm.engines.model.steps import (
     LAST_SEEN,
@@ -51,7 +51,8 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        residuals = {step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual))}
+        added = (step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual)))
+        residuals = {residual for residual in added if residual is not None}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -124,16 +125,28 @@ class ProgramGraph(Generic[Tensor]):
         y = self._linear(operations.to_compute(x), step.linear)
         if step.activation is not None:
             y = operations.gated(y, step.activation) if step.gated else operations.activation(y, step.activation)
+        if step.through is not None:
+            width, whole = (self._program.kinds[each][0][-1] for each in (step.output, step.through))
+            sizes = step.first, width, whole - step.first - width
+            through = operations.split(self.values[step.through], sizes, axis=2)[1]
+            y = operations.to_compute(operations.multiply(operations.to_float32(y), through))
         if step.scale != 1.0:
             y = operations.scale(operations.to_float32(y), step.scale)
         if step.cap:
             y = operations.activation(operations.scale(operations.to_float32(y), 1 / step.cap), "tanh")
             y = operations.scale(y, step.cap)
+        if step.into is not None:
+            width, whole = step.linear.weight.shape[0], self._program.kinds[step.into][0][-1]
+            behind = operations.split(self.values[step.into], (width, whole - width), axis=2)[1]
+            y = operations.concatenate((y, behind), axis=2)
         return y
 
     def _linear_residual(self, step: LinearResidual | AddResidual) -> Tensor:
         operations, values = self.operations, self.values
-        y, residual = values[step.value], self.to_residual(values[step.residual])
+        y = values[step.value]
+        if step.residual is None:  # one rank's part
+            return self._linear(operations.gather_rows(y, values["last_token_ids"]) if step.selects else y, step.linear)
+        residual = self.to_residual(values[step.residual])
         if step.keep is not None:
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
@@ -159,7 +172,11 @@ class ProgramGraph(Generic[Tensor]):
         layers = step.gate_up, step.down
         biases = [None if each.bias is None else weights[each.bias.name] for each in layers]
         gate_up, down = ((weights[each.weight.name], bias) for each, bias in zip(layers, biases, strict=True))
-        y = self.to_residual(operations.experts(step, x, scores, correction, gate_up, down))
+        given = self._linear(x, step.latent[0]) if step.latent else x
+        y = operations.experts(step, given, scores, correction, gate_up, down)
+        if step.latent:
+            y = self._linear(operations.to_compute(y), step.latent[1])
+        y = self.to_residual(y)
         if step.shared:
             first, second, *gates = step.shared
             sums, is_gated = self._linear(x, first), step.mixture.gated
@@ -202,6 +219,9 @@ class ProgramGraph(Generic[Tensor]):
                 rotated = operations.pairs_apart(rotated, step.rotary) if step.neighbours else rotated
                 rotated = operations.rotary_embedding(rotated, self._rotary_rows(step))
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
+        if step.norms_values:
+            assert step.k_norm is not None
+            value = operations.rms_norm(value, None, step.k_norm.epsilon)
         mask, start = given["attention_mask"], given["kvcache_start_index"]
         keys, values, *scales = self._update_rows(step, key, value)
         scoring = Scoring(step.scale, step.cap, None if step.sinks is None else self.weights[step.sinks.name])
@@ -310,27 +330,12 @@ class ProgramGraph(Generic[Tensor]):
         rest = width - sum(norm.weight.shape[0] for norm in step.norms)
         return self.normed_parts(self.values[step.value], step.norms, rest)
 
-    def _unit_norm(self, step: UnitNorm) -> Tensor:
-        operations, width = self.operations, self._program.kinds[step.value][0][-1]
-        before, x = operations.split(self.values[step.value], (step.first, width - step.first), axis=2)
-        parts = operations.split_heads(x, (width - step.first) // step.size)
-        normed = operations.merge_heads(operations.rms_norm(parts, None, step.epsilon))
-        return operations.concatenate((before, normed), axis=2)
-
-    def _insert_columns(self, step: InsertColumns) -> Tensor:
-        width, all_columns = (self._program.kinds[name][0][-1] for name in (step.value, step.into))
-        behind = self.operations.split(self.values[step.into], (width, all_columns - width), axis=2)[1]
-        return self.operations.concatenate((self.values[step.value], behind), axis=2)
-
-    def _token_gate(self, step: TokenGate) -> Tensor:
-        operations, (gate, *taken) = self.operations, (self.values[each] for each in step.reads)
-        width, whole = (self._program.kinds[each][0][-1] for each in step.reads[:2])
-        sizes = (step.first, width, whole - step.first - width)
-        projected, rows = (operations.split(operations.to_float32(each), sizes, axis=2)[1] for each in taken)
-        rows = operations.scale(rows, step.scale)
-        through = operations.scale(operations.add(self._norm(projected, step.norm), rows), TOKEN_SHARE)
-        gate = operations.activation(operations.to_float32(gate), step.activation)
-        return operations.to_compute(operations.multiply(gate, through))
+    def _token_inputs(self, step: TokenInputs) -> Tensor:
+        operations, (width,) = self.operations, step.norm.weight.shape
+        x, rows = (operations.to_float32(self.values[each]) for each in step.reads)
+        parts = self._program.kinds[step.value][0][-1] // width
+        normed = operations.merge_heads(self._norm(operations.split_heads(x, parts), step.norm))
+        return operations.scale(operations.add(normed, operations.scale(rows, step.scale)), TOKEN_SHARE)
 
 
 #: What computes each kind of step: it gives the step's output, or puts out nothing and returns None.
@@ -353,7 +358,5 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     GatedNorm: ProgramGraph._gated_norm,
     Reshape: lambda graph, step: graph.operations.reshape(graph.values[step.value], step.shape),
     SideBySide: lambda graph, step: graph.operations.concatenate([graph.values[each] for each in step.values], axis=2),
-    UnitNorm: ProgramGraph._unit_norm,
-    InsertColumns: ProgramGraph._insert_columns,
-    TokenGate: ProgramGraph._token_gate,
+    TokenInputs: ProgramGraph._token_inputs,
 }

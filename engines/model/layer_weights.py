@@ -7,7 +7,7 @@ from dataclasses import replace
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, Mixture, WeightSpec
 from edgellm.engines.model.named_weights import PUBLISHED, NamedWeights
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import TOKEN_ROWS, InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import TOKEN_ROWS, TokenInputs
 from edgellm.engines.model.states import DeltaMatrix, SpaceMatrix
 from edgellm.engines.model.steps import (
     Attention,
@@ -22,8 +22,8 @@ from edgellm.engines.model.steps import (
     Step,
 )
 
-#: What the embeddings of a step's tokens give for the blocks of their own embeddings of each layer.
-TOKEN_PROJECTION = "token_projection"
+#: What the embeddings of a step's tokens, and their own of each layer, let through in each layer's block of these.
+TOKEN_INPUTS = "token_inputs"
 #: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
 _SMALL = "float32"
 
@@ -77,13 +77,10 @@ class LayerWeights(NamedWeights):
         q_norm, k_norm = norms if norms and not behind else (None, None)
         if rows_layer != index:  # keys and values are there from that layer, and are written once more, as they are
             linear = self.linear("self_attn.q_proj", queries, len(inputs) * config.hidden_size, config.attention_bias)
-            queried = f"queries{ending}"
-            before: list[Step] = [NormLinear(queried, inputs, linear, keep=keep), InsertColumns(value, queried, value)]
+            before: list[Step] = [NormLinear(value, inputs, linear, keep=keep, into=value)]
         else:
             qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
             before = [NormLinear(value, inputs, qkv, keep=keep)]
-            if config.value_norms:
-                behind.append(UnitNorm(value, value, query_size + kv_size, size, config.rms_norm_eps))
         is_local = in_window and config.local_rope_theta is not None
         attention = Attention(
             f"context{ending}",
@@ -98,12 +95,13 @@ class LayerWeights(NamedWeights):
             config.attention_gate,
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if is_local else 0,
-            ahead,
+            ahead and (in_window or not config.images_vary),
             self.weight("self_attn.sinks", config.num_heads) if config.attention_sinks else None,
             config.rotary_dim if config.scales_far_queries and index not in config.nope_layers else 0,
             config.rotates_neighbours,
             config.norms_behind_rotation,
             config.scores_cap,
+            config.value_norms,
         )
         return [*before, *behind, attention]
 
@@ -198,11 +196,15 @@ class LayerWeights(NamedWeights):
     def experts(self, mixture: Mixture, normed: Input, residual: str, result: str, keep: Keep | None) -> Experts:
         """The mixture of experts of `normed` rows, added to the `residual`, as `result`."""
         hidden, count, inner = self._config.hidden_size, mixture.experts, mixture.size
+        width, latent = mixture.latent_size or hidden, tuple[Linear, ...]()
+        if mixture.latent_size:
+            into, back = (f"mlp.fc{number}_latent_proj" for number in (1, 2))
+            latent = self.linear(into, width, hidden, False), self.linear(back, hidden, width, False)
         gates = ("gate_up",) if mixture.limit else ("gate", "up") if mixture.gated else ("up",)
         rows = inner * mixture.activation.sums // len(gates)
         first = "gate_up_proj" if mixture.gated else "up_proj"
         gate_up = {f"{expert}.{part}_proj": rows for expert in range(count) for part in gates}
-        down = {f"{expert}.down_proj": hidden for expert in range(count)}
+        down = {f"{expert}.down_proj": width for expert in range(count)}
         correction = self.weight("mlp.expert_bias", count, dtype=_SMALL) if mixture.correction else None
         shared: tuple[Linear, ...] = ()
         if mixture.shared_size:
@@ -218,12 +220,13 @@ class LayerWeights(NamedWeights):
             residual,
             mixture,
             self.linear("mlp.gate", count, hidden, mixture.biases),
-            self.linear_of_experts(f"mlp.experts.{first}", gate_up, hidden, count, mixture.biases),
+            self.linear_of_experts(f"mlp.experts.{first}", gate_up, width, count, mixture.biases),
             self.linear_of_experts("mlp.experts.down_proj", down, inner, count, mixture.biases),
             correction,
             self._config.residual_scale,
             shared,
             keep,
+            latent,
         )
 
     def residual(
@@ -278,17 +281,24 @@ class LayerWeights(NamedWeights):
             parts = {"gate_up_proj": 2 * size}
         return self.linear(first, parts, self._config.hidden_size, bias)
 
+    def token_inputs(self, embeddings: str) -> list[Step]:
+        """The steps from the `embeddings` of a step's tokens to what they let through in each layer's block."""
+        config, hidden, size = self._config, self._config.hidden_size, self._config.layer_embedding_size
+        # What is projected is multiplied by H ** -0.5 before its norm: as an epsilon that is H times larger does.
+        norm = replace(self.norm("per_layer_projection_norm", size), epsilon=config.rms_norm_eps * hidden)
+        projection = self.linear("per_layer_model_projection", config.token_row_size, hidden, False)
+        return [
+            NormLinear(TOKEN_INPUTS, (Input(embeddings),), projection),
+            TokenInputs(TOKEN_INPUTS, TOKEN_INPUTS, TOKEN_ROWS, norm, size**0.5),
+        ]
+
     def _token_block(self, index: int, result: str, factor: WeightSpec | None) -> list[Step]:
         """The steps of a layer's block that its tokens' own embeddings gate, added to the value `result`."""
         hidden, size = self._config.hidden_size, self._config.layer_embedding_size
-        norm = LayerWeights(self._config, "model.", "model.").norm("per_layer_projection_norm", size)
-        # What is projected is multiplied by H ** -0.5 before its norm: as an epsilon that is H times larger does.
-        norm = replace(norm, epsilon=norm.epsilon * hidden)
         gate = self.linear("per_layer_input_gate", size, hidden, False)
         projection = self.linear("per_layer_projection", hidden, size, False)
-        own, after = (TOKEN_PROJECTION, TOKEN_ROWS, index * size), self.norm("post_per_layer_input_norm")
+        after, activation, first = self.norm("post_per_layer_input_norm"), self._config.hidden_act, index * size
         return [
-            NormLinear("token_gate", (Input(result),), gate),
-            TokenGate("gated_rows", "token_gate", *own, norm, size**0.5, self._config.hidden_act),
+            NormLinear("gated_rows", (Input(result),), gate, activation, through=TOKEN_INPUTS, first=first),
             LinearResidual(result, "gated_rows", projection, result, norm=after, factor=factor),
         ]

@@ -188,7 +188,8 @@ class EngineLimits:
                 f"--prefill-chunk is {chunk}, expected at least {tokens}: an image has so many tokens, each of which "
                 "sees all of them, so one chunk has them all"
             )
-        padding = self.chunk_for(tokens) - tokens
+        counts = range(1 if config.images_vary else tokens, tokens + 1)
+        padding = max(self.chunk_for(count) - count for count in counts)
         if tokens and padding > self.kv_rows - self.kv_capacity:
             least = _rounded_up(tokens, self.prefill_chunks[0])
             return (

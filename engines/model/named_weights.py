@@ -15,7 +15,7 @@ _GRANITE_EXPERTS = {
 }
 #: By `DecoderConfig.naming`, what a checkpoint calls a module, or a tensor without an ending, otherwise than Llama's; *
 #: stands for an expert's number.
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, str]] = {
     "llama": {},
     "lfm2": {
         "norm": "embedding_norm",
@@ -53,8 +53,15 @@ PUBLISHED = {
         **{f"mlp.experts.*.{each}_proj": f"mixer.experts.*.{each}_proj" for each in ("up", "down")},
         "mlp.gate": "mixer.gate",
         "mlp.expert_bias": "mixer.gate.e_score_correction_bias",
+        **{f"mlp.fc{number}_latent_proj": f"mixer.fc{number}_latent_proj" for number in (1, 2)},
     },
     "starcoder2": {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+}
+#: Nemotron-H's head for multi-token prediction: its attention is the first "layer" there, its mixture the second.
+PUBLISHED["nemotron_h_mtp"] = {
+    **{name: f"{int(name.startswith('mlp'))}.{own}" for name, own in PUBLISHED["nemotron_h"].items()},
+    **{"pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm", "fc": "0.eh_proj"},
+    **{"post_attention_layernorm": "1.norm", "norm": "1.final_layernorm"},
 }
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
 
@@ -70,7 +77,7 @@ class NamedWeights:
         """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
         module, dot, kind = name.rpartition(".")
         source = f"{self._source}{self._published.get(name, f'{self._named(module)}{dot}{kind}')}"
-        return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+        return WeightSpec(f"{self._prefix}{name}", shape, ((source, shape if part is None else part),), dtype)
 
     def _named(self, module: str) -> str:
         """What the checkpoint calls a module."""

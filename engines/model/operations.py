@@ -76,6 +76,9 @@ class Operations(Protocol[Tensor]):
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """The product, element by element, of two tensors of one shape, or of rows and a column of factors."""
 
+    def clip(self, x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """x, where it is less than `low` that, where it is more than `high` that: single elements [1, 1, 1]."""
+
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""
 

@@ -13,42 +13,14 @@ TOKEN_ROWS = "token_rows"
 
 
 @dataclass(frozen=True)
-class UnitNorm(Step):
-    """output = value whose columns from `first` on, part after part of `size`, are divided by
-    sqrt(mean of their squares + epsilon); those before stay as they are."""
+class TokenInputs(Step):
+    """output = (value, each part of its columns normed, + scale * rows) / sqrt(2): what a token's own embeddings let
+    through in each layer (Gemma 3n, Gemma 4)."""
 
     value: str = field(metadata=READS)
-    first: int
-    size: int
-    epsilon: float
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: kinds[self.value]}
-
-
-@dataclass(frozen=True)
-class InsertColumns(Step):
-    """output = `into` with the columns of `value` in the place of its first ones."""
-
-    value: str = field(metadata=READS)
-    into: str = field(metadata=READS)
-
-    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        return {self.output: kinds[self.into]}
-
-
-@dataclass(frozen=True)
-class TokenGate(Step):
-    """output = activation(value) * (norm(columns of `projected`) + scale * columns of `rows`) / sqrt(2), both from
-    `first` on and as many as the value has: what a token's own embeddings let through (Gemma 3n, Gemma 4)."""
-
-    value: str = field(metadata=READS)
-    projected: str = field(metadata=READS)
     rows: str = field(metadata=READS)
-    first: int
     norm: Norm
     scale: float
-    activation: str
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: (kinds[self.value][0], "compute")}

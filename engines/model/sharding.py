@@ -19,7 +19,6 @@ from edgellm.engines.model.steps import (
     Assemble,
     Attention,
     Experts,
-    Input,
     Linear,
     LinearResidual,
     NormLinear,
@@ -30,6 +29,8 @@ from edgellm.engines.model.steps import (
 
 #: From the first to before the second.
 Range = tuple[int, int]
+#: A rank, and of how many.
+Share = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Cut:
     def size(self) -> int:
         """How many elements along the axis."""
         return sum(end - begin for begin, end in self.ranges)
+
+    def within(self, first: int, rows: int) -> Cut:
+        """The cut of a tensor that is fused in this one, whose rows begin at `first`."""
+        if self.axis:
+            return self
+        inside = ((max(begin, first) - first, min(end, first + rows) - first) for begin, end in self.ranges)
+        return Cut(0, tuple((begin, end) for begin, end in inside if begin < end))
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,12 @@ class _Sharding:
 
     def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
         rows = step.linear.weight.shape[0]
+        if step.into is not None:
+            return None
         if step.output == "logits":
             own = self._rows(step.linear, (self._about(rows),))
-            return replace(step, output="own_logits", linear=own), Assemble(step.output, "own_logits")
+            widths = tuple(rows * (rank + 1) // self._of - rows * rank // self._of for rank in range(self._of))
+            return replace(step, output="own_logits", linear=own), Assemble(step.output, "own_logits", widths)
         attention = self._attentions.get(step.output)
         if attention is not None:
             (heads, kv_heads, size), wide = attention.heads, 2 if attention.gated else 1
@@ -124,7 +135,9 @@ class _Sharding:
         self._split.add(step.output)
         return (replace(step, linear=self._rows(step.linear, ranges)),)
 
-    def _attention(self, step: Attention) -> Sequence[Step]:
+    def _attention(self, step: Attention) -> Sequence[Step] | None:
+        if step.norms_values:  # of Gemma 4 alone, whose other steps are not shared
+            return None
         (first, last), (begin, end) = self._queries(step), self._heads(step)
         self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
         self._split.add(step.output)
@@ -132,18 +145,20 @@ class _Sharding:
         return (replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks),)
 
     def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
-        if step.value not in self._split:
+        if step.value not in self._split or step.residual is None:
             return self._whole(step)
         total = f"{step.output}_sum"
         others = step.scale, step.keep, step.selects, step.norm, step.factor
         return (
-            NormLinear(f"{total}_part", (Input(step.value),), self._columns(step.linear), selects=step.selects),
+            LinearResidual(f"{total}_part", step.value, self._columns(step.linear), None, selects=step.selects),
             Reduce(total, f"{total}_part"),
             AddResidual(step.output, total, step.residual, *others),
         )
 
     def _experts(self, step: Experts) -> Sequence[Step]:
         """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
+        if step.latent:
+            raise EngineError(f"{step.title}, whose experts have a width of their own, is not shared: take one GPU")
         count = step.mixture.experts
         first, last = self._about(count)
 
@@ -201,12 +216,8 @@ class _Sharding:
         self._cuts[spec.name] = cut
         parts, first = [], 0
         for name, shape in spec.parts:
-            rows = shape[0]
-            if cut.axis == 0:
-                inside = (min(end, first + rows) - max(begin, first) for begin, end in cut.ranges)
-                parts.append((name, (sum(max(0, each) for each in inside), *shape[1:])))
-            else:
-                parts.append((name, (rows, cut.size)))
-            first += rows
+            own = cut.within(first, shape[0])
+            parts.append((name, (shape[0], own.size) if own.axis else (own.size, *shape[1:])))
+            first += shape[0]
         shape = (*spec.shape[: cut.axis], cut.size, *spec.shape[cut.axis + 1 :])
         return replace(spec, shape=shape, parts=tuple(parts))

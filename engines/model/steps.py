@@ -225,7 +225,9 @@ class NormLinear(Step):
     """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
 
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
-    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap).
+    rows only those that `last_token_ids` names. With a `cap` above 0 logits become cap tanh(logit / cap). What an
+    activation without a gate gives is multiplied by the columns of `through` from `first` on, where that is a value.
+    With `into` the output is that value with these columns in the place of its first ones.
     """
 
     inputs: tuple[Input, ...] = field(metadata=READS)
@@ -236,11 +238,16 @@ class NormLinear(Step):
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    through: str | None = field(default=None, metadata=ADDED_LATER | READS)
+    first: int = field(default=0, metadata=ADDED_LATER)
+    into: str | None = field(default=None, metadata=ADDED_LATER | READS)
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         of_keep = kinds[self.inputs[-1].value][0]
+        if self.into is not None:
+            return _kept(self.keep, of_keep) | {self.output: kinds[self.into]}
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
         return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
 
@@ -248,11 +255,12 @@ class NormLinear(Step):
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
     """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), and with a
-    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`."""
+    `factor` [1] all of it times that. `keep` gets the residual; `selects` as in `NormLinear`. Without a residual the
+    output is linear(value), a part of a sum of all ranks."""
 
     value: str = field(metadata=READS)
     linear: Linear
-    residual: str = field(metadata=READS)
+    residual: str | None = field(metadata=READS)
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
@@ -265,7 +273,7 @@ class LinearResidual(Step):
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
-        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        kept = {} if self.keep is None or self.residual is None else _kept(self.keep, kinds[self.residual][0])
         return kept | {self.output: (rows, residual)}
 
 
@@ -281,9 +289,11 @@ class Reduce(Step):
 
 @dataclass(frozen=True)
 class Assemble(Step):
-    """output = the columns of what all ranks have in `value`, one rank's behind the other's."""
+    """output = the columns of what all ranks have in `value`, as many as `widths` say, one rank's behind the other's;
+    where ranks have memory of their own, it is the first one's alone."""
 
     value: str = field(metadata=READS)
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -311,7 +321,8 @@ class Experts(Step):
     at e 2 I and e H, and it gives down(silu(gate) up), or what `Mixture` says; biases are [E, 2 I] and [E, H].
     Experts are added in float32 in the order of their ids, so that a row's sum follows from what its own give,
     whichever rows are beside it. `correction` [E] is for the choice alone. `shared` are the layers of an expert that
-    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual.
+    every token goes through: gate and up, down, and its own gate [1, H], if it has one. `keep` gets the residual. With
+    the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
     these alone, and so is the sum; the residual is added by one rank, which `adds`.
@@ -327,6 +338,7 @@ class Experts(Step):
     scale: float = 1.0
     shared: tuple[Linear, ...] = ()
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
+    latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
     adds: bool = field(default=True, metadata=ADDED_LATER)
 
@@ -355,6 +367,7 @@ class Attention(Stateful):
     the part further on, or of `neighbours` each of an even number with the next: these are then kept apart, as if they
     were halves. With `norms_behind` the norms stand behind the rotation. Without query heads (n is 0) rows are written,
     and nothing is put out. With a `cap` above 0 scores become cap tanh(score / cap) before the mask.
+    With `norms_values` value heads are normed as keys are, but without a weight.
     """
 
     value: str = field(metadata=READS)
@@ -374,6 +387,7 @@ class Attention(Stateful):
     neighbours: bool = field(default=False, metadata=ADDED_LATER)
     norms_behind: bool = field(default=False, metadata=ADDED_LATER)
     cap: float = field(default=0.0, metadata=ADDED_LATER)
+    norms_values: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)
@@ -405,3 +419,7 @@ class SideBySide(Step):
     """output = the columns of several values, one behind the other."""
 
     values: tuple[str, ...] = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        rows = [kinds[value][0] for value in self.values if value in kinds]
+        return {self.output: ((*rows[0][:-1], sum(each[-1] for each in rows)), "compute")} if rows else {}

@@ -12,7 +12,7 @@ from edgellm.engines.model.limits import EngineShape
 
 VISION_FAMILIES = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3", "paligemma", "mistral3"),
-    *("smolvlm", "lfm2_vl", "internvl"),
+    *("smolvlm", "lfm2_vl", "internvl", "gemma4", "minicpmv4_6"),
 )
 #: Those of square pictures whose patches are put in blocks of a token behind the tower.
 BLOCKS_BEHIND = ("smolvlm", "internvl")
@@ -50,6 +50,11 @@ class VisionConfig:
     `image_size`. LFM2-VL's: `num_position_embeddings` as Qwen3-VL's, but resized as pictures are; `projector_size`, the
     width inside its projector; `projector_norm`. InternVL's: `class_token`; `attention_bias`; `qk_norm`, of all heads
     together; `rms_norms` in place of layer norms; `final_norm` behind the layers.
+
+    MiniCPM-V 4.6's: `num_position_embeddings`, of which each patch has the nearest; `merging_layer`, behind which
+    squares of four patches are merged.
+    Gemma 4's: `rope_theta`; `num_position_embeddings` of columns, and as many of rows; `clipped`, linear layers whose
+    inputs and outputs have bounds; `standardized`, tokens that a bias and a scale of each column are applied to.
     """
 
     family: str
@@ -88,6 +93,9 @@ class VisionConfig:
     rms_norms: bool = field(default=False, metadata=ADDED_LATER)
     final_norm: bool = field(default=False, metadata=ADDED_LATER)
     tokens_per_second: float = field(default=0.0, metadata=ADDED_LATER)
+    clipped: bool = field(default=False, metadata=ADDED_LATER)
+    standardized: bool = field(default=False, metadata=ADDED_LATER)
+    merging_layer: int | None = field(default=None, metadata=ADDED_LATER)
 
     @property
     def head_dim(self) -> int:
@@ -161,11 +169,12 @@ class VisionConfig:
 def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every input but the weights, by name.
 
-    `patches` [1, R, elements], the image's first; for Qwen's `rotary_cos_sin` [1, R, D] and `attention_mask`
-    [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
-    `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each token's); for
-    Qwen3-VL, Qwen3.5 and LFM2-VL `position_embeddings` [1, R, H]; for SmolVLM and InternVL `block_rows` [1, R] (which
-    patch stands in each row behind the tower). Masks are there if a layer reads them.
+    `patches` [1, R, elements], the image's first; for Qwen's and Gemma 4's `rotary_cos_sin` [1, R, D] and
+    `attention_mask` [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in
+    each row), `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each
+    token's); for Qwen3-VL, Qwen3.5, LFM2-VL, MiniCPM-V and Gemma 4 `position_embeddings` [1, R, H]; for MiniCPM-V
+    `merged_mask` [1, 1, 1, R / 4] (which squares of four are patches); for SmolVLM and InternVL `block_rows` [1, R]
+    (which patch stands in each row behind the tower). Masks are there if a layer reads them.
     """
     rows = shape.tokens
     inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}
@@ -173,7 +182,9 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
         inputs["block_rows"] = ((1, rows), "int32")
     if config.image_side:
         return inputs
-    if config.family == "lfm2_vl":
+    if config.family == "minicpmv4_6":
+        inputs["merged_mask"] = ((1, 1, 1, rows // 4), "bool")
+    if config.family in ("lfm2_vl", "minicpmv4_6"):
         inputs["attention_mask"] = ((1, 1, 1, rows), "bool")
         inputs["position_embeddings"] = ((1, rows, config.hidden_size), "float32")
         return inputs

@@ -13,6 +13,7 @@ import numpy as np
 from edgellm.engines.quantization.floats import Fp8Layout, Mxfp4Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import (
     FLOATS,
+    TABLE_CLASS,
     WORDS,
     Layout,
     LinearTensors,
@@ -24,7 +25,7 @@ from edgellm.engines.quantization.layout import (
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
-#: What quantized modules are called; subclasses of it that models have count as it.
+#: What quantized linear layers are called, as are subclasses of it that models have.
 _CLASS = "Linear"
 _UNREAD = {
     "int-quantized": "8-bit integers with 8-bit activations (W8A8)",
@@ -151,8 +152,8 @@ class CompressedTensors(Quantization):
             inputs = inputs or bool(group.values.get("input_activations"))
             layout = None if top == "dense" else _layout(group, top, dtype)
             for target in group.names("targets"):
-                if target in ("Embedding", "Conv2d", "Conv1d"):
-                    raise group.refused("targets", f"names, patterns or {_CLASS!r}", _ADVICE)
+                if target in ("Conv2d", "Conv1d"):
+                    raise group.refused("targets", f"names, patterns, {_CLASS!r} or {TABLE_CLASS!r}", _ADVICE)
                 self._targets.append((_Target(target, group), layout))
         # as the package orders them: a module's own name, patterns, then its class
         self._targets.sort(key=lambda item: item[0].rank)

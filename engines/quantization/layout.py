@@ -29,6 +29,8 @@ UNUSED_ENDINGS = (
 )
 #: The tensor of a linear layer whose name alone says that it is packed.
 PACKED_ENDINGS = ("weight_packed", "qweight")
+#: What settings call modules that look rows up.
+TABLE_CLASS = "Embedding"
 _LONGEST_PATTERN = 1000
 #: Numbers of a packed table that may stand for all of its rows: its shape, or a scale.
 _FEW = 2

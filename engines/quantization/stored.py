@@ -8,8 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from edgellm.engines.errors import EngineError
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes
-from edgellm.kernels.quantization.packed_weight import Levels, PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat
 from edgellm.kernels.quantization.turn import AWQ_PLACES
 
 #: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
@@ -94,6 +95,52 @@ class StoredWeight:
             whole = np.ascontiguousarray(whole[:, self.order])
         beside = self.zeros, self.order, self.input_scales, self.minima, self.levels
         return PackedWeight(self.format, whole, self.scales, *beside)
+
+
+def rows_of(weight: StoredWeight, ranges: Sequence[tuple[int, int]]) -> StoredWeight:
+    """Some ranges of a weight's rows, one behind the other; with a byte for each code."""
+
+    def own(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([values[begin:end] for begin, end in ranges])
+
+    return _part(weight, own, own, own(np.arange(weight.shape[0])).size, weight.shape[1])
+
+
+def columns_of(weight: StoredWeight, begin: int, end: int) -> StoredWeight:
+    """A range of a weight's columns; with a byte for each code. Raises EngineError where groups do not end there, and
+    where columns stand in another order than inputs."""
+    group = weight.format.group or 1
+    step = max(group, LEVEL_COLUMNS) if weight.levels is not None else group
+    if weight.order is not None:
+        raise EngineError("weights whose columns are permuted (act order) are not shared by GPUs along their columns")
+    if begin % step or end % step:
+        raise EngineError(f"columns {begin} to {end} of packed weights are no whole groups of {step}")
+
+    def own(values: np.ndarray) -> np.ndarray:
+        return values[:, begin // group : end // group] if weight.format.group else values
+
+    found = _part(weight, own, lambda codes: codes[:, begin:end], weight.shape[0], end - begin)
+    levels, scales = weight.levels, weight.input_scales
+    if levels is not None:
+        kept = Levels(levels.factors[:, begin // LEVEL_COLUMNS : end // LEVEL_COLUMNS], own(levels.numbers))
+        found = replace(found, read_levels=lambda: kept)
+    return found if scales is None else replace(found, input_scales=scales[begin:end])
+
+
+def _part(
+    weight: StoredWeight,
+    own: Callable[[np.ndarray], np.ndarray],
+    of_codes: Callable[[np.ndarray], np.ndarray],
+    rows: int,
+    columns: int,
+) -> StoredWeight:
+    codes = np.ascontiguousarray(of_codes(np.concatenate([part.unpacked() for part in weight.codes])))
+    scales, zeros, minima = (
+        None if values is None else own(values) for values in (weight.own_scales, weight.zeros, weight.own_minima)
+    )
+    levels = None if weight.levels is None else Levels(*map(own, weight.levels))
+    read, stored = (lambda: levels) if levels else None, StoredCodes(codes, "bytes", 8, (rows, columns))
+    return replace(weight, codes=(stored,), own_scales=scales, zeros=zeros, own_minima=minima, read_levels=read)
 
 
 def may_fuse(one: StoredWeight, other: StoredWeight) -> bool:

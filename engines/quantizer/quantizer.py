@@ -177,10 +177,11 @@ class _Run:
         checkpoint, options = self.checkpoint, self.options
         check_options(options, texts)
         config = checkpoint_decoder_config(checkpoint)
-        if config.layers_differ:
+        if config.layers_differ or (config.mixture is not None and config.mixture.latent_size):
             raise UnsupportedModelError(
-                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings or factors of "
-                "their own, and cannot be quantized one by one. Take a checkpoint that was published packed, or another"
+                f"{checkpoint.path}: layers of {config.family} share rows, or have heads, embeddings, factors or "
+                "widths of experts of their own, and cannot be quantized one by one. Take a checkpoint that was "
+                "published packed, or another"
             )
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         check_groups(columns_of(config), options)

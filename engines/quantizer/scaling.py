@@ -53,7 +53,7 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
             maker = makers.get(step.value)
             if isinstance(maker, Attention) and maker.heads[0] == maker.heads[1]:
                 projection = makers[maker.value]
-                if isinstance(projection, NormLinear):
+                if isinstance(projection, NormLinear) and projection.into is None:
                     heads, kv_heads, size = maker.heads
                     before = (2 * heads if maker.gated else heads) + kv_heads
                     found[step.linear.name] = Folding(linear=projection.linear, start=before * size)

@@ -44,11 +44,8 @@ class AdapterSlots:
         require_adapters(limits)
         self._backend, self._config, self._limits = backend, config, limits
         self._projections = adapted_projections(decoder_weights(config))
-        self._weights: dict[str, Array] = {
-            name: backend.zeros(shape, "compute")
-            for each in self._projections
-            for name, shape in each.edge(limits.lora_slots, limits.lora_rank)
-        }
+        edges = [each.edge(limits.lora_slots, limits.lora_rank) for each in self._projections]
+        self._weights = backend.shared_zeros({name: (shape, "compute") for pair in edges for name, shape in pair})
         self._scales = backend.zeros((limits.max_batch, limits.lora_slots), "compute")
         #: By name, the digest and what a place of each engine input is filled with.
         self._adapters: dict[str, tuple[str, dict[str, np.ndarray]]] = {}

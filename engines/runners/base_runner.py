@@ -113,7 +113,7 @@ class BaseEngineRunner(PrefillingRunner):
         self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
         layers, start = decoder_states(config, limits.kv_cache, limits), backend.zeros((limits.max_batch,), "int32")
         #: The states of the slots; those of idle ones may be exchanged and copied.
-        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start)
+        self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start, is_base=True)
         self.adapters: AdapterSlots | None = None
         if adapters is not None:
             self.adapters = AdapterSlots(backend, config, limits)

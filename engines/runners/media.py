@@ -270,7 +270,7 @@ def _spans_of(
                 f"the embeddings of {name} {number} have the shapes {shapes}, this language model takes {expected}: "
                 "the encoder must be that of the same model"
             )
-        if kind.tokens and count != kind.tokens:
+        if count > kind.tokens > 0 or (count < kind.tokens and not kind.varies):
             raise EngineError(
                 f"{name} {number} has {count} tokens, this language model takes {name}s of {kind.tokens}: the encoder "
                 "must be that of the same model"

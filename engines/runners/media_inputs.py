@@ -109,7 +109,7 @@ class MediaInputs:
         given = set() if media is None else {span.kind.token_id for span in media.spans}
         if media is not None:
             media.check(prompt_ids)
-        for name, token, _ in self._config.media.values():
+        for name, token, *_ in self._config.media.values():
             if token not in given and (prompt_ids == token).any():
                 raise EngineError(
                     f"the prompt has {name} tokens (id {token}), but no {name}s: give one for each marker"

@@ -63,10 +63,19 @@ class ModelStates:
     where a slot is active, and by what is prefilled there.
     """
 
-    def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, rows: int, starts: Array) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        layers: Sequence[LayerState],
+        slots: int,
+        rows: int,
+        starts: Array,
+        is_base: bool = False,
+    ) -> None:
+        """`is_base`: the layers are those that several GPUs may share."""
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
         edge = state_edge(layers, slots, rows)
-        self.tensors = backend.zeros_side_by_side(edge)
+        self.tensors = (backend.shared_zeros if is_base else backend.zeros_side_by_side)(edge)
         self._dtypes = {name: dtype for name, (_, dtype) in edge.items()}
         self._views: dict[int, dict[str, Array]] = {}
         self._spare: dict[str, Array] = {}
@@ -186,8 +195,9 @@ class ModelStates:
                 f"layer {layer} keeps its rows in a ring, in which {tokens} tokens are not in their order: prefill at "
                 f"most {rows.reach}, or name layers without a window"
             )
-        shape = 1, rows.heads, tokens, rows.size
-        gpu = self._backend.gpu_index
+        shape, gpu = (1, rows.heads, tokens, rows.size), self._backend.gpu_index
+        if gpu is not None and self._backend.gpus > 1:
+            raise EngineError("keys and values of several GPUs are not handed out: open the model on one")
         keys, values = (SharedArray(self.tensors[name][slot : slot + 1], shape, owner, gpu) for name in rows.names)
         return keys, values
 

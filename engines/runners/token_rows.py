@@ -28,6 +28,7 @@ class TokenRows:
         """Steps have up to so many `tokens`, of all sequences together. Raises CheckpointError where the table is
         missing or of another shape."""
         self._backend, self._size, self._count = backend, config.token_row_size, config.vocab_size
+        self._media, self._padding = [kind.token_id for kind in config.media.values()], config.padding_id
         self._rows = backend.zeros((tokens * self._size,), "compute")
         for spec in token_table(config):
             self._info, self._packed = checkpoint.part_infos(*spec.parts[0])[0], checkpoint.reader(*spec.parts[0])
@@ -39,10 +40,12 @@ class TokenRows:
             self._table = checkpoint.raw(spec.name) if self._packed is None else np.empty((0, 0), np.float32)
 
     def of(self, token_ids: np.ndarray) -> np.ndarray:
-        """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), zeros for ids that are
-        none, as padding (-1). Raises CheckpointError for a value that has no place in it."""
+        """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), those of media the row
+        of the padding id, zeros for ids that are none, as -1. Raises CheckpointError for a value that has no place in
+        it."""
         is_token = ((token_ids >= 0) & (token_ids < self._count)).reshape(-1)
-        rows = self._values(np.where(is_token, token_ids.reshape(-1), 0))
+        shown = np.where(np.isin(token_ids, self._media), self._padding, token_ids)
+        rows = self._values(np.where(is_token, shown.reshape(-1), 0))
         rows[~is_token] = 0
         return rows.reshape(*token_ids.shape, self._size)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -49,14 +49,14 @@ class DraftPlan:
     top_k: int
     steps: int
     tree_size: int
-    choices: tuple[Choice, ...] = ()
-    sampled: bool = False
-    acceptance: str = "exact"
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
-    built_top_k: int = 0
-    given_nodes: int = 0
-    given_depth: int = 0
+    choices: tuple[Choice, ...] = field(default=(), hash=False)  # plans are looked up several times in each step
+    sampled: bool = field(default=False, hash=False)
+    acceptance: str = field(default="exact", hash=False)
+    posterior_threshold: float = field(default=0.09, hash=False)
+    posterior_alpha: float = field(default=0.3, hash=False)
+    built_top_k: int = field(default=0, hash=False)
+    given_nodes: int = field(default=0, hash=False)
+    given_depth: int = field(default=0, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):

@@ -65,6 +65,9 @@ template <typename T, int PARTS> struct NormInputs {
     int kept_stride;
     bool keeps_raw;
 
+    // What stands around the loads of the whole block, see AddedInputs.
+    __device__ void begin(int) const {}
+    __device__ void end() const {}
     __device__ bool in_last(int column) const { return PARTS == 2 && column >= width; }
     __device__ void load(int row, int column, float (&target)[8]) const {
         const int part = in_last(column) ? PARTS - 1 : 0;
@@ -104,9 +107,9 @@ template <typename T, int PARTS> struct NormInputs {
 // chunks of 8 columns, up to 32, so that of few rows few warps have work: warps with nothing to do leave the instructions
 // to the others. HELD: so many chunks of a lane stay in registers, more are read twice. Columns before `begin` are not read,
 // those and columns from `end` on not written.
-template <typename T, int PARTS, int HELD, typename G>
+template <typename T, int PARTS, int HELD, typename G, typename Inputs>
 __device__ __forceinline__ void stage_normalized(
-    const NormInputs<T, PARTS>& inputs, const T* weights, float* sums, char* activations, int batch, int columns,
+    const Inputs& inputs, const T* weights, float* sums, char* activations, int batch, int columns,
     int steps, int end = EVERY_COLUMN, int begin = 0) {
     constexpr int ROWS = 8 * G::HALVES;
     const int warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
@@ -121,6 +124,7 @@ __device__ __forceinline__ void stage_normalized(
         item.group += 32;
         if (item.group >= chunks) item.group = 0, item.row += 32 >> lane_bits;
     };
+    inputs.begin(batch);
     float values[HELD][8];
     const auto load = [&](Item item) {
 #pragma unroll
@@ -304,10 +308,11 @@ __device__ __forceinline__ void stage_as_is(
 }
 
 // The same of rows of float, or of T, that are rounded to T and may be kept, too.
-template <typename T>
+template <typename T, typename Inputs>
 __device__ __forceinline__ void stage_rounded(
-    const NormInputs<T, 1>& inputs, char* activations, int batch, int columns, int steps) {
+    const Inputs& inputs, char* activations, int batch, int columns, int steps) {
     const int chunks = steps * 4, first = threadIdx.x / 32 * chunks;
+    inputs.begin(batch);
 #pragma unroll 1
     for (int row = 0; row < batch; ++row) {
 #pragma unroll 2
@@ -323,6 +328,7 @@ __device__ __forceinline__ void stage_rounded(
         }
     }
     __syncwarp();
+    inputs.end();
 }
 
 }  // namespace decode

@@ -14,7 +14,7 @@ from itertools import accumulate
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode import contract
-from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -55,6 +55,12 @@ class NormedArgument(ctypes.Structure):
     """`NormedInput` of activations.cuh."""
 
     _fields_ = members("void* values weight", "float epsilon offset", "int stride is_float")
+
+
+class AddedArgument(ctypes.Structure):
+    """`AddedTo` of few_rows.cuh."""
+
+    _fields_ = members("void* residual output weight factor", "float epsilon offset")
 
 
 #: What every source of this folder asserts or takes.
@@ -150,6 +156,18 @@ def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:
     return NormedArgument(
         first, *addresses(normed.weight), normed.epsilon, normed.offset, stride, values.dtype == "float32"
     )
+
+
+def added_argument(added: AddedTo, values: DeviceArray) -> AddedArgument:
+    """What rows of float32 are added to. Raises KernelError for what does not fit, or is read and written."""
+    residual, output, weight = added.residual, added.output, added.weight
+    kinds = {(each.size, each.shape[-1], each.dtype) for each in (residual, output, values)}
+    if kinds != {(values.size, weight.size, "float32")} or output.pointer in (residual.pointer, values.pointer):
+        raise KernelError(
+            f"{values.dtype} {list(values.shape)} are not added to {residual.dtype} {list(residual.shape)} behind a "
+            f"norm of {weight.size} weights; expected as many elements of float32, and another place for the sum"
+        )
+    return AddedArgument(*addresses(residual, output, weight, added.factor), added.epsilon, added.offset)
 
 
 def addresses(*arrays: DeviceArray | None) -> tuple[int, ...]:

@@ -206,7 +206,7 @@ class AttentionGeometry:
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
     are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
-    each head has one; `neighbours`, `norms_behind`, `cap`: see `AttentionWeights`."""
+    each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see `AttentionWeights`."""
 
     shares: bool = True
     int8: bool = False
@@ -217,6 +217,7 @@ class AttentionKind(NamedTuple):
     neighbours: bool = False
     norms_behind: bool = False
     cap: bool = False
+    values_normed: bool = False
 
 
 _PLAIN = AttentionKind()
@@ -249,6 +250,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
         ("HOST_CAP", int(kind.cap)),
+        ("HOST_VALUES_NORMED", int(kind.values_normed)),
     )
     expression = f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {steps}, {str(kind.shares).lower()}>"
     return decode_kernel("attention.cu", expression, macros)
@@ -308,9 +310,8 @@ def attention_launch(
         *(columns, further, window, shape.window_bits if window else 0),
     )
     how = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
-    kernel = attention_kernel(
-        context.dtype, size, AttentionKind(*how, weights.neighbours, weights.norms_behind, cap > 0)
-    )
+    ready = weights.neighbours, weights.norms_behind, cap > 0, weights.values_normed
+    kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready))
     grid, cluster = (splits * shape.parts, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 

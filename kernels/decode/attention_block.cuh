@@ -43,6 +43,9 @@ constexpr bool SINKS = HOST_SINKS, CAP = HOST_CAP;
 // which changes no sum of squares: then their weights alone do.
 constexpr bool NEIGHBOURS = HOST_NEIGHBOURS, NORMS_BEHIND = HOST_NORMS_BEHIND;
 
+// Whether values are normed, too, without weights.
+constexpr bool VALUES_NORMED = HOST_VALUES_NORMED;
+
 // Of a block's tokens. In shared memory.
 struct Tables {
     unsigned char nodes[MAX_TOKENS][MAX_TOKENS];  // of each token: the new tokens that it sees

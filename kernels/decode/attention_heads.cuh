@@ -227,6 +227,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                 else
                     norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
             }
+            if constexpr (VALUES_NORMED) norm_value<STEPS>(value[i], lane, size, block.inverse_size, block.epsilon);
             unsigned two[QUADS], other[QUADS];
             uint2 four[QUADS];
 #pragma unroll

@@ -26,24 +26,6 @@ __device__ __forceinline__ void store8(float* target, const float (&values)[8]) 
     place[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-// values: rows of float, `stride` apart, whose parts of `size` columns are divided where they are by the root of the mean of
-// their squares + epsilon. Grid (parts, rows); what a lane writes it has read.
-template <typename T>
-__global__ void __launch_bounds__(LANES) unit_norm(float* values, int stride, int size, float epsilon, int next_early) {
-    if (next_early) launch_next_kernel();
-    wait_for_previous_kernel();
-    if (!next_early) launch_next_kernel();
-    float* part = values + static_cast<size_t>(blockIdx.y) * stride + blockIdx.x * size;
-    const float factor = rsqrtf(sum_of_squares(part, size) / static_cast<float>(size) + epsilon);
-    for (int column = threadIdx.x * 8; column < size; column += LANES * 8) {
-        float eight[8];
-        load8_float(part + column, eight);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] *= factor;
-        store8(part + column, eight);
-    }
-}
-
 // The first `width` columns of rows of float, `stride` apart, become those of `columns` [rows, width]. Grid (ceil(width / (8
 // LANES)), rows).
 template <typename T>
@@ -57,31 +39,48 @@ __global__ void __launch_bounds__(LANES) insert_columns(const float* columns, fl
     store8(rows + static_cast<size_t>(blockIdx.y) * stride + column, eight);
 }
 
-// output [rows, width] of T = activation(gate [rows, width] float) times share times the sum of `projected`, rows of float,
-// behind an RMS norm by weight + offset, and scale times `own`, rows of T: both `stride` apart. Grid (1, rows).
+// values: rows of float, `stride` apart as those of `own`, of T. Parts of `width` columns become where they are `share` times
+// the sum of themselves behind an RMS norm by weight + offset, and of scale times their `own`. Grid (parts, rows); what a lane
+// writes it has read.
 template <typename T>
-__global__ void __launch_bounds__(LANES)
-    token_gate(const float* gate, const float* projected, const T* own, const T* weight, T* output, int width, int stride,
-               int activation, float epsilon, float offset, float scale, float share) {
+__global__ void __launch_bounds__(LANES) token_inputs(float* values, const T* own, const T* weight, int width, int stride,
+                                                      float epsilon, float offset, float scale, float share) {
     launch_next_kernel();
     wait_for_previous_kernel();
-    const size_t row = blockIdx.y, first = row * width;
-    projected += row * stride, own += row * stride;
-    const GatedOutput<T> gated{output, activation};
-    const float factor = rsqrtf(sum_of_squares(projected, width) / static_cast<float>(width) + epsilon);
+    const size_t first = static_cast<size_t>(blockIdx.y) * stride + blockIdx.x * width;
+    values += first, own += first;
+    const float factor = rsqrtf(sum_of_squares(values, width) / static_cast<float>(width) + epsilon);
     for (int column = threadIdx.x * 8; column < width; column += LANES * 8) {
-        float through[8], before[8], weights[8], gates[8];
-        load8_float(projected + column, through);
+        float through[8], before[8], weights[8];
+        load8_float(values + column, through);
         unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(own + column)), before);
         unpack8<T>(__ldg(reinterpret_cast<const uint4*>(weight + column)), weights);
-        load8_float(gate + first + column, gates);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             const float normed = through[j] * factor * (weights[j] + offset);
-            through[j] = gated.value(gates[j], fmaf(scale, before[j], normed) * share);
+            through[j] = fmaf(scale, before[j], normed) * share;
         }
-        *reinterpret_cast<uint4*>(output + first + column) = pack8<T>(through);
+        store8(values + column, through);
     }
+}
+
+// output [rows, width] of T = activation(gate) times `through`, rows of float that are `stride` apart. Grid (ceil(width / (8
+// LANES)), rows).
+template <typename T>
+__global__ void __launch_bounds__(LANES)
+    token_gate(const float* gate, const float* through, T* output, int width, int stride, int activation) {
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const int column = (blockIdx.x * LANES + threadIdx.x) * 8;
+    if (column >= width) return;
+    const size_t first = static_cast<size_t>(blockIdx.y) * width + column;
+    const GatedOutput<T> gated{output, activation};
+    float gates[8], passed[8];
+    load8_float(gate + first, gates);
+    load8_float(through + static_cast<size_t>(blockIdx.y) * stride + column, passed);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) passed[j] = gated.value(gates[j], passed[j]);
+    *reinterpret_cast<uint4*>(output + first) = pack8<T>(passed);
 }
 
 }  // namespace decode

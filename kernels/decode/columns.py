@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.arrays import ITEM_SIZES
-from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, rows_of
+from edgellm.kernels.decode.arguments import addresses, check_room, decode_kernel, normed_argument, rows_of
 from edgellm.kernels.decode.contract import TOKEN_SHARE, activation_number
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -27,18 +26,6 @@ class CudaColumns:
     dtype: str
     _type: str
 
-    def unit_norm(self, values, first, size, epsilon, next_early=True):
-        """See `NumpyDecodeKernels.unit_norm`; `next_early` as for `norm_linear`."""
-        stride = values.shape[-1]
-        if values.dtype != "float32" or first % 8 or size % 8 or stride % 8 or not size or (stride - first) % size:
-            raise KernelError(
-                f"columns of {values.dtype} {list(values.shape)} from {first} on are no parts of {size}; expected "
-                "float32, and whole parts in eights"
-            )
-        place = ctypes.c_void_p(values.pointer + first * ITEM_SIZES["float32"])
-        numbers = ctypes.c_int(stride), ctypes.c_int(size), ctypes.c_float(epsilon), ctypes.c_int(next_early)
-        return self._of_rows("unit_norm", (stride - first) // size, rows_of(values), (place, *numbers))
-
     def insert_columns(self, columns, rows):
         """See `NumpyDecodeKernels.insert_columns`."""
         width, stride = columns.shape[-1], rows.shape[-1]
@@ -51,26 +38,34 @@ class CudaColumns:
         arguments = *map(ctypes.c_void_p, addresses(columns, rows)), ctypes.c_int(width), ctypes.c_int(stride)
         return self._of_rows("insert_columns", -(-width // (8 * _LANES)), rows_of(rows), arguments)
 
-    def token_gate(self, gate, activation, projected, own, scale, output):
-        """See `NumpyDecodeKernels.token_gate`."""
-        width, rows, stride, first = gate.shape[-1], rows_of(gate), own.shape[-1], projected.first
-        values, fits = projected.values, width == projected.columns and projected.weight is not None
-        fits &= values.shape[-1] == stride and rows == rows_of(values) == rows_of(own)
-        fits &= not (width % 8 or stride % 8 or first % 8)
-        dtypes = values.dtype, gate.dtype, own.dtype, output.dtype
-        if not fits or dtypes != ("float32", "float32", *(self.dtype,) * 2):
+    def token_inputs(self, values, own, weight, epsilon, offset, scale):
+        """See `NumpyDecodeKernels.token_inputs`."""
+        width, stride, rows = weight.size, values.shape[-1], rows_of(values)
+        dtypes, sizes = (values.dtype, own.dtype), (own.shape[-1], rows_of(own))
+        if dtypes != ("float32", self.dtype) or sizes != (stride, rows) or width % 8 or stride % width:
             raise KernelError(
-                f"gates {gate.dtype} {list(gate.shape)}, projected {values.dtype} {list(values.shape)} and embeddings "
-                f"{own.dtype} {list(own.shape)} do not fit; expected float32, float32 and {self.dtype} of as many "
-                "rows, and columns in eights with a norm"
+                f"values {values.dtype} {list(values.shape)} and embeddings {own.dtype} {list(own.shape)} in parts of "
+                f"{width} do not fit; expected float32 and {self.dtype} of as many elements, and whole parts in eights"
+            )
+        numbers = map(ctypes.c_float, (epsilon, offset, scale, TOKEN_SHARE))
+        widths = ctypes.c_int(width), ctypes.c_int(stride)
+        arguments = *map(ctypes.c_void_p, addresses(values, own, weight)), *widths, *numbers
+        return self._of_rows("token_inputs", stride // width, rows, arguments)
+
+    def token_gate(self, gate, activation, through, output):
+        """See `NumpyDecodeKernels.token_gate`."""
+        width, rows = gate.shape[-1], rows_of(gate)
+        found = gate.dtype, through.values.dtype, output.dtype, through.columns, rows_of(through.values)
+        if found != ("float32", "float32", self.dtype, width, rows):
+            raise KernelError(
+                f"gates {gate.dtype} {list(gate.shape)} and {through.columns} columns of {through.values.dtype} "
+                f"{list(through.values.shape)} give no {output.dtype}; expected float32, as many, and {self.dtype}"
             )
         check_room("output", output, rows, width)
-        places = values.pointer + first * ITEM_SIZES["float32"], own.pointer + first * ITEM_SIZES[self.dtype]
-        pointers = *addresses(gate), *places, *addresses(projected.weight, output)
-        sizes = map(ctypes.c_int, (width, stride, activation_number(activation)))
-        numbers = map(ctypes.c_float, (projected.epsilon, projected.offset, scale, TOKEN_SHARE))
-        arguments = *map(ctypes.c_void_p, pointers), *sizes, *numbers
-        return self._of_rows("token_gate", 1, rows, arguments)
+        own = normed_argument(through, self.dtype)
+        pointers = map(ctypes.c_void_p, (gate.pointer, own.values, output.pointer))
+        arguments = *pointers, *map(ctypes.c_int, (width, own.stride, activation_number(activation)))
+        return self._of_rows("token_gate", -(-width // (8 * _LANES)), rows, arguments)
 
     def _of_rows(self, name: str, blocks: int, rows: int, arguments: tuple) -> Launch:
         return Launch(self.module, column_kernel(name, self._type), (blocks, rows, 1), _LANES, 0, arguments)

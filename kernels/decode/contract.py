@@ -16,8 +16,9 @@ from edgellm.kernels.quantization.device_layout import InputPermutation, PackedM
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.row_runs import PackedRuns
 
-#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps.
-ARITHMETIC = 1
+#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps, 2
+#: since attention norms values.
+ARITHMETIC = 2
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
@@ -37,11 +38,27 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 SLICES, STEP = 16, 32
 
 
+class AddedTo(NamedTuple):
+    """What rows are added to before a linear layer takes them, as `norm_residual` adds them: `output` [R, K] float32 =
+    `residual` [R, K] float32 + the rows normed by `weight` [K], times a `factor` [1] float32 where there is one.
+
+    The output is no memory that the launch reads: each of its blocks reads the residual.
+    """
+
+    residual: OwnArray
+    output: OwnArray
+    weight: OwnArray
+    epsilon: float
+    offset: float = 0.0
+    factor: OwnArray | None = None
+
+
 class NormedInput(NamedTuple):
     """What a linear layer takes once it is normalized: rows whose columns `first` to `first + width` count.
 
     `values` [R, C] float32 or compute; `weight` [width] of the RMS norm, to which `offset` is added in float32 (Gemma:
-    1), None for the values as they are, rounded to compute. `width` None: all columns.
+    1), None for the values as they are, rounded to compute. `width` None: all columns. `added`: what is normed are not
+    the values, but what becomes of them there.
     """
 
     values: OwnArray
@@ -50,6 +67,7 @@ class NormedInput(NamedTuple):
     offset: float = 0.0
     first: int = 0
     width: int | None = None
+    added: AddedTo | None = None
 
     @property
     def columns(self) -> int:
@@ -85,7 +103,8 @@ class LinearWeights(NamedTuple):
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
     which takes it as it is. Of `PackedRuns` the kernels take `runs`, each by itself: the first of its rows and the
-    width of the whole, which adapters are of, are its `place`.
+    width of the whole, which adapters are of, are its `place`. So are those of a layer whose outputs are the first
+    columns of wider rows; it has no adapters.
     """
 
     weight: OwnArray
@@ -98,7 +117,7 @@ class LinearWeights(NamedTuple):
         """The layers of one format each that this one is."""
         if not isinstance(self.weight, PackedRuns):
             return (self,)
-        found, first, width = [], 0, self.weight.shape[0]
+        found, first, width = [], 0, self.width
         for run in self.weight.runs:
             end = first + run.shape[0]
             bias = None if self.bias is None else self.bias[first:end]
@@ -162,7 +181,7 @@ class AttentionWeights(NamedTuple):
     how many; None: all. `sinks` [n_q] compute are scores of each query head beside those of keys, which have no value.
     Queries take columns `query_columns` further on. `neighbours`: elements 2j and 2j + 1 are rotated together; queries
     and keys are then kept as rotated halves. `norms_behind`: norms stand behind the rotation. With a `cap` above 0
-    scaled scores become cap tanh(score / cap).
+    scaled scores become cap tanh(score / cap). `values_normed`: values are, as keys, but without a weight.
     """
 
     q_norm: OwnArray | None
@@ -177,6 +196,7 @@ class AttentionWeights(NamedTuple):
     neighbours: bool = False
     norms_behind: bool = False
     cap: float = 0.0
+    values_normed: bool = False
 
 
 class AttentionStep(NamedTuple):

@@ -5,7 +5,7 @@
 
 namespace decode {
 
-// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
+// What the kernels that norm take. inputs: one, or two side by side, or one and what its gates multiply. next_early: whether the next kernel may start at once,
 // or only when the previous one has finished. output: float, or T of gates and ups.
 struct NormLinear {
     NormedInput inputs[2];
@@ -13,6 +13,20 @@ struct NormLinear {
     Kept kept;
     void* output;
     int next_early, activation;
+};
+
+// What an input of float becomes before it is taken, see AddedTo of contract.py: residual and output of float, as wide as the
+// input, weight [columns] of T; factor (null: 1) [1].
+struct AddedTo {
+    const float* residual;
+    float* output;
+    const void* weight;
+    const float* factor;
+    float epsilon, offset;
+};
+
+struct AddedNormLinear : NormLinear {
+    AddedTo added;
 };
 
 // What linear_residual takes. input: of T; selected: see SelectedRows; stage: activations are staged, not streamed.
@@ -24,14 +38,69 @@ struct LinearResidual {
     const int* selected;
     int residual_float, tokens, stage;
 };
-static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
+static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(AddedNormLinear) == HOST_ADDED_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
               "as the host's structures");
 
-template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
+// An input that is normed and added to a residual as norm_residual does it, with the same bits, by each block for itself; the
+// first leaves what becomes of it. Squares are added by all threads: `sums` [rows, WARPS] in shared memory, of which nothing
+// else is needed from `begin` to `end`, or to the block's next barrier behind all loads.
+template <typename T> struct AddedInputs : NormInputs<T, 1> {
+    AddedTo added;
+    float* sums;
+
+    __device__ void begin(int batch) const {
+#pragma unroll 1
+        for (int row = 0; row < batch; ++row) {
+            float squares = 0.f;
+            for (int column = threadIdx.x * 8; column < this->width; column += THREADS * 8) {
+                float eight[8];
+                NormInputs<T, 1>::load(row, column, eight);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+            }
+            squares = warp_sum(squares);
+            if (threadIdx.x % 32 == 0) sums[row * WARPS + threadIdx.x / 32] = squares;
+        }
+        __syncthreads();
+    }
+    __device__ void end() const { __syncthreads(); }
+    __device__ void load(int row, int column, float (&target)[8]) const {
+        const size_t index = static_cast<size_t>(row) * this->width + column;
+        float before[8], weights[8];
+        NormInputs<T, 1>::load(row, column, target);
+        load8_float(added.residual + index, before);
+        unpack8<T>(__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(added.weight) + column)), weights);
+        float total = 0.f;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) total += sums[row * WARPS + warp];
+        const float own = rsqrtf(total / static_cast<float>(this->width) + added.epsilon);
+        const float factor = added.factor == nullptr ? 1.f : __ldg(added.factor);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) target[j] = fmaf(target[j] * own, weights[j] + added.offset, before[j]) * factor;
+        if (blockIdx.x != 0) return;
+        float4* output = reinterpret_cast<float4*>(added.output + index);
+        output[0] = make_float4(target[0], target[1], target[2], target[3]);
+        output[1] = make_float4(target[4], target[5], target[6], target[7]);
+    }
+};
+
+// `sums_begin`: where the sums of AddedInputs begin in shared memory.
+template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments, int sums_begin = 0) {
     const NormedInput& input = arguments.inputs[0];
     const Kept& kept = arguments.kept;
     return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
             input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
+}
+
+template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const AddedNormLinear& arguments, int sums_begin) {
+    extern __shared__ __align__(16) char shared[];
+    float* sums = reinterpret_cast<float*>(shared + sums_begin);
+    return {one_input<T>(static_cast<const NormLinear&>(arguments)), arguments.added, sums};
+}
+
+template <typename T> __device__ __forceinline__ ThroughOutput<T> through_output(const NormLinear& arguments) {
+    const NormedInput& through = arguments.inputs[1];
+    return {{static_cast<T*>(arguments.output), arguments.activation}, static_cast<const float*>(through.values), through.stride};
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const LinearResidual& arguments) {

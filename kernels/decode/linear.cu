@@ -18,6 +18,32 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_
     multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, true);
 }
 
+// Both of an input that is normed and added to a residual first.
+template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_linear(const __grid_constant__ AddedNormLinear arguments) {
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
+    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, arguments.next_early != 0);
+}
+template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const __grid_constant__ AddedNormLinear arguments) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, true);
+}
+
+// output = activation(input weight^T + bias) times other rows, of the rounded input, or of one that is added first
+template <typename T, typename G, bool ADAPTED = false>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ NormLinear arguments) {
+    const ThroughOutput<T> output = through_output<T>(arguments);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments), arguments.linear, output, true);
+}
+template <typename T, typename G, bool ADAPTED = false>
+__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_token_gate(const __grid_constant__ AddedNormLinear arguments) {
+    const ThroughOutput<T> output = through_output<T>(arguments);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments, G::PARTIAL), arguments.linear, output, true);
+}
+
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
 template <typename T, typename SECOND>
 __global__ void __launch_bounds__(THREADS, 1) norms_linear(const __grid_constant__ NormLinear arguments) {

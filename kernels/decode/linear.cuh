@@ -176,9 +176,9 @@ __device__ __forceinline__ void multiply_units(
 }
 
 // Linear of what is normalized or, not NORMED, rounded. HELD 0: inputs of T alone, normalized in shared memory.
-template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, bool NORMED = true, typename Output>
+template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, bool NORMED = true, typename Inputs, typename Output>
 __device__ __forceinline__ void multiply_normalized(
-    const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
+    const Inputs& inputs, const Linear& linear, const Output& output, bool next_early) {
     extern __shared__ __align__(16) char shared[];
     const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);

@@ -1,4 +1,4 @@
-"""The kernels of few rows on the GPU, of norms and of attention, prepared once and launched every step.
+"""The kernels of few rows on the GPU, with norms, columns and attention, prepared once and launched every step.
 
 Each method has the arguments of its NumPy twin in `numpy_twins`, which defines what it computes, and returns a `Launch`
 that enqueues it.
@@ -14,9 +14,11 @@ from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode import contract, geometries
 from edgellm.kernels.decode.arguments import (
     THREADS,
+    AddedArgument,
     KeptArgument,
     LinearArgument,
     NormedArgument,
+    added_argument,
     addresses,
     check_room,
     check_rounded,
@@ -32,6 +34,7 @@ from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.columns import CudaColumns
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
+from edgellm.kernels.decode.norms import CudaNorms
 from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
@@ -49,6 +52,12 @@ class NormLinearArgument(ctypes.Structure):
     ]
 
 
+class _AddedNormLinear(NormLinearArgument):
+    """`AddedNormLinear` of few_rows.cuh."""
+
+    _fields_ = [("added", AddedArgument)]
+
+
 class _LinearResidual(ctypes.Structure):
     """`LinearResidual` of linear.cu."""
 
@@ -56,35 +65,6 @@ class _LinearResidual(ctypes.Structure):
         ("linear", LinearArgument),
         ("kept", KeptArgument),
         *members("void* input residual output selected", "int residual_float tokens stage"),
-    ]
-
-
-class _Norm(ctypes.Structure):
-    """`Norm` of norm.cu."""
-
-    _fields_ = [
-        ("input", NormedArgument),
-        ("kept", KeptArgument),
-        *members("void* output order scales", "int stride width begin steps next_early"),
-    ]
-
-
-class _NormResidual(ctypes.Structure):
-    """`NormResidual` of norm.cu."""
-
-    _fields_ = [
-        ("input", NormedArgument),
-        *members("void* residual selected output", "int width tokens adds_float", "void* factor"),
-    ]
-
-
-class _NormParts(ctypes.Structure):
-    """`NormParts` of norm.cu."""
-
-    _fields_ = [
-        ("parts", NormedArgument * contract.MAX_PARTS),
-        ("widths", ctypes.c_int * contract.MAX_PARTS),
-        ("next_early", ctypes.c_int),
     ]
 
 
@@ -102,14 +82,8 @@ LINEAR_MACROS = (
     ("HOST_STAGED_BYTES", geometries.NARROW.staged_bytes(2, _COLUMNS)),
     ("HOST_STREAMED_BYTES", geometries.WIDE.streamed_bytes(9)),
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
+    ("HOST_ADDED_LINEAR_BYTES", ctypes.sizeof(_AddedNormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
-)
-_NORM_MACROS = (
-    ("HOST_NORM_BYTES", ctypes.sizeof(_Norm)),
-    ("HOST_NORM_RESIDUAL_BYTES", ctypes.sizeof(_NormResidual)),
-    ("HOST_NORM_SUMS_BYTES", geometries.NORM_SUMS_BYTES),
-    ("HOST_NORM_PARTS_BYTES", ctypes.sizeof(_NormParts)),
-    ("HOST_NORM_MOST_PARTS", contract.MAX_PARTS),
 )
 
 
@@ -118,12 +92,7 @@ def linear_kernel(name: str, *types: str) -> Kernel:
     return decode_kernel("linear.cu", f"decode::{name}<{', '.join(types)}>", LINEAR_MACROS)
 
 
-def norm_kernel(name: str, kind: str) -> Kernel:
-    """A kernel of norm.cu, for a dtype by its name on the device."""
-    return decode_kernel("norm.cu", f"decode::{name}<{kind}>", _NORM_MACROS)
-
-
-class CudaDecodeKernels(CudaColumns):
+class CudaDecodeKernels(CudaColumns, CudaNorms):
     """See `NumpyDecodeKernels`: for one GPU, stream and dtype; the GPU's primary context must be current."""
 
     def __init__(self, module: KernelModule, dtype: str, head_size: int) -> None:
@@ -155,18 +124,14 @@ class CudaDecodeKernels(CudaColumns):
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
         batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, linear.width)
-        arguments = NormLinearArgument(
-            (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
-            linear_argument(linear, batch, rows, scale),
-            kept_argument(kept, widths[-1]),
-            own_rows(output, linear),
-            next_early,
-        )
+        layer, place = linear_argument(linear, batch, rows, scale), own_rows(output, linear)
+        prefix, arguments = self._arguments(inputs, layer, kept_argument(kept, widths[-1]), place, next_early)
         if linear.is_packed and len(inputs) == 1:
-            return self._packed("rounded_linear" if inputs[0].weight is None else "norm_linear", linear, arguments)
+            name = "rounded_linear" if inputs[0].weight is None else "norm_linear"
+            return self._packed(prefix + name, linear, arguments)
         if len(inputs) == 1:
             geometry = geometries.norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
-            kernel = self._kernel("norm_linear", geometry.name, linear, inputs[0].weight is not None)
+            kernel = self._kernel(f"{prefix}norm_linear", geometry.name, linear, inputs[0].weight is not None)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), geometries.WIDE
@@ -177,21 +142,35 @@ class CudaDecodeKernels(CudaColumns):
         is_normed = normed.weight is not None
         rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
-        arguments = NormLinearArgument(
-            (NormedArgument * 2)(normed_argument(normed, self.dtype)),
-            linear_argument(linear, batch, rows, 1.0),
-            KeptArgument(),
-            output.pointer,
-            True,
-            contract.activation_number(activation),
-        )
+        layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
+        prefix, arguments = self._arguments([normed], layer, KeptArgument(), output.pointer, True, number)
         if linear.is_packed:
             name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
-            return self._packed(f"{name}gate_up", linear, arguments)
+            return self._packed(f"{prefix}{name}gate_up", linear, arguments)
         geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
-        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
+        kernel = self._kernel(f"{prefix}norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
+
+    def token_gate_linear(self, normed, linear, activation, through, output):
+        """See `NumpyDecodeKernels.token_gate_linear`."""
+        rows, batch = linear.weight.shape[0], self._batch([normed], linear)
+        check_room("output", output, batch, rows)
+        fits = (through.columns, through.values.dtype) == (rows, "float32")
+        if normed.weight is not None or linear.place is not None or not fits:
+            raise KernelError(
+                f"{rows} gates of an input with a norm, of a part of a layer, or for columns {through.values.dtype} of "
+                f"{through.columns}; expected an input as it is, a whole layer, and as many columns of float32"
+            )
+        layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
+        own = layer, KeptArgument(), output.pointer, True, number
+        prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
+        if linear.is_packed:
+            return self._packed(f"{prefix}token_gate", linear, arguments)
+        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
+        shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
+        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
         rows, columns = linear.weight.shape
@@ -222,117 +201,6 @@ class CudaDecodeKernels(CudaColumns):
     def attention(self, qkv, weights, step, scratch, context):
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
-    def scale_rows(self, x: DeviceArray, factor: float, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.scale_rows`; at most 2^31 - 8 elements, a multiple of 8."""
-        if x.dtype != self.dtype or x.size % 8 or not 0 < x.size <= (1 << 31) - 8:
-            raise KernelError(
-                f"rows to scale are {x.dtype} {list(x.shape)}; expected {self.dtype}, a multiple of 8 elements up to "
-                "2^31 - 8"
-            )
-        check_room("output", output, rows_of(x), x.shape[-1])
-        arguments = (
-            ctypes.c_void_p(x.pointer),
-            ctypes.c_float(factor),
-            ctypes.c_void_p(output.pointer),
-            ctypes.c_int(x.size),
-        )
-        kernel = norm_kernel("scale_rows", self._type)
-        return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
-
-    def cap_rows(self, x: DeviceArray, cap: float) -> Launch:
-        """See `NumpyDecodeKernels.cap_rows`; at most 2^31 - 2^10 elements."""
-        if x.dtype != "float32" or not 0 < x.size <= (1 << 31) - (1 << 10):
-            raise KernelError(
-                f"rows to cap are {x.dtype} {list(x.shape)}; expected float32, up to 2^31 - 2^10 elements"
-            )
-        arguments = ctypes.c_void_p(x.pointer), ctypes.c_float(cap), ctypes.c_float(1 / cap), ctypes.c_int(x.size)
-        kernel = norm_kernel("cap_rows", self._type)
-        return Launch(self.module, kernel, (-(-x.size // THREADS), 1, 1), THREADS, 0, arguments)
-
-    def gate_rows(self, gates_and_ups: DeviceArray, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.gate_rows`, of up to 65,535 rows."""
-        rows, width = rows_of(output), output.shape[-1]
-        if (gates_and_ups.dtype, output.dtype, width % 8, gates_and_ups.size) != (
-            "float32",
-            self.dtype,
-            0,
-            2 * output.size,
-        ):
-            raise KernelError(
-                f"gates and ups {gates_and_ups.dtype} {list(gates_and_ups.shape)} give no {output.dtype} "
-                f"{list(output.shape)}; expected float32, {self.dtype} of half as many columns, in eights"
-            )
-        numbers = ctypes.c_int(width), ctypes.c_int(contract.activation_number(activation))
-        arguments = *(ctypes.c_void_p(each.pointer) for each in (gates_and_ups, output)), *numbers
-        grid = -(-width // (8 * THREADS)), rows, 1
-        return Launch(self.module, norm_kernel("gate_rows", self._type), grid, THREADS, 0, arguments)
-
-    def norm_residual(self, normed, residual, output, selected=None, factor=None):
-        """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
-        are selected."""
-        rows, width = rows_of(normed.values), normed.columns
-        if width != normed.values.shape[-1] or residual.shape[-1] != width:
-            raise KernelError(
-                f"a residual {list(residual.shape)} gets no normed {list(normed.values.shape)}; expected as many "
-                "columns"
-            )
-        if residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":
-            raise KernelError(f"a residual of {residual.dtype} gives {output.dtype}; expected float32")
-        if rows_of(residual) % rows or (selected is None and rows_of(residual) != rows):
-            raise KernelError(f"a residual of {rows_of(residual)} rows for {rows} rows")
-        check_room("output", output, rows, width)
-        arguments = _NormResidual(
-            normed_argument(normed, self.dtype),
-            *addresses(residual, selected, output),
-            *(width, rows_of(residual) // rows, residual.dtype == "float32"),
-            *addresses(factor),
-        )
-        kernel = norm_kernel("norm_residual", self._type + ("" if factor is None else ", true"))
-        return Launch(self.module, kernel, (1, rows, 1), THREADS, 0, (arguments,))
-
-    def norm(self, normed, output, column=0, kept=None, next_early=True, arranged=None):
-        """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
-        rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]
-        order, scales = arranged or (None, None)
-        if arranged and (column or {each.shape for each in arranged if each is not None} != {(width,)}):
-            raise KernelError(f"inputs {column} to {column + width} are not the whole rows that are to be arranged")
-        if column % 8 or stride % 8 or not 0 <= column <= stride - width or output.dtype != self.dtype:
-            raise KernelError(
-                f"columns {column} to {column + width} of {output.dtype} {list(output.shape)} take no normed input; "
-                f"expected {self.dtype} with columns in eights"
-            )
-        check_room("output", output, rows, stride)
-        arguments = _Norm(
-            normed_argument(normed, self.dtype),
-            kept_argument(kept, width),
-            *addresses(output, order, scales),
-            *(stride, width, column, contract.slice_steps(stride), next_early),
-        )
-        kernel = norm_kernel("norm", self._type + (", true" if arranged else ""))
-        shared = geometries.norm_shared_bytes(width) if arranged is None else geometries.norm_shared_bytes(stride, True)
-        return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
-
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> Launch:
-        """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
-        `norm_linear`."""
-        values = parts[0].values
-        if not 1 <= len(parts) <= contract.MAX_PARTS or any(
-            each.weight is None or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
-            for each in parts
-        ):
-            raise KernelError(
-                f"{len(parts)} parts of rows; expected 1 to {contract.MAX_PARTS} of one array, each with a weight"
-            )
-        if values.dtype != "float32":
-            raise KernelError(f"parts of rows of {values.dtype} are normed where they are; expected float32")
-        arguments = _NormParts(
-            (NormedArgument * contract.MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
-            (ctypes.c_int * contract.MAX_PARTS)(*(each.columns for each in parts)),
-            next_early,
-        )
-        kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
-        return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))
-
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
@@ -354,9 +222,21 @@ class CudaDecodeKernels(CudaColumns):
             )
         return batch
 
+    def _arguments(
+        self, inputs: Sequence[NormedInput], *others: Any, beside: tuple[NormedArgument, ...] = ()
+    ) -> tuple[str, NormLinearArgument]:
+        """What the kernel's name begins with, and its arguments, of which `others` follow the inputs and what is
+        `beside` these: another where an input is added to a residual first. Raises KernelError for two of such."""
+        given = (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs), *beside)
+        if all(each.added is None for each in inputs):
+            return "", NormLinearArgument(given, *others)
+        if len(inputs) > 1 or inputs[0].added is None:
+            raise KernelError("of two inputs side by side none is added to a residual first")
+        return "added_", _AddedNormLinear(given, *others, added=added_argument(inputs[0].added, inputs[0].values))
+
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
         """The launch of the same arguments by packed_rows.cu."""
-        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name.startswith("norm")
+        layout, batch, normed = linear.weight.layout, arguments.linear.batch, "norm_" in name
         way = packed_rows(batch, layout, capacity_of(self.module), normed)
         if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
             raise KernelError(

@@ -129,6 +129,7 @@ class NumpyDecodeKernels:
         next_early: bool = True,
     ) -> None:
         """`output` [R, N] = scale (x weight^T + bias), x [R, K] the normed inputs side by side; the last is kept."""
+        inputs = [with_added(each) for each in inputs]
         parts = [normalized(each) for each in inputs]
         _write_rows(output, linear, scaled(product(np.concatenate(parts, axis=1), linear), scale))
         keep(kept, selected_columns(inputs[-1]), parts[-1])
@@ -138,7 +139,7 @@ class NumpyDecodeKernels:
     ) -> NumpyLaunch:
         """`output` [R, F] = activation(gate) up of the normed input, `linear` [2F, K] gates, then ups."""
         activation_number(activation)
-        return NumpyLaunch(lambda: write(output, gated(product(normalized(normed), linear), activation)))
+        return NumpyLaunch(lambda: write(output, gated(product(normalized(with_added(normed)), linear), activation)))
 
     linear_residual = NumpyTiledKernels.linear_residual
 
@@ -188,7 +189,7 @@ class NumpyDecodeKernels:
         before = rows_of(residual)
         if selected is not None:
             before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
-        write(output, (before + normalized(normed)) * (np.float32(1) if factor is None else factor))
+        write(output, _added(before, normed, factor))
 
     @launched
     def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> None:
@@ -198,36 +199,31 @@ class NumpyDecodeKernels:
         for part in parts:
             selected_columns(part)[...] = normalized(part)
 
-    @launched
-    def unit_norm(self, values: np.ndarray, first: int, size: int, epsilon: float, next_early: bool = True) -> None:
-        """Columns `first` on of `values` [R, C] float32, part after part of `size`, are divided where they are by
-        sqrt(mean of their squares + epsilon)."""
-        parts = rows_of(values)[:, first:].reshape(len(rows_of(values)), -1, size)
-        rows_of(values)[:, first:] = rms_norm(parts, np.float32(1), epsilon, 0.0).reshape(len(parts), -1)
-
     def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""
         return NumpyLaunch(lambda: np.copyto(rows_of(rows)[:, : columns.shape[-1]], rows_of(columns)))
 
-    def token_gate(
-        self,
-        gate: np.ndarray,
-        activation: str,
-        projected: NormedInput,
-        own: np.ndarray,
-        scale: float,
-        output: np.ndarray,
-    ) -> NumpyLaunch:
-        """`output` [R, P] compute = activation(gate [R, P] float32) (the normed columns + scale times those of `own`
-        [R, C] compute that stand in the same place) / sqrt(2)."""
-        activation_number(activation)
+    @launched
+    def token_inputs(
+        self, values: np.ndarray, own: np.ndarray, weight: np.ndarray, epsilon: float, offset: float, scale: float
+    ) -> None:
+        """Parts of `values` [R, C] float32, each as wide as the norm's `weight` [P], become where they are
+        (norm(part) + scale times the same columns of `own` [R, C] compute) / sqrt(2)."""
+        parts, before = (x.reshape(-1, weight.size) for x in (values, own))
+        through = rms_norm(parts, weight, epsilon, offset) + before * np.float32(scale)
+        write(values, (through * np.float32(TOKEN_SHARE)).reshape(values.shape))
 
-        def compute() -> None:
-            before = selected_columns(NormedInput(own, None, first=projected.first, width=projected.width))
-            through = (normalized(projected) + before * np.float32(scale)) * np.float32(TOKEN_SHARE)
-            write(output, gated(np.concatenate((rows_of(gate), through), axis=1), activation))
+    @launched
+    def token_gate(self, gate: np.ndarray, activation: str, through: NormedInput, output: np.ndarray) -> None:
+        """`output` [R, P] compute = activation(gate [R, P] float32) times P columns of others, [R, C] float32."""
+        write(output, gated(np.concatenate((rows_of(gate), selected_columns(through)), axis=1), activation))
 
-        return NumpyLaunch(compute)
+    @launched
+    def token_gate_linear(
+        self, normed: NormedInput, linear: LinearWeights, activation: str, through: NormedInput, output: np.ndarray
+    ) -> None:
+        """`token_gate` of what a linear layer [P, K] gives of the rounded input."""
+        self.token_gate(product(normalized(with_added(normed)), linear), activation, through, output)()
 
     @launched
     def norm(
@@ -268,6 +264,7 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
     norms = None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm)
     kinds = weights.epsilon, weights.offset, weights.neighbours, weights.norms_behind
     query, key = heads_made_ready((query, key), norms, turns, *kinds)
+    value = rms_norm(value, np.float32(1), weights.epsilon, 0.0) if weights.values_normed else value
     query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):
@@ -338,6 +335,19 @@ def normalized(normed: NormedInput) -> np.ndarray:
     """What counts of an input, normed where it has a weight: [R, width]."""
     x = selected_columns(normed)
     return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
+
+
+def _added(before: np.ndarray, normed: NormedInput, factor: np.ndarray | None) -> np.ndarray:
+    return (before + normalized(normed)) * (np.float32(1) if factor is None else factor)
+
+
+def with_added(normed: NormedInput) -> NormedInput:
+    """The input where what it is added to, if anything, has its output."""
+    if (added := normed.added) is None:
+        return normed
+    own = NormedInput(normed.values, added.weight, added.epsilon, added.offset)
+    write(added.output, _added(rows_of(added.residual), own, added.factor))
+    return normed._replace(values=added.output, added=None)
 
 
 def _as_they_were(arranged: np.ndarray, inputs: InputPermutation) -> np.ndarray:

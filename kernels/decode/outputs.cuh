@@ -116,4 +116,22 @@ template <typename T> struct GatedOutput {
     }
 };
 
+// activation(sum) times a column of rows of float, `stride` apart.
+template <typename T> struct ThroughOutput {
+    GatedOutput<T> gated;
+    const float* through;
+    int stride;
+    __device__ float before(int b, int n, int) const { return __ldcg(through + static_cast<size_t>(b) * stride + n); }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float before) const {
+        gated.output[static_cast<size_t>(b) * rows + n] = from_float<T>(gated.value(sum[0], before));
+    }
+    __device__ float2 before_two(int b, int n, int rows) const {
+        return read_two(through + static_cast<size_t>(b) * stride + n, n, rows);
+    }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2 before) const {
+        const float2 values = make_float2(gated.value(sum[0].x, before.x), gated.value(sum[0].y, before.y));
+        write_two(gated.output + static_cast<size_t>(b) * rows + n, values, n, rows);
+    }
+};
+
 }  // namespace decode

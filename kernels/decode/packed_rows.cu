@@ -39,6 +39,38 @@ ROWS_KERNEL(gate_up, NormLinear) {
     multiply_input<T, G, false, false>(arguments, output);
 }
 
+// The same of inputs that are normed and added to a residual first.
+ROWS_KERNEL(added_norm_linear, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
+    multiply_input<T, G, true, false>(arguments, output);
+}
+ROWS_KERNEL(added_rounded_linear, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    const FloatOutput output = float_output(arguments.output, arguments.linear);
+    multiply_input<T, G, false, true>(arguments, output);
+}
+ROWS_KERNEL(added_norm_gate_up, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(true);
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_input<T, G, true, false>(arguments, output);
+}
+ROWS_KERNEL(added_rounded_gate_up, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(true);
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_input<T, G, false, true>(arguments, output);
+}
+
+// output = activation(input weight^T + bias) times other rows, of the rounded input
+ROWS_KERNEL(token_gate, NormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
+}
+ROWS_KERNEL(added_token_gate, AddedNormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
+}
+
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 ROWS_KERNEL(linear_residual, LinearResidual) {
     extern __shared__ __align__(16) char shared[];

@@ -290,11 +290,11 @@ __device__ __forceinline__ void stage_input(const T* input, const Rows& source, 
 }
 
 // NORMED: the input's norm is inside; ROUNDED: it has none, and is rounded to T; else the input is of T, as it is.
-template <typename T, typename G, bool NORMED, bool ROUNDED, typename Output>
-__device__ __forceinline__ void multiply_input(const NormLinear& arguments, const Output& output) {
+template <typename T, typename G, bool NORMED, bool ROUNDED, typename Arguments, typename Output>
+__device__ __forceinline__ void multiply_input(const Arguments& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
-    const NormInputs<T, 1> inputs = one_input<T>(arguments);
+    const auto inputs = one_input<T>(arguments, G::AREAS_BEGIN);
     const int batch = G::ONE ? 1 : linear.batch, columns = linear.columns, steps = linear.steps;
     float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
     T* norm_weights = reinterpret_cast<T*>(shared + G::BEHIND + (NORMED ? G::NORM_SUMS : 0));

@@ -69,7 +69,7 @@ def _check_padded(sizes: dict[str, Any]) -> str | None:
 def _check_norm(sizes: dict[str, Any]) -> str | None:
     if sizes["K"] > MAX_NORM_WIDTH:
         return f"rows of {sizes['K']} columns; expected up to {MAX_NORM_WIDTH}"
-    return _check_padded(sizes)
+    return _check_padded({"P": sizes["K"], **sizes})
 
 
 def _check_activation(sizes: dict[str, Any]) -> str | None:
@@ -82,19 +82,32 @@ def _check_columns(sizes: dict[str, Any]) -> str | None:
     column, last = sizes["column"], sizes["column"] + sizes["K"]
     if column < 0 or last > sizes["P"]:
         return f"columns {column} to {last} of an output of {sizes['P']}"
-    if "rows" not in sizes and sizes["S"] < sizes["R"]:  # rows are copied as they come
+    if "rows" not in sizes and sizes.get("S", sizes["R"]) < sizes["R"]:  # rows are copied as they come
         return f"{sizes['R']} rows of values of {sizes['S']}, without rows to choose"
     return None
 
 
 def _check_squares(sizes: dict[str, Any]) -> str | None:
-    side, size = sizes["side"], sizes["size"]
-    if size < 1 or side % size or sizes["S"] != side**2 or sizes["M"] != (side // size) ** 2:
+    side, size, rows = sizes["side"], sizes["size"], sizes["S"]
+    if size < 1 or side < 1 or side % size or rows % (side * size) or sizes["M"] * size**2 != rows:
         return (
-            f"means over squares of {size} x {size} of {side} x {side} rows, values of {sizes['S']}, output of "
-            f"{sizes['M']}; expected side to be a multiple of size, side^2 values and a row a square"
+            f"means over squares of {size} x {size} of values of {rows}, {side} a line, output of {sizes['M']}; "
+            "expected side, and how many lines there are, to be multiples of size, and a row a square"
         )
     return None
+
+
+def _check_bounds(sizes: dict[str, Any]) -> str | None:
+    if sizes["B"] != 2:
+        return f"bounds of {sizes['B']} numbers; expected the least and the most"
+    return _check_columns(sizes) if "column" in sizes else _check_activation(sizes | {"P": sizes["K"]})
+
+
+def _check_normed_heads(sizes: dict[str, Any]) -> str | None:
+    size, width = sizes["D"], sizes["W"]
+    if size % 4 or width % (3 * max(1, size)):
+        return f"qkv has {width} columns; expected those of 3 times as many heads of {size}, a multiple of 4"
+    return heads_refusal(size)
 
 
 def places(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -191,9 +204,56 @@ class EncoderKernels(Protocol):
     def average_pool(
         self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
     ) -> Launchable:
-        """The means over squares of `size` by `size` of values that are a square of `side` by `side` rows, both in
-        reading order. The columns of a square are added up first, each from its uppermost row on, then the sums from
-        the left."""
+        """The means over squares of `size` by `size` of values that are a picture, `side` rows a line, both in reading
+        order. The columns of a square are added up first, each from its uppermost row on, then the sums from the
+        left."""
+
+    @limited(_check_bounds)
+    def clip_rows(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        bounds: Annotated[OwnArray, "B compute"],
+        output: Annotated[OwnArray, "RP mixed"],
+        column: int,
+    ) -> Launchable:
+        """Columns from `column` on of the output get the values, no less than the first of the `bounds` and no more
+        than the second, all behind them zeros. Of parts side by side the first is launched first."""
+
+    @limited(_check_bounds)
+    def clipped_gate(
+        self,
+        gate: Annotated[OwnArray, "RK float32"],
+        values: Annotated[OwnArray, "RK float32"],
+        gate_bounds: Annotated[OwnArray, "B compute"],
+        bounds: Annotated[OwnArray, "B compute"],
+        activation: int,
+        output: Annotated[OwnArray, "RK compute"],
+    ) -> Launchable:
+        """A function of each element of the gate, one of `ACTIVATIONS`, times the values, both within their bounds."""
+
+    @limited(_check_normed_heads)
+    def normed_heads(
+        self,
+        qkv: Annotated[OwnArray, "RW float32"],
+        query_weight: Annotated[OwnArray, "D compute"],
+        key_weight: Annotated[OwnArray, "D compute"],
+        epsilon: float,
+        output: Annotated[OwnArray, "RW float32"],
+    ) -> Launchable:
+        """Each head by an RMS norm of its own, values without a weight; queries times sqrt(D). Of queries and keys the
+        third quarter comes first, then the first, the fourth, the second."""
+
+    @limited(_check_norm)
+    def standard_norm(
+        self,
+        values: Annotated[OwnArray, "RK float32"],
+        bias: Annotated[OwnArray, "K compute"] | None,
+        scale: Annotated[OwnArray, "K compute"] | None,
+        factor: float,
+        epsilon: float,
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
+        """An RMS norm without a weight of (factor * values - bias) * scale, or of factor * values."""
 
     @limited(_check_unfold)
     def unfold(

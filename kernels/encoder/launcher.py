@@ -9,7 +9,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.decode.arguments import MACROS
-from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, EncoderKernels
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, MAX_HEAD_SIZE, EncoderKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
@@ -20,6 +20,7 @@ _WARPS, _STAGES, _KEYS = 4, 2, 64
 #: The sizes that heads are padded to.
 _SIZES = (64, 80, 128)
 _ROW_MACROS = (("HOST_THREADS", _THREADS), ("HOST_TILE", _TILE), *ACTIVATION_MACROS)
+_NORM_MACROS = (("HOST_THREADS", _THREADS), ("HOST_MAX_HEAD_SIZE", MAX_HEAD_SIZE))
 
 
 def _padded(size: int) -> int:
@@ -54,7 +55,8 @@ def _stage_bytes(padded: int) -> int:
 def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
     """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
     kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
-    return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), _ROW_MACROS)
+    macros = _NORM_MACROS if file == "norms.cu" else _ROW_MACROS
+    return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), macros)
 
 
 @lru_cache
@@ -113,6 +115,27 @@ class CudaEncoder(Launcher):
         sizes, packed = self._packed("average_pool", values, side, size, output)
         return self._by_row("average_pool", (values.dtype,), (values, output), (sizes["K"],), packed)
 
+    def clip_rows(self, values: DeviceArray, bounds: DeviceArray, output: DeviceArray, column: int) -> Launch:
+        sizes, packed = self._packed("clip_rows", values, bounds, output, column)
+        kinds, widths = (values.dtype, bounds.dtype, output.dtype), (sizes["K"], sizes["P"], column)
+        return self._by_row("clip_rows", kinds, (values, output), widths, packed, "bounds.cu")
+
+    def clipped_gate(self, gate, values, gate_bounds, bounds, activation, output):
+        arguments = gate, values, gate_bounds, bounds, activation, output
+        sizes, packed = self._packed("clipped_gate", *arguments)
+        arrays = gate, values, output
+        return self._by_row("clipped_gate", (output.dtype,), arrays, (sizes["K"],), packed, "bounds.cu")
+
+    def normed_heads(self, qkv, query_weight, key_weight, epsilon, output):
+        sizes, packed = self._packed("normed_heads", qkv, query_weight, key_weight, epsilon, output)
+        kernel = row_kernel("norms.cu", "normed_heads", query_weight.dtype)
+        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
+
+    def standard_norm(self, values, bias, scale, factor, epsilon, output):
+        sizes, packed = self._packed("standard_norm", values, bias, scale, factor, epsilon, output)
+        kernel = row_kernel("norms.cu", "standard_norm", "float32" if bias is None else bias.dtype)
+        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
+
     def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
         """What a convolution reads; see the contract. A thread has an element."""
         sizes, packed = self._packed(
@@ -148,12 +171,18 @@ class CudaEncoder(Launcher):
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
     def _by_row(
-        self, name: str, dtypes: tuple[str, ...], arrays: tuple[DeviceArray, ...], widths: tuple[int, ...], packed: Any
+        self,
+        name: str,
+        dtypes: tuple[str, ...],
+        arrays: tuple[DeviceArray, ...],
+        widths: tuple[int, ...],
+        packed: Any,
+        file: str = "rows.cu",
     ) -> Launch:
-        """The launch of a kernel of rows.cu whose blocks have a row of the last of the arrays each."""
+        """The launch of a kernel of a file whose blocks have a row of the last of the arrays each."""
         width = _columns_at_once(*widths)
         _check_aligned(name, width, *arrays)
-        kernel = row_kernel("rows.cu", name, *dtypes, width)
+        kernel = row_kernel(file, name, *dtypes, width)
         return Launch(self._module, kernel, (arrays[-1].shape[0], 1, 1), _THREADS, 0, (packed,))
 
 

@@ -46,10 +46,35 @@ class NumpyEncoder:
 
     @checked_launch(_check)
     def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> None:
-        squares = values.reshape(side // size, size, side // size, size, -1)
+        squares = values.reshape(-1, size, side // size, size, values.shape[1])
         columns = reduce(np.add, (squares[:, row] for row in range(size)))
         total = reduce(np.add, (columns[:, :, column] for column in range(size)))
         np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
+
+    @checked_launch(_check)
+    def clip_rows(self, values: np.ndarray, bounds: np.ndarray, output: np.ndarray, column: int) -> None:
+        _write(output[:, column:], values.clip(*bounds))
+
+    @checked_launch(_check)
+    def clipped_gate(self, gate, values, gate_bounds, bounds, activation, output):
+        np.copyto(output, activated(gate.clip(*gate_bounds), _NAMES[activation]) * values.clip(*bounds))
+
+    @checked_launch(_check)
+    def normed_heads(self, qkv, query_weight, key_weight, epsilon, output):
+        size = len(query_weight)
+        heads = qkv.reshape(len(qkv), 3, -1, size)
+        normed = heads / np.sqrt((heads * heads).mean(axis=-1, keepdims=True) + np.float32(epsilon))
+        normed[:, 0] *= query_weight * np.float32(size**0.5)
+        normed[:, 1] *= key_weight
+        quarters = np.arange(size).reshape(4, -1)[[2, 0, 3, 1]].reshape(-1)
+        normed[:, :2] = normed[:, :2, :, quarters]
+        np.copyto(output, normed.reshape(qkv.shape))
+
+    @checked_launch(_check)
+    def standard_norm(self, values, bias, scale, factor, epsilon, output):
+        x = values * np.float32(factor)
+        x = x if bias is None else (x - bias) * scale
+        np.copyto(output, x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)))
 
     @checked_launch(_check)
     def unfold(self, values, channels, height, width, down, across, stride, above, left, output):

@@ -23,13 +23,14 @@ Launchable = Callable[[], None]
 
 class HeadNorms(NamedTuple):
     """RMS norms of each query and each key head, to whose weights `offset` is added in float32; with `behind` they
-    stand behind the rotation."""
+    stand behind the rotation. `values`: each value head is normed, too, without a weight."""
 
     query: Annotated[OwnArray, "D compute"]
     key: Annotated[OwnArray, "D compute"]
     epsilon: float
     offset: float
     behind: bool = False
+    values: bool = False
 
 
 class RotaryPart(NamedTuple):

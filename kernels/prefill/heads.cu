@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
         auto before = [&](int q, int n) { return behind ? make_float2(1.f, 1.f) : weight[q][n]; };
         auto after = [&](int q, int n) { return behind ? weight[q][n] : make_float2(1.f, 1.f); };
         if (arguments.norms.query != nullptr) norm_head<STEPS>(low, high, before, lane, size, 1.f / size, epsilon);
+        if (arguments.norms.query != nullptr && arguments.norms.values) norm_value<STEPS>(value, lane, size, 1.f / size, epsilon);
         unsigned two[QUADS], other[QUADS];
         uint2 four[QUADS];
 #pragma unroll

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.heads_twin import heads_made_ready
+from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, checked_launch
 from edgellm.kernels.prefill.contract import KeyValueRows, Launchable, PrefillKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
@@ -35,6 +35,7 @@ class NumpyPrefill:
         weights, epsilon, offset = (None, 0.0, 0.0) if norms is None else (norms[:2], norms.epsilon, norms.offset)
         behind = norms is not None and norms.behind
         query, key = heads_made_ready((query, key), weights, turns, epsilon, offset, neighbours, behind)
+        value = rms_norm(value, np.float32(1), epsilon, 0.0) if norms is not None and norms.values else value
         if queries is not None:
             queries[...] = query.reshape(queries.shape)
         key_scales, value_scales = row_scales or (None, None)

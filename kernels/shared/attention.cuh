@@ -68,6 +68,18 @@ __device__ __forceinline__ void norm_head(float2 (&low)[QUADS], float2 (&high)[Q
     }
 }
 
+// The same of a value without a weight, of which a lane has four neighbours.
+template <int STEPS, int QUADS>
+__device__ __forceinline__ void norm_value(float4 (&value)[QUADS], int lane, int size, float inverse_size, float epsilon) {
+    float2 low[QUADS], high[QUADS];
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q)
+        low[q] = make_float2(value[q].x, value[q].y), high[q] = make_float2(value[q].z, value[q].w);
+    norm_head<STEPS>(low, high, [](int, int) { return make_float2(1.f, 1.f); }, lane, size, inverse_size, epsilon);
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) value[q] = make_float4(low[q].x, low[q].y, high[q].x, high[q].y);
+}
+
 // Of pairs that are neighbours, two stand in four elements: the first of each go to `low`, the others to `high`, as if they
 // were halves of the head apart. Scores are the same sums in another order, as queries and keys are both kept so.
 __device__ __forceinline__ void take_apart(float2& low, float2& high, float4 four) {

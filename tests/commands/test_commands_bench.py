@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from xml.etree import ElementTree
 
 import pytest
@@ -68,6 +69,20 @@ def test_sampled_answers_are_compared_with_one_seed(edgellm, tiny_draft_engines,
     code, out, _ = edgellm("bench", tiny_draft_engines, *options, "--configurations", "chain:3,chain:3:sampled")
     assert code == 0 and "chain:3: all 3 answers equal plain's, token for token" in out
     assert "chain:3:sampled" in out and "DIFFER" not in out
+
+
+def test_a_result_that_the_disk_has_no_room_for_leaves_the_last_one(
+    edgellm, tiny_engines, prompts, tmp_path, monkeypatch
+):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "results.json").write_text("before")
+    monkeypatch.setattr(os, "fsync", full)
+    options = ("--prompts", prompts, "--repeat", 1, "--max-tokens", 2, "--output", tmp_path / "results.json")
+    code, _, err = edgellm("bench", tiny_engines, *options)
+    assert code == 1 and "results.json cannot be written: No space left on device" in err
+    assert (tmp_path / "results.json").read_text() == "before"
 
 
 @pytest.mark.parametrize(

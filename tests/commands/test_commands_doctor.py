@@ -73,4 +73,4 @@ def test_all_of_it_as_json(tiny_draft_engines: Path) -> None:
     gpu = find_gpu()
     assert bool(said["executors"]) is (gpu is not None)
     assert said["gpu"] == (None if gpu is None else json.loads(json.dumps(asdict(gpu))))
-    assert checks["tensorrt"]["ok"] is (None if gpu is None else True)
+    assert checks["gpu"]["ok"] is (None if gpu is None else True)

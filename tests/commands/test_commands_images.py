@@ -113,6 +113,8 @@ def test_conversations_with_images_are_saved_and_loaded(
     cup.unlink()
     code, _, err = edgellm("chat", engines, lines=f"/load {file}\n")
     assert code == 1 and "cannot be read: No such file" in err
+    code, _, err = edgellm("chat", engines, lines="/image https://robot.local/cup.png\n")
+    assert code == 1 and "https:/robot.local/cup.png is a URL, and nothing is fetched here: expected the file" in err
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,9 @@ def test_an_empty_file_changes_nothing(tmp_path):
     ("text", "message"),
     [
         ("modle: x", "unknown key 'modle': did you mean model?"),
+        ("temprature: 1", "unknown key 'temprature': did you mean temperature?"),
+        ("temperature: 1", "has temperature outside its section: expected it as in sampling: {temperature: ...}"),
+        ("kv_capacity: 64", "expected it as in build: {kv_capacity: ...}"),
         ("colour: red", "unknown key 'colour': expected one of model, backend"),
         ("sampling: {temprature: 1}", "unknown key 'temprature': did you mean temperature?"),
         ("sampling: {top_p: 2}", "top_p is 2: expected a number above 0 and up to 1"),

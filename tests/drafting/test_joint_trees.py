@@ -1,30 +1,21 @@
-"""Given candidates and a draft model's in one tree: more tokens a round than either, the same answers, and when it is
-taken."""
+"""Given candidates and a draft model's in one tree: more tokens a round than either, and the same answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from drafted_conversations import ask_freely
 from runner_steps import fitting, take_step
-from served_answers import answer
 from token_rules import RuledSequence
 
-from edgellm import LLM, Request, RequestError, SamplingParams
+from edgellm import RequestError
 from edgellm.decoding.runner import read_adapters
 from edgellm.decoding.sequence import StepMasks
-from edgellm.drafting import learner as learner_module
 from edgellm.drafting.config import DraftingConfig
-from edgellm.drafting.drafter import Policy, fitting_plans
-from edgellm.drafting.learner import Learner
 from edgellm.engines.backends.opening import open_backend
-from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, given, tree
 from edgellm.engines.speculation.round import GivenTree
@@ -131,171 +122,7 @@ def test_a_joint_tree_gives_more_tokens_a_round_than_either_alone(commands: Comm
     assert lengths["leads"] > 1.05 * joint if commands._schema else lengths["leads"] == joint
 
 
-QUESTIONS = ["What is on the table?", "Push the red cup to the left.", "Push the blue cup to the left.", "Who are you?"]
-JOINT = DraftingConfig(4, 4, 16, suffix_decoding=True)
-
-
-@pytest.fixture
-def always_joint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is proposed stands beside the draft model's, also where that does not pay."""
-    ask_freely(monkeypatch)
-    monkeypatch.setattr(learner_module, "GAIN", 1e9)
-    monkeypatch.setattr(learner_module, "JOINT_GAIN", -1e9)
-
-
-def joint_rounds(responses: Sequence[Any]) -> int:
-    return sum(count for each in responses for name, count in each.drafting.plans.items() if "+ given" in name)
-
-
-@pytest.fixture(scope="module")
-def batched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model with its draft, for several sequences."""
-    folder = tmp_path_factory.mktemp("shipped") / "engines"
-    limits = EngineLimits(4, 128, 512, draft_top_k=4, draft_steps=4, verify_tree_size=24)
-    build_engine_directory(SHIPPED_MODEL, folder, limits, [], draft=SHIPPED_MODEL / "draft")
-    return folder
-
-
-@shipped
-@pytest.mark.usefixtures("always_joint")
-def test_answers_of_the_shipped_model_are_those_of_plain_decoding(batched: Path) -> None:
-    """Greedy and sampled, free and under a schema, alone and in a batch of which some have nothing given."""
-    tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-    requests = []
-    for number, question in enumerate(QUESTIONS):
-        ids = tokenizer.encode_chat([{"role": "user", "content": question}])
-        for temperature in (0.0, 1.2):
-            ruled = {"structure": Structure(json=SCHEMA)} if number % 2 else {}
-            params = SamplingParams(temperature=temperature, seed=number, max_tokens=24, **ruled)
-            requests.append(Request(ids, None, params))
-    with LLM(batched, backend="numpy", drafting=None) as plain:
-        plain.call(lambda runtime: setattr(runtime._drafters, "drafter", Policy())).result()
-        expected = [answer(each) for request in requests for each in plain.handle([request])]
-    with LLM(batched, backend="numpy", drafting=JOINT) as drafted:
-        for _ in range(2):  # the second time all was said before
-            alone = [each for request in requests for each in drafted.handle([request])]
-            together = drafted.handle(requests)
-            for found in (alone, together):
-                assert [answer(each) for each in found] == expected
-                assert joint_rounds(found) > 3
-
-
-# Which round is taken, by what steps took and gave, as told.
-
-TEXT = [*range(11, 31)]
 OWN = tree(4, 4, 16)
-
-
-class Answer:
-    """As `Drafted` has it."""
-
-    constraint, said, is_over, finished, drawn, known = None, None, False, False, (), 0
-
-
-class Takes:
-    """A runner that takes all trees, but for joint ones if it is told so."""
-
-    def __init__(self, joint: bool = True) -> None:
-        self._joint = joint
-
-    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
-        return self._joint or not plan.is_joint
-
-    def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
-        return True
-
-
-def drafting() -> Learner:
-    return Learner(6, True, SuffixIndex(), fitting_plans(OWN), adaptive=False, most_nodes=64)
-
-
-def choice(drafts: Learner, joint: bool = True) -> Any:
-    """The round of given candidates that is chosen, and their trees; None where there is none."""
-    plan, trees = drafts.choose(Takes(joint), [opened(drafts)], 100, False)  # type: ignore[list-item]
-    return None if trees is None else (plan, trees)
-
-
-def opened(drafts: Learner, prompt: Sequence[int] = (*TEXT, *TEXT[:12])) -> Answer:
-    sequence = Answer()
-    drafts.open(sequence, prompt)  # type: ignore[arg-type]
-    return sequence
-
-
-def told(drafts: Learner, joint_seconds: float, given_seconds: float = 0.03, own_tokens: int = 3) -> None:
-    """Rounds of the draft model gave so many tokens in 30 ms, others took so long."""
-    for _ in range(6):
-        drafts.record(OWN, [own_tokens], 0.03)
-        for plan in drafts.plans:
-            for _ in range(8 if plan.is_joint else 1):
-                if plan.takes_given:
-                    seconds = joint_seconds if plan.is_joint else given_seconds
-                    drafts.record(plan, [own_tokens + 2 * plan.is_joint], seconds)
-    for _ in range(20):
-        drafts.record(OWN, [own_tokens], 0.03)
-
-
-@pytest.mark.usefixtures("always_asked")
-@pytest.mark.parametrize(
-    ("joint_seconds", "given_seconds", "taken"), [(0.032, 0.03, "joint"), (0.2, 0.3, "own"), (0.2, 0.02, "given")]
-)
-def test_the_best_of_three_is_taken(joint_seconds: float, given_seconds: float, taken: str) -> None:
-    drafts = drafting()
-    told(drafts, joint_seconds, given_seconds)
-    chosen = choice(drafts)
-    if taken == "own":
-        assert chosen is None
-        return
-    plan, (found,) = chosen
-    assert plan.is_joint == (taken == "joint") and list(found.tokens[:4]) == TEXT[12:16]
-    assert drafts.report().rounds[plan.name] > 0
-    if plan.is_joint:
-        assert (plan.name, plan.tree_size, plan.given_nodes) == ("tree 4/4/16 + given 7", 23, 7)
-        chosen = choice(drafts, False)
-        assert chosen is None or chosen[0].is_given, "where no engine verifies it"
-
-
-@pytest.fixture
-def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_freely(monkeypatch)
-
-
-@pytest.mark.usefixtures("always_asked")
-def test_nothing_is_joined_where_the_draft_model_has_no_turn() -> None:
-    drafts = Learner(6, True, SuffixIndex(), [OWN], most_nodes=64)
-    for _ in range(60):
-        drafts.record(OWN, [1], 0.03)
-        drafts.record(None, [1], 0.01)
-        for plan in drafts.plans:
-            if plan.takes_given:
-                drafts.record(plan, [3], 0.011)
-    chosen = choice(drafts)
-    assert chosen is None or chosen[0].is_given
-
-
-@pytest.mark.usefixtures("always_joint")
-def test_what_the_draft_model_reaches_is_learned_from_its_own_rounds_alone(
-    batched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is known of the draft stays true, whatever stands beside it."""
-    monkeypatch.setattr(learner_module, "COMPUTED", learner_module.CAPTURED)  # so that drafts should pay
-    tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-    ids = tokenizer.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
-    config = DraftingConfig(4, 4, 16, adaptive=True, suffix_decoding=True)
-    heard: list[DraftPlan | None] = []
-    with LLM(batched, backend="numpy", drafting=config) as llm:
-        drafter = llm._runtime._drafters.drafter
-        chances = drafter._choice.chances[False]
-        record = chances.record
-        chances.record = lambda plan, emitted, steps: (heard.extend([plan] * steps), record(plan, emitted, steps))[1]
-        responses = [llm.generate(ids, SamplingParams(max_tokens=24)) for _ in range(4)]
-        counted = llm.drafting_report.rounds
-        if drafter.rested_steps:
-            drafter._count_rests()  # the latest plain steps
-    assert len({tuple(each.token_ids) for each in responses}) == 1
-    steps = sum(each.drafting.plain_steps + each.drafting.rounds for each in responses)
-    given_rounds = sum(count for name, count in counted.items() if "given" in name)
-    assert steps == sum(counted.values()) and given_rounds > 3
-    assert len(heard) == steps - given_rounds and not any(plan is not None and plan.takes_given for plan in heard)
 
 
 def test_lossy_kinds_take_no_given_nodes() -> None:

@@ -30,45 +30,40 @@ def test_what_is_left_is_what_stood_behind(tokens: list[int], came: list[int], r
     chances: list[float] = []
     for parent, promise in zip(parents, promises, strict=True):
         chances.append(promise * (chances[parent] if parent >= 0 else 1.0))
-    whole = Proposed.of(GivenTree(tokens, parents), chances, promises, [*range(len(tokens))])
+    whole = Proposed(GivenTree(tokens, parents), chances, promises)
 
-    def paths(proposed: Proposed) -> dict[tuple[int, ...], tuple[float, float, int]]:
+    def paths(proposed: Proposed) -> dict[tuple[int, ...], tuple[float, float]]:
         found: list[tuple[int, ...]] = []
         for token, parent in zip(proposed.tree.tokens, proposed.tree.parents, strict=True):
             found.append((*(found[parent] if parent >= 0 else ()), token))
-        return {
-            path: (round(proposed.chances[node], 9), proposed.promises[node], proposed.kinds[node])
-            for node, path in enumerate(found)
-        }
+        return {path: (round(proposed.chances[node], 9), proposed.promises[node]) for node, path in enumerate(found)}
 
     all_paths, left = paths(whole), whole.behind(came)
-    before = all_paths.get(tuple(came), (1.0, 0.0, 0))[0]
+    before = all_paths.get(tuple(came), (1.0, 0.0))[0]
     expected = {path[len(came) :]: each for path, each in all_paths.items() if path[: len(came)] == tuple(came)}
     expected.pop((), None)
     if left is None:
         assert not expected
         return
     assert paths(left).keys() == expected.keys()
-    for path, (chance, promise, kind) in paths(left).items():
+    for path, (chance, promise) in paths(left).items():
         assert chance == pytest.approx(expected[path][0] / before, rel=1e-6)
-        assert (promise, kind) == expected[path][1:]
-    assert left.sums[-1] == pytest.approx(sum(left.chances))
+        assert promise == expected[path][1]
 
 
 # What steps take.
 
 ROUND, LARGER, CHAIN = draft_plan.given(7, 7), draft_plan.given(15, 15), draft_plan.chain(3)
-JOINT = CHAIN.joined(7, 7, 64)
 
 
 def seconds_of(batch: int = 1, like: Seconds | None = None) -> Seconds:
-    return Seconds([ROUND, LARGER, CHAIN, JOINT], CAPTURED, batch, 0.001, like)
+    return Seconds([ROUND, LARGER, CHAIN], CAPTURED, batch, 0.001, like)
 
 
 def test_before_any_round_costs_are_guessed_and_grow_with_the_batch() -> None:
     alone, together = seconds_of(), seconds_of(8)
-    assert alone.plain == 0.001 and alone.waiting == 0.0
-    assert 0.001 < alone.of(ROUND) < alone.of(LARGER) < alone.of(CHAIN) < alone.of(JOINT)
+    assert alone.plain == alone.of(None) == 0.001
+    assert 0.001 < alone.of(ROUND) < alone.of(LARGER) < alone.of(CHAIN)
     assert together.of(LARGER) > 1.5 * alone.of(LARGER)
 
 
@@ -88,19 +83,6 @@ def test_a_round_costs_more_as_all_steps_do() -> None:
     assert found.of(ROUND) < 0.009, "an interrupted step says little"
 
 
-def test_a_joint_round_costs_what_the_draft_model_does_and_what_is_beside() -> None:
-    found = seconds_of()
-    for _ in range(40):
-        found.record(None, 0.001)
-        found.record(CHAIN, 0.002)
-    apart = found.of(JOINT)
-    for _ in range(40):
-        found.record(JOINT, 1.2 * apart)
-        found.record(CHAIN, 0.002)
-    assert found.of(JOINT) == pytest.approx(1.2 * apart, rel=0.05)
-    assert found.of(CHAIN) == pytest.approx(0.002, rel=0.05)
-
-
 def test_what_one_batch_size_has_shown_is_the_guess_for_another() -> None:
     known = seconds_of()
     for _ in range(40):
@@ -116,7 +98,7 @@ def test_waiting_is_what_plain_steps_take_longer_for_it() -> None:
     for _ in range(60):
         found.record(None, 0.001)
         found.record(None, 0.0013, waited=True)
-    assert found.waiting == pytest.approx(0.0003, rel=0.2)
+    assert found.of(None) - found.plain == pytest.approx(0.0003, rel=0.2)
 
 
 # What drafting may lose.

@@ -15,6 +15,7 @@ from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.sharding import Share
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
@@ -25,6 +26,7 @@ from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.ranks.launcher import CudaRank, RanksArgument
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 TARGET = "sm_86"
@@ -40,7 +42,7 @@ DEVICE: Any = SimpleNamespace(
     zeros=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
     empty=lambda shape, dtype: DeviceArray(1 << 20, shape, dtype),
     upload=lambda array, values: None,
-    part=lambda memory, offset, shape, dtype: DeviceArray(1 << 20, shape, dtype),
+    part=lambda memory, offset, shape, dtype: DeviceArray(memory.pointer + offset, shape, dtype),
 )
 
 
@@ -57,15 +59,19 @@ def prepare(
     shape: EngineShape,
     dtype: str = "float16",
     packed: Mapping[str, DeviceLayout] = MappingProxyType({}),
+    share: Share | None = None,
 ) -> str:
-    """Let the engine of a shape prepare its launches, on weights that are `packed` or dense; its name."""
+    """Let the engine of a shape, or of a rank's share, prepare its launches, on weights that are `packed` or dense; its
+    name."""
     few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
-    prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+    prompts: dict[str, Any] = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
     prompts["experts"] = CudaSortedExperts(module, dtype)
+    if share is not None:
+        prompts["rank"] = CudaRank(module, dtype, RanksArgument(own=share[0], count=share[1]))
     kernels = StepKernels(few, many, recurrent=CudaRecurrent(module), encoder=CudaEncoder(module), **prompts)
-    choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed)
+    choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed, share=share)
     if choice is not None:
-        engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed)
+        engine: Any = KernelEngine(kernels, choice, config, shape, dtype, packed, share=share)
     else:
         program = model_program(config, shape)
         engines: Any = {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from edgellm.engines.backends import cuda_ranks
+from edgellm.engines.backends.device_layouts import model_layouts
+from edgellm.engines.backends.rank_memory import RankStreams
 from edgellm.engines.building.needed_kernels import AbsentBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.kernels.arrays import DeviceArray
@@ -81,6 +86,34 @@ class ServingOnNothing(AbsentBackend):
         assert set(self.module.sources) == before, f"{name}: a module would be loaded while it is captured"
         self.capturing = False
         return partial(step)
+
+
+class _RankOnNothing(ServingOnNothing):
+    """One of several GPUs that are not there."""
+
+    def __init__(
+        self, directory: EngineDirectory, packed: Any, executor: str, gpu: int, share: tuple[int, int]
+    ) -> None:
+        super().__init__(directory)
+        self._packed = packed
+        self.share, self.stream = share, SimpleNamespace(wait_for_event=lambda event: None)
+        self.module.driver.cuMemcpyDtoDAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
+        self.module.driver.cuMemcpy2DAsync = lambda *arguments: (0,)  # type: ignore[attr-defined]
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def seen(self, array: DeviceArray) -> np.ndarray:
+        return _ones(array) - (array.dtype == "uint32")  # no rank was waited for in vain
+
+
+def ranks_on_nothing(directory: EngineDirectory, count: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The backend of so many such GPUs."""
+    monkeypatch.setattr(cuda_ranks, "CudaBackend", _RankOnNothing)
+    monkeypatch.setattr(RankStreams, "_event", lambda streams, device: SimpleNamespace(record=lambda stream: None))
+    made: Any = type("RanksOnNothing", (cuda_ranks.CudaRanks, _RankOnNothing), {})
+    packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
+    return made(directory, packed, "auto", (0,) * count)
 
 
 def _ones(array: DeviceArray) -> np.ndarray:

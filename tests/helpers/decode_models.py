@@ -153,6 +153,12 @@ MIXED = {
     ),
     "qwen3_5_moe": replace(RECURRENT["delta_nets_of_two_products"], mixture=Mixture(6, 2, 24, shared_size=40)),
     "shared_expert": replace(LLAMA, mixture=Mixture(6, 2, 24, shared_size=40, shared_gate=False)),
+    "latent_experts": replace(
+        LLAMA,
+        hidden_act="relu_squared",
+        gated_mlp=False,
+        mixture=Mixture(6, 3, 24, "sigmoid", True, shared_size=40, shared_gate=False, gated=False, latent_size=16),
+    ),
     "nemotron_h": replace(
         LLAMA,
         hidden_act="relu_squared",
@@ -296,6 +302,10 @@ DRAFTS = {
     **BLOCKS,
     "mtp": mtp_draft(GATED, 53),
     "mtp_of_all_tokens": mtp_draft(replace(GATED, tie_word_embeddings=True)),
+    "mtp_of_experts": mtp_draft(
+        replace(MIXED["nemotron_h"], naming="nemotron_h", lone_parts=True, nope_layers=tuple(range(LLAMA.num_layers))),
+        53,
+    ),
     "eagle1": EAGLE1,
     "eagle1_with_biases": replace(EAGLE1, fc_bias=True, decoder=replace(EAGLE1.decoder, attention_bias=True)),
     "each_feature_normed": replace(EAGLE3, generation="3.1", feature_norm="each", feed_back_normed=True),

@@ -29,7 +29,7 @@ class Case:
     @property
     def output(self) -> int:
         """The number of the argument that is written."""
-        return 2 if self.kernel == "copy_rows" else len(self.arguments) - 1
+        return 2 if self.kernel in ("copy_rows", "clip_rows") else len(self.arguments) - 1
 
     def on_host(self, dtype: str) -> list[Any]:
         """Arguments for the twin: float32, rounded where the device has the compute dtype."""
@@ -119,6 +119,7 @@ def first_of_each(rows: int, window: int) -> np.ndarray:
     return np.arange(rows) % window < 1 + np.arange(rows) // window * 37 % window
 
 
+BOUNDS = Compute(np.array([-0.5, 0.75], np.float32))
 CHOSEN = np.array([3, 0, 0, 6, -5, 99, 2], np.int32)
 CASES = {
     "layer_norm": norm(37, 1152, 1152, True),
@@ -147,8 +148,42 @@ CASES = {
         "add_scaled_rows", (values(17, 75), values(17, 75, seed=1), Compute(values(1, 75, seed=2)[0]), nothing(17, 75))
     ),
     "squares": Case("average_pool", (values(64, 160), 8, 2, nothing(16, 160))),
+    "squares_of_blocks": Case("average_pool", (values(63, 44), 3, 3, nothing(7, 44))),
+    "lines_of_squares": Case("average_pool", (values(96, 40), 8, 2, nothing(24, 40))),
     "squares_of_16": Case("average_pool", (values(64 * 64, 40), 64, 4, nothing(256, 40))),
     "odd_squares": Case("average_pool", (values(36, 75), 6, 3, nothing(4, 75))),
+    "within_bounds": Case("clip_rows", (values(9, 96), BOUNDS, Compute(nothing(9, 96)), 0)),
+    "odd_rows_within_bounds": Case("clip_rows", (Compute(values(9, 75)), BOUNDS, Compute(nothing(9, 80)), 0)),
+    "bounded_rows_in_float32": Case("clip_rows", (values(9, 40), BOUNDS, nothing(9, 40), 0)),
+    **{
+        f"clipped_gate_of_{width}": Case(
+            "clipped_gate",
+            *[(values(9, width), values(9, width, seed=1), BOUNDS, BOUNDS, 2, Compute(nothing(9, width)))],
+        )
+        for width in (75, 96)
+    },
+    **{
+        f"normed_heads_of_{size}": Case(
+            "normed_heads",
+            (
+                *(
+                    values(11, 3 * 3 * size),
+                    Compute(values(size, seed=1, mean=1)),
+                    Compute(values(size, seed=2, mean=1)),
+                ),
+                *(1e-6, nothing(11, 9 * size)),
+            ),
+        )
+        for size in (8, 64, 72, 128)
+    },
+    "standard_norm": Case(
+        "standard_norm",
+        (
+            *(values(9, 1152), Compute(values(1152, seed=1)), Compute(values(1152, seed=2, mean=1)), 34.0, 1e-6),
+            nothing(9, 1152),
+        ),
+    ),
+    "plain_standard_norm": Case("standard_norm", (values(9, 75), None, None, 9.0, 1e-6, nothing(9, 75))),
     "places": Case("unfold", (Compute(values(2 * 9 * 7, 24)), 24, 9, 7, 3, 3, 2, 1, 1, Compute(nothing(40, 216)))),
     "places_of_one_channel": Case("unfold", (values(3 * 8 * 5, 1), 1, 8, 5, 3, 3, 2, 1, 1, Compute(nothing(36, 16)))),
     "places_of_a_column": Case("unfold", (Compute(values(4 * 6, 8)), 5, 4, 6, 4, 1, 1, 0, 0, Compute(nothing(6, 24)))),
@@ -174,5 +209,6 @@ CASES = {
     "nothing_visible": attention(128, 64, 2, 64, np.arange(128) < 64),
 }
 #: Whose results the device rounds once and sums in the twin's order.
-EXACT = [name for name, case in CASES.items() if case.kernel in ("copy_rows", "add_rows", "average_pool", "unfold")]
+EXACT_KERNELS = ("copy_rows", "add_rows", "average_pool", "clip_rows", "unfold")
+EXACT = [name for name, case in CASES.items() if case.kernel in EXACT_KERNELS]
 EXACT.append("rounded_heads")

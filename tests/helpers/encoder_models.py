@@ -49,6 +49,15 @@ _SIGLIP = VisionConfig(
     feature_layers=(3,),
     **_COMMON,
 )
+_GEMMA4 = replace(
+    _QWEN,
+    family="gemma4",
+    temporal_patch_size=1,
+    spatial_merge_size=3,
+    activation="gelu_tanh",
+    num_position_embeddings=20,
+    feature_layers=(3,),
+)
 
 #: Widths that are no multiple of 8 in all of them.
 MODELS = {
@@ -64,6 +73,8 @@ MODELS = {
     ),
     "paligemma": replace(_SIGLIP, family="paligemma", out_hidden_size=40),
     "mistral3": replace(_QWEN, family="mistral3", temporal_patch_size=1, spatial_merge_size=2, feature_layers=(2,)),
+    "gemma4": replace(_GEMMA4, clipped=True),
+    "gemma4_heads_of_72": replace(_GEMMA4, hidden_size=144, standardized=True, rope_theta=100.0),
     "llava_siglip": _SIGLIP,
     "llava_clip": replace(
         _SIGLIP, class_token=True, drops_first_row=True, activation="quick_gelu", feature_layers=(2,), hidden_size=128
@@ -83,6 +94,14 @@ MODELS = {
         num_position_embeddings=25,
         projector_size=56,
         projector_norm=True,
+    ),
+    "minicpmv4_6": replace(
+        _SIGLIP,
+        family="minicpmv4_6",
+        image_size=None,
+        spatial_merge_size=4,
+        num_position_embeddings=25,
+        merging_layer=1,
     ),
     "internvl": replace(
         _SIGLIP, family="internvl", image_size=40, spatial_merge_size=2, class_token=True, activation="gelu"
@@ -135,13 +154,16 @@ def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
     if config.image_side:
         return [(1, config.image_side, config.image_side)]
+    if config.spatial_merge_size > 2:
+        return [(1, rows * config.spatial_merge_size, 2 * config.spatial_merge_size) for rows in (1, 3, 5)]
     return [(1, 6, 10), (1, 2, 2), (1, 14, 6)]
 
 
 def shape_of(config: VisionConfig, grid: Grid, larger: bool = False) -> EngineShape:
     """The engine for an image, or a larger one, for a whole window or 64 patches more where sizes are free."""
     rows = vision_layout(config, grid, _positions(config)).rows
-    return vision_shape(rows + max(64, config.window_patches) * (larger and not config.image_side))
+    more = max(64 - 64 % config.merge_patches, config.window_patches)
+    return vision_shape(rows + more * (larger and not config.image_side))
 
 
 def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict[str, np.ndarray]:
@@ -175,6 +197,8 @@ def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndar
         arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(scale)
         if ("norm" in name or "ln_" in name) and name.endswith("weight"):
             arrays[name] += 1
+        if name.endswith("bounds"):
+            arrays[name] = np.sort(arrays[name] * 3 - np.float32([1, -1]))
     return arrays
 
 
@@ -225,5 +249,5 @@ def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[
 def _positions(config: VisionConfig) -> np.ndarray | None:
     if config.num_position_embeddings is None:
         return None
-    size = (config.num_position_embeddings, config.hidden_size)
+    size = (*((2,) if config.family == "gemma4" else ()), config.num_position_embeddings, config.hidden_size)
     return np.random.default_rng(5).standard_normal(size, np.float32)

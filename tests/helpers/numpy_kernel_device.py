@@ -14,6 +14,7 @@ from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.sharding import Share
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.encoder.twin import NumpyEncoder
 from edgellm.kernels.experts.twin import NumpyExperts
@@ -53,15 +54,22 @@ def by_fours(config: ModelConfig) -> ModelConfig:
 
 
 def numpy_kernel_engine(
-    config: ModelConfig, shape: EngineShape, way: type | None = None, packed: Mapping[str, PackedLayout] | None = None
+    config: ModelConfig,
+    shape: EngineShape,
+    way: type | None = None,
+    packed: Mapping[str, PackedLayout] | None = None,
+    share: Share | None = None,
+    rank: Any = None,
 ) -> KernelEngine:
     """An engine on the twins, by the implementation `way` of steps that it runs, else by the fastest; `packed` weights
-    by name. The twins rotate any part of a head, the kernels by fours: what runs is what runs such a part."""
+    by name. The twins rotate any part of a head, the kernels by fours: what runs is what runs such a part. With a
+    `share` it is that of a rank, whose kernels are the `rank`."""
     few, many = NumpyDecodeKernels(), NumpyTiledKernels()
     more: Any = {"any_rows": many, "prefill": NumpyPrefill(), "encoder": NumpyEncoder()}
-    more["experts"] = NumpyExperts()
+    more |= {"experts": NumpyExperts(), "rank": rank}
     kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), **more)
     only = (way,) if way else ()
-    choice, reason = kernel_choice(by_fours(config), shape, "float16", _SHARED_LIMIT, packed=packed, only=only)
+    given: Any = {"packed": packed, "only": only, "share": share}
+    choice, reason = kernel_choice(by_fours(config), shape, "float16", _SHARED_LIMIT, **given)
     assert choice is not None, reason
-    return _Float32Engine(kernels, choice, config, shape, "float16", packed)
+    return _Float32Engine(kernels, choice, config, shape, "float16", packed, share=share)

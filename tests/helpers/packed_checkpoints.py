@@ -62,6 +62,19 @@ def write_packed(
     return packed, twin
 
 
+def pack_embedding(packed: Path, twin: Path, target: str) -> None:
+    """Pack the embedding of a packed checkpoint, too, by 8 bits a row, and dequantize its twin's; `target` is what
+    names it."""
+    name = "model.embed_tokens.weight"
+    tensors, dense = load_file(packed / MODEL), load_file(twin / MODEL)
+    made, dense[name] = _packed(tensors.pop(name).astype(np.float32), True)
+    save_file(tensors | {f"{name}_{ending}": tensor for ending, tensor in made.items()}, packed / MODEL)
+    save_file(dense, twin / MODEL)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["rows"]["targets"].append(target)
+    (packed / "config.json").write_text(json.dumps(config))
+
+
 def _packed(weight: np.ndarray, by_rows: bool) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """The tensors of a layer by the endings of their names, and its weight in float32, dequantized in float16."""
     rows, columns = weight.shape

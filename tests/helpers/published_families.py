@@ -634,11 +634,50 @@ GRANITE_4_1B = GRANITE_3_3_2B | {
     "vocab_size": 100352,
 }
 GRANITE_4_350M = GRANITE_4_1B | {
+    "attention_multiplier": 0.015625,
     "hidden_size": 1024,
     "intermediate_size": 2048,
     "layer_types": ["attention"] * 28,
+    "logits_scaling": 4.0,
     "num_hidden_layers": 28,
+    "residual_multiplier": 0.263,
     "shared_intermediate_size": 2048,
+}
+GRANITE_4_MICRO = GRANITE_4_1B | {
+    "attention_multiplier": 0.015625,
+    "hidden_size": 2560,
+    "intermediate_size": 8192,
+    "logits_scaling": 10.0,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "shared_intermediate_size": 8192,
+}
+GRANITE_4_1_8B = GRANITE_3_3_2B | {
+    "attention_multiplier": 0.0078125,
+    "hidden_size": 4096,
+    "intermediate_size": 12800,
+    "logits_scaling": 16.0,
+    "rope_theta": 10000000.0,
+    "vocab_size": 100352,
+}
+GRANITE_4_1_30B = GRANITE_4_1_8B | {
+    "intermediate_size": 32768,
+    "num_hidden_layers": 64,
+    "residual_multiplier": 0.175,
+    "rope_theta": 50000000.0,
+}
+GRANITE_4_H_350M = GRANITE_4_350M | {
+    "hidden_size": 768,
+    "layer_types": ["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+    "logits_scaling": 3.0,
+    "mamba_d_head": 32,
+    "mamba_d_state": 128,
+    "mamba_n_heads": 48,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 32,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.246,
 }
 GRANITE_4_H_TINY = GRANITE_4_1B | {
     "hidden_size": 1536,
@@ -763,6 +802,12 @@ HUNYUAN_7B = LLAMA_2_7B | {
     "use_qk_norm": True,
     "vocab_size": 128167,
 }
+HUNYUAN_4B = HUNYUAN_7B | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 36,
+    "vocab_size": 120818,
+}
 #: One or two models of each family, and their parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
@@ -792,13 +837,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "starcoder2-7b": (STARCODER2_7B, 7_173_923_840),
     "Olmo-3-7B": (OLMO_3_7B, 7_298_011_136),
     "EXAONE-4.0-1.2B": (EXAONE_4_1_2B, 1_279_391_488),
+    "EXAONE-4.0-32B": (EXAONE_4_32B, 32_003_216_384),
     "granite-4.0-1b": (GRANITE_4_1B, 1_631_750_144),
     "granite-4.0-350m": (GRANITE_4_350M, 352_379_904),
+    "granite-4.0-micro": (GRANITE_4_MICRO, 3_402_836_480),
     "granite-4.0-h-tiny": (GRANITE_4_H_TINY, 6_939_037_248),
+    "granite-4.0-h-350m": (GRANITE_4_H_350M, 340_332_224),
+    "granite-4.1-8b": (GRANITE_4_1_8B, 8_380_551_168),
+    "granite-4.1-30b": (GRANITE_4_1_30B, 28_865_728_512),
     "Nemotron-3-Nano-30B-A3B": (NEMOTRON_3_30B_A3B, 31_577_940_288),
     "Nemotron-3-Nano-4B": (NEMOTRON_3_4B, 3_973_556_832),
     "Phi-4-mini": (PHI_4_MINI, 3_836_021_760),
     "ERNIE-4.5-0.3B": (ERNIE_4_5_0_3B, 360_748_032),
     "Hunyuan-7B": (HUNYUAN_7B, 7_504_568_320),
+    "Hunyuan-4B": (HUNYUAN_4B, 4_221_757_440),
     "MiniCPM4-0.5B": (MINICPM_4_0_5B, 433_873_920),
 }

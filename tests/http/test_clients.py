@@ -66,6 +66,25 @@ def test_proxies_that_are_no_addresses(wrong: str) -> None:
         Guard.of("127.0.0.1", proxies=[wrong])
 
 
+@pytest.mark.parametrize("name", ["http://robot.local", "robot.local:8000", "robot.local/", "[::1]", "*", "a b", ""])
+def test_hosts_that_no_request_could_name(name: str) -> None:
+    with pytest.raises(RequestError, match=r"--allowed-host is .*: expected a name alone, such as robot.local"):
+        Guard.of("127.0.0.1", names=[name])
+
+
+@pytest.mark.parametrize("origin", ["robot.local", "https://robot.local/page", "*", "https://", ""])
+def test_origins_that_no_browser_would_name(origin: str) -> None:
+    with pytest.raises(RequestError, match=r"--allowed-origin is .*: expected scheme and host"):
+        Guard.of("127.0.0.1", origins=[origin])
+
+
+def test_hosts_and_origins_as_clients_name_them() -> None:
+    origins = ("https://Robot.local:8443/", "null", "app://obsidian.md", "http://[::1]:8000")
+    guard = Guard.of("127.0.0.1", names=["Robot_1.local", "10.0.0.7", "fe80::1"], origins=origins)
+    guard.check("/health", {"host": "robot_1.local:8000", "origin": "https://robot.local:8443"})
+    guard.check("/health", {"host": "[fe80::1]:8000", "origin": "app://obsidian.md"})
+
+
 def test_one_client_s_many_requests_keep_another_s_waiting_for_no_more_than_one() -> None:
     """Clients behind a proxy, whom the log tells apart, too."""
     options = ("--trusted-proxy", "127.0.0.1", "--queue-limit", 199, "--log-level", "info", "--log-format", "json")

@@ -308,6 +308,15 @@ def test_a_server_says_what_there_is(server: ServerProcess) -> None:
     for method, path in (each.split() for each in found["endpoints"]):
         taken = (415,) if path == TRANSCRIPTIONS else (200, 400, 404)  # a form alone
         assert server.ask(method, path, {} if method == "POST" else None)[0] in taken, path
+    for path, expected in (
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/nothing", "expected one of those that GET /v1 lists"),
+    ):
+        status, refused, _ = server.ask("POST", path, {})
+        assert (status, refused["error"]["message"]) == (404, f"POST {path}: Not Found: {expected}")
+    status, refused, _ = server.get("/v1/chat/completions")
+    assert (status, refused["error"]["message"].split(": ")[1:]) == (405, ["Method Not Allowed", "expected POST"])
 
 
 def test_responses_stream_their_events_in_order(client: openai.OpenAI, llm: LLM) -> None:

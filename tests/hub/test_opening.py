@@ -35,7 +35,7 @@ def test_a_name_answers_as_its_checkpoint_does(
     )
     code, out, err = generated(edgellm)
     assert code == 0, err
-    assert "download: done" in err and "weights: done" in err
+    assert "asking the hub: done\n" in err and "download: done" in err and "weights: done" in err
     expected = edgellm("generate", "--model", tiny_engines, *QUESTION)[1]
     assert out == expected and out.strip()
     wanted = {path.name for path in tiny_checkpoint.iterdir()}

@@ -174,7 +174,7 @@ def test_extreme_shapes_are_read(height: int, width: int) -> None:
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = png_of(30_000, 30_000, bytes(1 << 20))
     assert len(bomb) < 4096
-    with pytest.raises(ImageError, match=r"too large|900000000 pixels"):
+    with pytest.raises(ImageError, match=r"is too large: the most is 64000000 pixels. Scale it down first$"):
         read_image(bomb)
     smaller = png_of(9_000, 9_000, bytes(1 << 10))  # within Pillow's own limit
     with pytest.raises(ImageError, match=r"9000 x 9000 = 81000000 pixels: the most is 64000000"):

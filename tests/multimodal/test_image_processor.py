@@ -232,7 +232,7 @@ def test_a_square_of_another_size_is_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "is missing: it says how images become input"),
         (b"{", "is not valid JSON"),
         (b"[]", r"holds \[\], expected an object"),
         (b"\xff", "is not valid JSON"),

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
-from absent_serving import ServingOnNothing
+from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
+from packed_checkpoints import write_packed
 from tiny_families import WINDOWED
 
 from edgellm import LLM, SpecDecodeRuntime
@@ -18,6 +20,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.media_inputs import MediaRows
 from edgellm.kernels.made import CAPTURED
+from edgellm.opened_model import SHIPPED_MODEL
 
 
 @pytest.fixture
@@ -53,6 +56,42 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
         answer_all(runtime, batch)
         assert set(backend.module.sources) == before
         assert backend.made.counts[CAPTURED] == captured
+
+
+@pytest.mark.parametrize("name", ["tree", pytest.param("packed", marks=pytest.mark.slow)])
+def test_gpus_that_share_a_model_make_nothing_later(
+    name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each has its weights and rows, and captures hold the steps of both; what moves rows moves those of all."""
+    model, drafting = None, DRAFTINGS.get(name)
+    if name == "packed":
+        (checkpoint, _), model = (
+            write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None),
+            tmp_path / "m",
+        )
+        build_engine_directory(
+            checkpoint, model, EngineLimits(1, 128, 1024, max_lora_rank=8, lora_slots=2), None, "float16"
+        )
+    made = on_nothing(2)
+    opened: list[Any] = []
+
+    def open_backend(name: str, directory: EngineDirectory, *others: object) -> Any:
+        opened.append(ranks_on_nothing(directory, 2, monkeypatch))
+        return opened[-1]
+
+    monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
+    with LLM(*([] if model is None else [model]), drafting=drafting, gpus=2) as llm:
+        (backend,) = opened
+        assert backend.gpus == 2 and not made
+        before = [set(each.module.sources) for each in (backend, *backend.others)]
+        assert all("ranks/sum.cu" in {file for source in own for file in source.files} for own in before)
+        for params in ALL_PARAMS:
+            assert len(llm.generate([5] * 20, params).token_ids) == 20
+        streams = [llm.stream([7] * 30, PARAMS) for _ in range(3)]
+        assert all(len(each.result().token_ids) == 20 for each in streams)
+        llm.cache_system_prompt("You are a robot at a table. " * 4, save=tmp_path / "kept")
+        llm.load_snapshot(tmp_path / "kept")
+        assert [set(each.module.sources) for each in (backend, *backend.others)] == before
 
 
 def test_rows_that_the_host_brings_are_no_part_of_captures(

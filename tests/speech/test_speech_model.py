@@ -193,7 +193,7 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
         ("feature_extractor", {"dither": 0.1}, "without dither"),
         ("feature_extractor", {"hop_length": 401}, "do not fit config.json"),
         ("feature_extractor", {"n_fft": "x"}, 'n_fft is "x", expected'),
-        ("feature_extractor", None, "preprocessor_config.json is missing: it says how sound becomes input"),
+        ("feature_extractor", None, "preprocessor_config.json is missing: it says how sounds become input"),
     ],
 )
 def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, values: Any, said: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,10 +73,13 @@ MODELS: dict[str, dict[str, Any]] = {
 #: Others by their published names.
 OTHERS = (
     *("granite-4.0-350m", "ERNIE-4.5-0.3B", "MiniCPM4-0.5B", "EXAONE-4.0-1.2B", "granite-4.0-1b", "Phi-4-mini"),
-    *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B", "gemma-4-E2B", "gemma-4-E4B"),
-    *("Nemotron-3-Nano-4B", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
+    *("Olmo-3-7B", "Hunyuan-7B", "Ministral-3-8B", "gemma-2-2b", "gemma-4-E2B", "gemma-4-E4B"),
+    *("Nemotron-3-Nano-4B", "granite-4.0-h-350m", "granite-4.0-h-tiny", "Nemotron-3-Nano-30B-A3B"),
+    *("gemma-4-12B-it", "gemma-4-31B-it", "LFM2-8B-A1B", "gpt-oss-20b"),
 )
-MODELS |= {name: PUBLISHED_CONFIGS[name][0] for name in OTHERS}
+_TABLE = Path(__file__).parents[2] / "tests" / "goldens" / "published" / "configs.json.xz"
+_KNOWN = {name: row["config"] for name, row in json.loads(lzma.decompress(_TABLE.read_bytes()))["published"].items()}
+MODELS |= {name: PUBLISHED_CONFIGS[name][0] if name in PUBLISHED_CONFIGS else _KNOWN[name] for name in OTHERS}
 
 
 class Published(NamedTuple):

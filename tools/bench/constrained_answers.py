@@ -30,7 +30,6 @@ import jsonschema
 import numpy as np
 
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime, Structure
-from edgellm.drafting import learner
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafter import Policy
 from edgellm.engines.building.builder import build_engine_directory
@@ -49,15 +48,14 @@ from tools.bench.random_checkpoint import write_checkpoint
 from tools.bench.random_draft import write_draft
 
 #: How answers are drafted; "forced" takes the tokens that rules leave no choice of, as a model without a draft does;
-#: "joint" puts these, and what was said before, into the draft model's trees, also where that does not pay.
+#: "both" takes these, what was said before, and the draft model's trees in turns, as they pay.
 WAYS: dict[str, DraftingConfig | None] = {
     "chain": DraftingConfig(kind="chain", draft_steps=5),
     "tree": DraftingConfig(10, 3, 16),
     "suffix": DraftingConfig(kind="suffix"),
     "forced": None,
-    "joint": DraftingConfig(10, 3, 16, suffix_decoding=True),
+    "both": DraftingConfig(10, 3, 16, suffix_decoding=True),
 }
-_GAINS = learner.GAIN, learner.JOINT_GAIN
 #: Prompts in chunks that kernels take: no plans are built for them.
 LIMITS = EngineLimits(4, 16, 1024, draft_top_k=10, draft_steps=5, verify_tree_size=16)
 _TINY = {
@@ -180,7 +178,6 @@ class Equality:
 def use(runtime: SpecDecodeRuntime, way: str) -> None:
     """Draft in one of `WAYS`; "plain" proposes nothing at all."""
     runtime.use_drafting(WAYS.get(way))
-    learner.GAIN, learner.JOINT_GAIN = (1e9, -1e9) if way == "joint" else _GAINS
     if way in ("plain", "chain", "tree"):
         runtime._drafters.drafter = Policy()
 

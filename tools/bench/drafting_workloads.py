@@ -31,7 +31,7 @@ from tools.bench.drafting_simulation import CPU, H200, INT4, ORIN, Device, Simul
 _CHECKOUT = Path(__file__).resolve().parents[2]
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)
 WINDOW, LEARNED = 512, 1024
-DEEPEST, MOST_NODES = 16, 64
+DEEPEST = 16
 #: How often a chain's first guess is right, by kind of text, and in JSON where rules leave no choice.
 HEAD = {"chat": 0.62, "code": 0.8, "edit": 0.7, "action": 0.9, "schema": 0.75, "prose": 0.45, "unseen": 0.05}
 #: The odds of that in an easier and in a harder spell, and how long spells are.
@@ -179,7 +179,7 @@ def _drafted_loop(
     workload: Workload, simulated: Simulated, index: SuffixIndex | None
 ) -> tuple[DecodingLoop, Callable[..., None]]:
     own = candidate_plans(DraftingConfig(), LIMITS) if workload.has_model else []
-    drafter = simulated.drafter = Learner(DEEPEST, workload.device.ahead > 0, index, own, True, MOST_NODES)
+    drafter = simulated.drafter = Learner(DEEPEST, workload.device.ahead > 0, index, own)
     simulated.ended = drafter.close  # type: ignore[method-assign]
     return DecodingLoop(simulated), lambda sequence: drafter.open(sequence, sequence.prompt_ids)  # type: ignore[arg-type]
 

@@ -255,7 +255,7 @@ def step_microseconds(runner: BaseEngineRunner, tokens: int) -> dict[str, float]
     attends = ["keys_by_position::attention" in launch.name for launch in engine._launches]
     attentions = list(compress(engine._launches, attends))
     kinds: dict[str, list[Any]] = {"attention to all rows": [], "attention to a window": []}
-    for step, launch in zip(engine._program.attentions, attentions, strict=True):
+    for step, launch in zip(engine.program.attentions, attentions, strict=True):
         kinds["attention to all rows" if step.window is None else "attention to a window"].append(launch)
     others = [launch for launch, is_attention in zip(engine._launches, attends, strict=True) if not is_attention]
 

@@ -158,7 +158,7 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
         for name, runs in packed.items():
             made = tuple(PackedMatrix(run, self._repeated(templates[run.format], run)) for run in runs)
             found[name] = made[0] if len(made) == 1 else PackedRuns(made)
-        self._load_kernels(found)
+        self.load_kernels(found)
         return found
 
     def _template(self, layout: DeviceLayout) -> DeviceArray:

@@ -10,7 +10,8 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.attention import AttentionKind, attention_kernel
 from edgellm.kernels.decode.columns import column_kernel
-from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
+from edgellm.kernels.decode.linear import linear_kernel
+from edgellm.kernels.decode.norms import norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
@@ -26,6 +27,7 @@ from edgellm.kernels.prefill.launcher import heads_kernel
 from edgellm.kernels.prefill.linear import PACKED_TILINGS, TILINGS, packed_prompt_kernel, prompt_kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.kernels.ranks.launcher import ranks_source
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
@@ -42,8 +44,10 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
+    kernels += [linear_kernel(f"added_{name}", kind, unit) for name, unit in units_of[:2] + units_of[-2:]]
+    kernels += [linear_kernel(f"{added}token_gate", kind, units_of[0][1]) for added in ("", "added_")]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [column_kernel(name, kind) for name in ("unit_norm", "insert_columns", "token_gate")]
+    kernels += [column_kernel(name, kind) for name in ("insert_columns", "token_inputs", "token_gate")]
     kernels += [norm_kernel("norm_residual", f"{kind}, true")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
@@ -51,6 +55,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions += [(256, AttentionKind(shares, in_turn=True, window=not shares)) for shares in both]
     attentions.append((256, AttentionKind(False, tile_warps=1)))
     attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
+    attentions += [(size, AttentionKind(window=size == 256, values_normed=True)) for size in (256, 512)]
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
@@ -102,6 +107,13 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
     of_rows += [("copy_rows", *pair) for pair in pairs]
     kernels += [row_kernel("rows.cu", *names, width) for names in of_rows for width in (1, 4)]
+    clipped = [
+        ("clip_rows", *kinds) for kinds in (("float32", dtype, dtype), ("float32", dtype, "float32"), (dtype,) * 3)
+    ]
+    clipped.append(("clipped_gate", dtype))
+    kernels += [row_kernel("bounds.cu", *names, width) for names in clipped for width in (1, 4)]
+    kernels += [row_kernel("norms.cu", "normed_heads", dtype)]
+    kernels += [row_kernel("norms.cu", "standard_norm", kind) for kind in (dtype, "float32")]
     activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
     kernels += [prompt_kernel("activated", dtype, TILINGS[-1], 3, activation=number) for number in activations]
     return [kernel.source for kernel in kernels]
@@ -125,7 +137,7 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
     prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
-    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source, ranks_source)]
     return drawing + prefill + packed + every
 
 

@@ -106,7 +106,7 @@ def needs() -> dict[tuple[str, str], Need]:
         (name, stored): _need(values, weights)
         for name, values in published.items()
         for stored, weights in WEIGHTS.items()
-        if weights.head == "as-published" or not values["tie_word_embeddings"]  # a tied table stays, for lookups
+        if weights.head == "as-published" or not decoder_config(dict(values)).tie_word_embeddings  # else it stays
     }
 
 

@@ -54,14 +54,17 @@ def randomize_vectors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None
 
 
 def law_of(name: str, deviation: float) -> Law:
-    """How a tensor is drawn: norms, biases and decays as `randomize_vectors` does, the others in a bell around 0."""
+    """How a tensor is drawn: norms, biases and decays as `randomize_vectors` does, bounds on their side of 0, the
+    others in a bell around it."""
     if name.endswith("A_log"):
         return {"range": [-5.0, -0.5]}
     if name.endswith("bias"):
         return {"range": [-0.5, 0.5]}
+    if name.endswith(("put_min", "put_max")):
+        return {"range": [-1.5, -0.5] if name.endswith("min") else [0.5, 1.5]}
     return (
         {"range": [0.5, 1.5]}
-        if any(part in name for part in ("norm", "ln_q", "layer_scalar"))
+        if any(part in name for part in ("norm", "ln_q", "layer_scalar", "std_scale"))
         else {"deviation": deviation}
     )
 

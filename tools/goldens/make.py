@@ -48,6 +48,7 @@ _CLASSES = {
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "gemma4_unified_text": (transformers.Gemma4UnifiedTextConfig, transformers.Gemma4UnifiedForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),

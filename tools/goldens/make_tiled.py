@@ -32,7 +32,9 @@ from golden_folders import VERSIONS, draw_tensors, stored_logits, whole, write_f
 from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
@@ -61,7 +63,9 @@ _ROWS_AND_COLUMNS = [(row, column) for row in (1, 2) for column in (1, 2)]
 class Model:
     """One golden model: classes of transformers, configuration, processors, and a prompt with pictures of `sizes`.
 
-    `cuts` are other settings of the image processor, each with sizes of pictures.
+    `cuts` are other settings of the image processor, each with sizes of pictures. The `seed` is the place in the table
+    where there is none of its own, which Gemma 4's have so that no token of media is among those that follow: its class
+    takes these for padding. The tokenizer may know more `letters`.
     """
 
     config: Callable[..., Any]
@@ -78,6 +82,8 @@ class Model:
     sizes: list[tuple[int, int]]
     cuts: list[tuple[dict[str, Any], list[tuple[int, int]]]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    letters: str = ""
 
 
 _NORMED = {"image_mean": _HALF, "image_std": _HALF, "do_image_splitting": True}
@@ -121,6 +127,51 @@ def _internvl(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Mo
     )
 
 
+_GEMMA4_TEXT = {
+    **{"model_type": "gemma4_text", "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "final_logit_softcapping": 8.0, "pad_token_id": 0},
+    "vocab_size_per_layer_input": _VOCABULARY,
+}
+_GEMMA4 = {"max_soft_tokens": 6, "patch_size": 4, "pooling_kernel_size": 3}
+_GEMMA4_NAMES = ("image_token", "boi_token", "eoi_token", "audio_token", "boa_token", "eoa_token")
+_GEMMA4_TOKENS = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
+#: The published numbers of tokens are more than a golden file has room for.
+gemma4_images._SUPPORTED_SOFT_TOKENS = (6, *gemma4_images._SUPPORTED_SOFT_TOKENS)
+
+
+def _gemma4(text: dict[str, Any], vision: dict[str, Any], **others: Any) -> Model:
+    tokens = {name: 22 + _GEMMA4_TOKENS.index(text) for name, text in _GEMMA4_IDS.items()}
+    return Model(
+        transformers.Gemma4Config,
+        transformers.Gemma4ForConditionalGeneration,
+        {**_TEXT, **_GEMMA4_TEXT, **text},
+        {**_TOWER, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32, **vision},
+        {"tie_word_embeddings": False, "audio_config": None, "vision_soft_tokens_per_image": 6, **tokens},
+        [*_GEMMA4_TOKENS, "<|video|>"],
+        "<|image|>",
+        lambda image_processor, tokenizer: transformers.Gemma4Processor(
+            transformers.Gemma4AudioFeatureExtractor(), image_processor, tokenizer, transformers.Gemma4VideoProcessor()
+        ),
+        gemma4_images.Gemma4ImageProcessorPil,
+        _GEMMA4,
+        "look at\n<|image|>\n\nand <|image|>what is it?\n",
+        [(30, 44), (60, 12)],
+        names=dict(zip(_GEMMA4_NAMES, _GEMMA4_TOKENS, strict=True)),
+        **others,
+    )
+
+
+_MINICPM = {
+    **{"scale_resolution": 32, "patch_size": 4, "max_slice_nums": 4, "image_mean": _HALF, "image_std": _HALF},
+    **{"slice_mode": True, "downsample_mode": "16x", "use_image_id": True},
+}
+_MINICPM_SIZES = [size for size in _SIZES if max(size) < 60 * min(size)]  # strips become too long
+_MINICPM_TOKENS = ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"]
+_MINICPM_NAMES = (
+    *("image_start_token", "image_end_token", "slice_start_token", "slice_end_token"),
+    *("image_id_start_token", "image_id_end_token", "image_token", "video_token"),
+)
+_GEMMA4_IDS = {"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "audio_token_id": "<|audio|>"}
 MODELS = {
     "smolvlm": Model(
         transformers.SmolVLMConfig,
@@ -180,6 +231,44 @@ MODELS = {
         {"model_type": "qwen2"},
         {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False, "use_mean_pooling": False},
     ),
+    "minicpmv4_6": Model(
+        transformers.MiniCPMV4_6Config,
+        transformers.MiniCPMV4_6ForConditionalGeneration,
+        {
+            **_TEXT,
+            **{"model_type": "qwen3_5_text", "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+            **{"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+            },
+        },
+        {**_TOWER, "num_hidden_layers": 3, "image_size": 28},
+        {"insert_layer_id": 1, "tie_word_embeddings": False},
+        [*_MINICPM_TOKENS, "<|image_pad|>", "<|video_pad|>"],
+        "<|image_pad|>",
+        lambda image_processor, tokenizer: transformers.MiniCPMV4_6Processor(
+            image_processor, transformers.MiniCPMV4_6VideoProcessor(), tokenizer
+        ),
+        MiniCPMV4_6ImageProcessorPil,
+        _MINICPM,
+        "look at\n<|image_pad|>\n\nand <|image_pad|>what is it?\n",
+        [(30, 94), (40, 20)],
+        [(_MINICPM, _MINICPM_SIZES), ({**_MINICPM, "max_slice_nums": 9}, _MINICPM_SIZES[:6])],
+        names=dict(zip(_MINICPM_NAMES, [*_MINICPM_TOKENS, "<|image_pad|>", "<|video_pad|>"], strict=True)),
+        letters="01",
+    ),
+    # As E2B and E4B, and as the larger ones.
+    "gemma4": _gemma4(
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
+        {"use_clipped_linears": True},
+        seed=111,
+        cuts=[({**_GEMMA4, "max_soft_tokens": 70}, _SIZES), (_GEMMA4, _SIZES)],
+    ),
+    "gemma4_wide": _gemma4(
+        {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}, {"standardize": True}, seed=107
+    ),
 }
 
 
@@ -193,7 +282,7 @@ def make_model(name: str, directory: Path) -> None:
     torch.manual_seed(0)
     golden.model_class(config).to(torch.float16).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    draw_tensors(directory / "model.safetensors", list(MODELS).index(name), 0.3)
+    draw_tensors(directory / "model.safetensors", list(MODELS).index(name) if golden.seed is None else golden.seed, 0.3)
     image_processor = golden.image_processor(**golden.image_settings)
     kind = golden.image_processor.__name__.removesuffix("Pil")
     _write(directory / "preprocessor_config.json", {"image_processor_type": kind, **golden.image_settings})
@@ -203,7 +292,8 @@ def make_model(name: str, directory: Path) -> None:
     inputs.pop("token_type_ids", None)
     with whole(directory) as complete, torch.no_grad():
         model = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
-        shown = {key: value for key, value in inputs.items() if key not in ("input_ids", "attention_mask")}
+        of_text = ("input_ids", "attention_mask", "mm_token_type_ids")
+        shown = {key: value for key, value in inputs.items() if key not in of_text}
         rows = model.get_image_features(**shown).pooler_output
         logits = model(**inputs).logits[0]
         greedy = model.generate(**inputs, do_sample=False, max_new_tokens=_TOKENS, eos_token_id=None, pad_token_id=0)[
@@ -225,13 +315,19 @@ def make_model(name: str, directory: Path) -> None:
 
 def _tokenizer(golden: Model, directory: Path) -> Any:
     """Letters, and line feeds that are one token where there are two."""
-    vocabulary = {text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ"])}
+    vocabulary = {
+        text: number for number, text in enumerate(["<unk>", "<s>", "</s>", *_LETTERS, "ĊĊ", *golden.letters])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ")], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<unk>", "<s>", "</s>", *golden.tokens)])
     tokenizer.save(str(directory / "tokenizer.json"))
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", extra_special_tokens=golden.names
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+        extra_special_tokens=golden.names,
     )
 
 
@@ -251,6 +347,15 @@ def _parts(processor: Any, image: Any) -> list[tuple[list[int], np.ndarray]]:
     """(rows and columns of patches, the patches [N, E] float32 in reading order) of each part of a picture."""
     given = {"crop_to_patches": True} if isinstance(processor, GotOcr2ImageProcessorPil) else {}
     values = processor(images=[image], return_tensors="pt", **given)
+    if "target_sizes" in values:
+        rows, grids = values["pixel_values"][0].numpy(), values["target_sizes"].tolist()
+        patches = rows.reshape(3, 4, -1, 4).transpose(2, 0, 1, 3).reshape(-1, 48).astype(np.float32)
+        ends = np.cumsum([height * width for height, width in grids])[:-1]
+        return list(zip(grids, np.split(patches, ends), strict=True))
+    if "image_position_ids" in values:
+        places, rows = values["image_position_ids"][0].numpy(), values["pixel_values"][0].numpy()
+        columns, lines = (places.max(axis=0) + 1).tolist()
+        return [([lines, columns], 2 * (rows[: lines * columns].astype(np.float32) - np.float32(0.5)))]
     if "spatial_shapes" in values:
         pairs = zip(values["spatial_shapes"].tolist(), values["pixel_values"], strict=True)
         return [(grid, rows[: grid[0] * grid[1]].numpy().astype(np.float32)) for grid, rows in pairs]

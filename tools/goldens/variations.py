@@ -663,6 +663,35 @@ VARIATIONS = {
         dtype="bfloat16",
         **_LONG,
     ),
+    "gemma4_unified": Variation(
+        "gemma4_unified_text",
+        {
+            **_GEMMA4,
+            "layer_types": _BOTH,
+            **{"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        },
+        rope=_GEMMA4_ROPE,
+        dtype="bfloat16",
+        seed=3790,
+        **_LONG,
+    ),
+    "nemotron_h_latent": Variation(
+        "nemotron_h",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 16,
+            "moe_latent_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 2.5,
+        },
+        dtype="bfloat16",
+        seed=3770,
+        generated=64,
+        length=19,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

@@ -91,7 +91,7 @@ class FewTokens(_AnyAttention):
             qkv,
             AttentionWeights(
                 *(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part, _sinks(step, run)),
-                *(step.query_columns, step.neighbours, step.norms_behind, step.cap),
+                *(step.query_columns, step.neighbours, step.norms_behind, step.cap, step.norms_values),
             ),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
@@ -127,7 +127,7 @@ class PromptTokens(_AnyAttention):
         qkv = qkv.reshape(shape.batch, shape.tokens, -1)
         if step.k_norm is not None:
             query, key = (array(norm.weight.name) for norm in (step.q_norm or step.k_norm, step.k_norm))
-            norms = HeadNorms(query, key, step.k_norm.epsilon, step.k_norm.offset, step.norms_behind)
+            norms = HeadNorms(query, key, step.k_norm.epsilon, step.k_norm.offset, step.norms_behind, step.norms_values)
         rotary = array("rope_rotary_cos_sin") if step.rotary else None
         columns = step.rotary_first, step.rotary, step.query_columns
         part = None if rotary is None else RotaryPart(*columns, step.neighbours)

@@ -15,11 +15,25 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
 from edgellm.engines.backends.steps.linear import FewRows
+from edgellm.engines.backends.steps.ranks import with_sums
 from edgellm.engines.model.config import Mixture, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import READS, Experts, Input, Keep, Linear, NormLinear, Step
+from edgellm.engines.model.steps import (
+    READS,
+    Add,
+    Experts,
+    Input,
+    Keep,
+    Linear,
+    LinearResidual,
+    NormLinear,
+    Reduce,
+    Scale,
+    SideBySide,
+    Step,
+)
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
@@ -153,10 +167,18 @@ class DownExperts(_OfExperts):
 
 
 def for_kernels(program: Program) -> Program:
-    """The same, of which it is known what is packed, with each mixture of experts as the steps that kernels run."""
-    if not any(isinstance(step, Experts) for step in program.steps):
+    """The same, of which it is known what is packed, with each mixture of experts, and what ranks add, as the steps
+    that kernels run."""
+    kinds = {type(step) for step in program.steps}
+    if Reduce in kinds:
+        program = with_sums(program)
+    if Experts not in kinds:
         return program
-    each = (_steps_of(step, program) if isinstance(step, Experts) else (step,) for step in program.steps)
+    # Of a rank's own experts there are no kernels.
+    each = (
+        _steps_of(step, program) if isinstance(step, Experts) and step.own is None else (step,)
+        for step in program.steps
+    )
     return replace(program, steps=tuple(chain.from_iterable(each)))
 
 
@@ -177,10 +199,29 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     if step.shared:
         activation = "silu" if mixture.gated else "relu_squared"
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
+    if step.latent:
+        yield from _latent_steps(step, given, ids, shares, inner, shared_inner)
+        return
+    if step.shared:
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
     yield GateUpExperts(inner, given, ids, step.gate_up, mixture)
     beside = shared_output if step.shared else None, None if gate is None else shared_shares, step.scale, step.keep
     yield DownExperts(step.output, inner, ids, step.down, mixture, shares, step.residual, *beside)
+
+
+def _latent_steps(step: Experts, given: str, ids: str, shares: str, inner: str, shared_inner: str) -> Iterator[Step]:
+    """What follows the choice where experts have a width of their own: their sum begins at zero, and is added behind
+    the layer that leads back from it; what the expert of all tokens gives was added before."""
+    names = "latent_sums", "latent", "latent_zero", "latent_total", "latent_back"
+    sums, into, zero, total, back = (f"{step.output}_{name}" for name in names)
+    yield NormLinear(sums, (Input(given),), step.latent[0])
+    yield SideBySide(into, (sums,))  # in the compute dtype
+    yield Scale(zero, into, 0.0)
+    yield GateUpExperts(inner, into, ids, step.gate_up, step.mixture)
+    yield DownExperts(total, inner, ids, step.down, step.mixture, shares, zero)
+    yield LinearResidual(step.output, shared_inner, step.shared[1], step.residual, step.scale, step.keep)
+    yield NormLinear(back, (Input(total),), step.latent[1])
+    yield Add(step.output, step.output, back)
 
 
 class ChooseByRow(Implementation[ChooseExperts]):

@@ -52,6 +52,10 @@ class Implementation(Generic[StepKind]):
         name the largest counts."""
         return {}
 
+    def joins(self, step: StepKind, run: Launching) -> bool:
+        """Whether what waits to be added to the step's input (`Launching.waits`) is added by the step's launch."""
+        return False
+
     def launches(self, step: StepKind, run: Launching, next_early: bool) -> list[Any]:
         """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
         done."""

@@ -3,25 +3,30 @@ a linear layer together."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.steps import Input, Keep, Linear, Norm, NormLinear
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.quantization.device_layout import InputPermutation
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 JOINED_INPUTS = "joined_inputs"
+#: What ends the name of a residual stream's other place, where it is once a linear layer that takes it added to it.
+ELSEWHERE = " with what was added"
 
 
 class StepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
     need beside them: kernels of recurrent layers, of linear layers of any number of rows, of prompts' attention, of
-    encoders, which have layer norms and activations of rows, and of mixtures of experts."""
+    encoders, which have layer norms and activations of rows, of mixtures of experts, and of one of several ranks."""
 
     few: Any
     many: Any
@@ -31,17 +36,66 @@ class StepKernels(NamedTuple):
     prefill: Any = None
     encoder: Any = None
     experts: Any = None
+    rank: Any = None
+
+
+class Waiting(NamedTuple):
+    """Rows that are to be normed and added to the residual stream `name`, then multiplied by a `factor`."""
+
+    name: str
+    normed: NormedInput
+    factor: Array | None
+
+
+def other_place(step: LinearResidual, program: Program) -> Edge:
+    """The other place of the residual stream, where what a step gives may wait to be added until the stream is taken:
+    of so few rows that each block of the layer which takes them adds them for itself, to a stream that no other engine
+    reads."""
+    rows, width = math.prod(program.kinds[step.output][0][:-1]), step.linear.weight.shape[0]
+    inside = step.residual == step.output and step.output not in program.edge
+    is_rms = step.norm is not None and step.norm.bias is None and not step.selects
+    return (
+        {step.output + ELSEWHERE: ((rows, width), "float32")} if inside and is_rms and rows <= MAX_NORMED_ROWS else {}
+    )
 
 
 class Launching:
-    """The kernels and arrays of a program whose launches are made."""
+    """The kernels and arrays of a program whose launches are made.
+
+    What `waits` to be added to the residual stream is added by the linear layer that takes the stream, or by a launch
+    before the next step (`added`).
+    """
 
     def __init__(
         self, kernels: StepKernels, program: Program, array: Callable[[str], Array], lows: Iterator[tuple[Array, Array]]
     ) -> None:
         """`array` gives the array of a tensor at the engine's edge, or of a value; `lows` what each linear layer with
         adapters has of `LinearAdapters.low` and `next_low`."""
-        self.kernels, self.program, self.array, self._lows = kernels, program, array, lows
+        self.kernels, self.program, self._array, self._lows = kernels, program, array, lows
+        self.waits: Waiting | None = None
+        self._elsewhere: set[str] = set()
+
+    def array(self, name: str) -> Array:
+        """A tensor at the engine's edge, or a value where it stands now."""
+        return self._array(name + ELSEWHERE if name in self._elsewhere else name)
+
+    def added(self) -> list[Any]:
+        """The launch that adds what waits, if anything does."""
+        if self.waits is None:
+            return []
+        (name, normed, factor), self.waits = self.waits, None
+        return [self.kernels.few.norm_residual(normed, self.array(name), self.array(name), factor=factor)]
+
+    def _taken(self, name: str) -> tuple[Array, AddedTo | None]:
+        """A value, or the rows that wait to be added to it and where they are: the sum then stands in another place."""
+        if self.waits is None or self.waits.name != name:
+            return self.array(name), None
+        (_, normed, factor), self.waits = self.waits, None
+        residual = self.array(name)
+        self._elsewhere ^= {name}
+        assert normed.weight is not None
+        added = AddedTo(residual, self.array(name), normed.weight, normed.epsilon, normed.offset, factor)
+        return normed.values, added
 
     def sequences(self, name: str) -> Array:
         """A value [B, T, width]."""
@@ -64,15 +118,19 @@ class Launching:
         a, b = (self.array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
         return LinearAdapters(a, b, self.array(SCALES), module_rows(adapted), *next(self._lows))
 
+    def columns(self, value: str, first: int, output: Array) -> NormedInput:
+        """As many columns of a value, from `first` on, as an output has."""
+        return NormedInput(self.array(value), None, first=first, width=output.shape[-1])
+
     def parts(self, given: Input) -> list[NormedInput]:
         """An input, in the parts that are normed each by itself."""
+        values, added = self._taken(given.value)
         if not given.norms:
-            return [NormedInput(self.array(given.value), None)]
+            return [NormedInput(values, None, added=added)]
         parts, first = [], 0
         for norm in given.norms:
-            width, values = norm.weight.shape[0], self.array(given.value)
-            weight = self.array(norm.weight.name)
-            parts.append(NormedInput(values, weight, norm.epsilon, norm.offset)._replace(first=first, width=width))
+            width, weight = norm.weight.shape[0], self.array(norm.weight.name)
+            parts.append(NormedInput(values, weight, norm.epsilon, norm.offset, first, width, added))
             first += width
         return parts
 

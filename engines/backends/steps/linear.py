@@ -12,6 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+from edgellm.engines.backends.steps import launching
 from edgellm.engines.backends.steps.implementation import (
     PROMPT_PHASES,
     Implementation,
@@ -52,6 +53,8 @@ class _AnyLinear(Implementation[Any]):
     """
 
     most_rows = MAX_TILED_ROWS
+    #: The most rows that the kernel which multiplies them norms, or rounds, too.
+    prepared_rows = 0
     takes_packed = False
 
     def suits(self, step: Layer, program: Program) -> bool:
@@ -68,18 +71,48 @@ class _AnyLinear(Implementation[Any]):
         found, (rows, width) = super().scratch(step, program), self._rows_of(step, program)
         columns, keep = step.linear.weight.shape[1], step.keep
         if isinstance(step, LinearResidual):
-            given, kept_width = math.prod(program.kinds[step.residual][0][:-1]), width
+            given, kept_width = (
+                rows if step.residual is None else math.prod(program.kinds[step.residual][0][:-1]),
+                width,
+            )
             joined = given * width if keep is not None and _keeps_apart(step) else 0
             found |= {} if step.norm is None else {UNNORMED: ((rows * width,), "float32")}
+            found |= launching.other_place(step, program)
         else:
             given, kept_width = math.prod(program.kinds[step.inputs[-1].value][0][:-1]), columns // len(step.inputs)
             joined = given * padded_columns(columns)
             found |= dict.fromkeys(found, ((rows, width), "float32" if step.activation is None else "compute"))
-            if step.activation is not None and (not step.gated or _has_runs(step, program)):
+            inserts_apart = step.into is not None and step.linear.name in program.adapted
+            if inserts_apart or (step.activation is not None and (not step.gated or _has_runs(step, program))):
                 found[SUMS] = ((rows * step.linear.weight.shape[0],), "float32")
         if keep is not None:
             found[keep.target] = ((given, kept_width), "compute")
         return found | {JOINED_INPUTS: ((joined,), "compute")}
+
+    def joins(self, step: Layer, run: Launching) -> bool:
+        if not isinstance(step, NormLinear):
+            return False
+        linear = LinearWeights(run.array(step.linear.weight.name))
+        is_one = len(step.inputs) == len(linear.runs) == 1
+        return is_one and self._is_inside(step, run, linear) and not self._ends_apart(step, run, linear)
+
+    def _ends_apart(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        """Whether a step's activation, or what puts its columns into wider rows, is a launch of its own."""
+        if step.into is not None:  # adapters have as many columns as their layer
+            return step.linear.name in run.program.adapted
+        if step.activation is None or step.gated:
+            return step.activation is not None and len(linear.runs) > 1
+        return step.through is None or len(linear.runs) > 1 or not self._is_inside(step, run, linear)
+
+    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+        """Whether the kernel that multiplies inputs prepares them, too."""
+        rows = step_rows(step, run.program)
+        if rows > self.prepared_rows or not prepares_inside(step, run.program):
+            return False
+        if not self.takes_packed:
+            return True
+        alone = len(step.inputs) == 1 and linear.arranged is None and step.linear.name not in run.program.adapted
+        return alone and run.kernels.few.takes(linear, rows, normed=bool(step.inputs[0].norms))
 
     def launches(self, step: Layer, run: Launching, next_early: bool) -> list[Any]:
         linear = run.weights(step.linear)
@@ -87,13 +120,15 @@ class _AnyLinear(Implementation[Any]):
             if step.cap:
                 launches = self.launches(replace(step, cap=0.0), run, next_early)
                 return [*launches, run.kernels.few.cap_rows(run.array(step.output), step.cap)]
-            if step.activation is not None and (not step.gated or len(linear.runs) > 1):
-                return self._activated_apart(step, run, linear, next_early)
+            if self._ends_apart(step, run, linear):
+                return self._ended_apart(step, run, linear, next_early)
+            if step.into is not None:
+                linear = linear._replace(place=(0, run.program.kinds[step.output][0][-1]))
             return self._by_runs(step, run, linear, next_early)
         selected = self._selected(step, run)
         x, launches = run.array(step.value), list[Any]()
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
-        if step.keep is not None and _keeps_apart(step):
+        if step.keep is not None and step.residual is not None and _keeps_apart(step):
             launches.append(run.copy_kept(step.keep, run.array(step.residual)))
             step = replace(step, keep=None)
         return [*launches, *self._added(step, run, x, linear, *selected)]
@@ -106,8 +141,9 @@ class _AnyLinear(Implementation[Any]):
             step = replace(step, keep=None)
         return found
 
-    def _activated_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """The same with an activation behind it: one without a gate, or of gates and ups of different formats."""
+    def _ended_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """The same with an activation behind it, one without a gate, or of gates and ups of different formats, or with
+        what puts the columns of a layer with adapters into wider rows."""
         output, activation = run.array(step.output), step.activation
         apart = run.shared(SUMS, step_rows(step, run.program), linear.weight.shape[0])
 
@@ -115,10 +151,16 @@ class _AnyLinear(Implementation[Any]):
             return apart if name == step.output else run.array(name)
 
         own = Launching(run.kernels, run.program, array, iter(()))
-        launches = self._by_runs(replace(step, gated=False, activation=None), own, linear, next_early)
+        alone = replace(step, gated=False, activation=None, through=None, into=None)
+        launches = self._by_runs(alone, own, linear, next_early)
+        if step.into is not None:
+            return [*launches, run.kernels.few.insert_columns(apart, output)]
         if step.gated:
             return [*launches, run.kernels.few.gate_rows(apart, activation, output)]
         assert activation is not None
+        if step.through is not None:
+            through = run.columns(step.through, step.first, output)
+            return [*launches, run.kernels.few.token_gate(apart, activation, through, output)]
         rows = output.reshape(-1, output.shape[-1])
         return [*launches, run.kernels.encoder.activate(apart, activation_number(activation), rows)]
 
@@ -133,8 +175,8 @@ class _AnyLinear(Implementation[Any]):
     ) -> list[Any]:
         """The launches that multiply inputs which are arranged, and add what that gives."""
         kernels = self._kernels(step, run, linear)
-        residual, output = run.array(step.residual), run.array(step.output)
-        if step.norm is None:
+        residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
+        if step.norm is None or residual is None:
             return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
         launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
@@ -144,6 +186,9 @@ class _AnyLinear(Implementation[Any]):
             launches.append(run.norm_rows(given, step.norm, given))
             normed = NormedInput(given, None)
         factor = None if step.factor is None else run.array(step.factor.name)
+        if launching.other_place(step, run.program):
+            run.waits = launching.Waiting(step.output, normed, factor)
+            return launches
         return [*launches, run.kernels.few.norm_residual(normed, residual, output, *selected, factor=factor)]
 
     def _normed_apart(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -192,7 +237,7 @@ class FewRows(_AnyLinear):
     """Up to 16 rows of dense weights, normed inside where that can be."""
 
     name = "kernels of few rows"
-    most_rows = MAX_ROWS
+    most_rows = prepared_rows = MAX_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
@@ -208,7 +253,7 @@ class FewRows(_AnyLinear):
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        way = _inside if prepares_inside(step, run.program) else self._normed_apart
+        way = _inside if self._is_inside(step, run, linear) else self._normed_apart
         return way(step, run, linear, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
@@ -236,6 +281,7 @@ class PackedRows(_AnyLinear):
     """Up to 64 rows of packed weights: the fewest normed inside, few by kernels of their own."""
 
     name = "kernels of packed rows"
+    prepared_rows = MAX_NORMED_ROWS
     takes_packed = True
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
@@ -245,15 +291,11 @@ class PackedRows(_AnyLinear):
         return next((reason for reason in refusals if reason is not None), None)
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
-        rows = step_rows(step, run.program)
-        if step.selects:
+        if self._is_inside(step, run, linear):
+            return _inside(step, run, linear, next_early)
+        if step.selects or run.kernels.few.takes(linear, step_rows(step, run.program), normed=False):
             return self._normed_apart(step, run, linear, next_early)
-        is_one = len(step.inputs) == 1 and rows <= MAX_NORMED_ROWS
-        inside = is_one and linear.arranged is None and prepares_inside(step, run.program)
-        if not run.kernels.few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
-            return self._tiled(step, run, linear, run.kernels.many, next_early)
-        way = _inside if inside else self._normed_apart
-        return way(step, run, linear, next_early)
+        return self._tiled(step, run, linear, run.kernels.many, next_early)
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         takes = run.kernels.few.takes(linear, step_rows(step, run.program), normed=False)
@@ -317,8 +359,11 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
         return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
     if step.activation is None:
         return None
-    if step.activation not in (GATE_ACTIVATIONS if step.gated else ACTIVATIONS):
-        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
+    gates = isinstance(step, NormLinear) and step.through is not None
+    if gates and any(given.norms for given in step.inputs):
+        return "gates of other rows take inputs without norms"
+    if step.activation not in (GATE_ACTIVATIONS if step.gated or gates else ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated or gates else ''}"
     return None if step.scale == 1.0 else "what an activation gives is not scaled"
 
 
@@ -342,6 +387,9 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
     """The launch that norms the inputs of a layer and multiplies them."""
     few, output = run.kernels.few, run.array(step.output)
     inputs = [part for given in step.inputs for part in run.parts(given)]
+    if step.through is not None:
+        through = run.columns(step.through, step.first, output)
+        return [few.token_gate_linear(inputs[0], linear, step.activation, through, output)]
     if step.gated:
         return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
     return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]

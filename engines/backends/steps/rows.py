@@ -7,10 +7,10 @@ from typing import Any
 from edgellm.engines.backends.steps.implementation import Implementation
 from edgellm.engines.backends.steps.launching import Launching
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, NormParts, Scale, SideBySide
-from edgellm.kernels.decode.contract import ACTIVATIONS, MAX_PARTS, NormedInput
+from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
 
 class ScaleRows(Implementation[Scale]):
@@ -34,6 +34,9 @@ class AddRows(Implementation[Add]):
 class RowsSideBySide(Implementation[SideBySide]):
     """Copies the columns of values beside each other."""
 
+    def scratch(self, step: SideBySide, program: Program) -> Edge:
+        return {step.output: program.kinds[step.output]}
+
     def launches(self, step: SideBySide, run: Launching, next_early: bool) -> list[Any]:
         output = run.array(step.output)
         output, launches, column = output.reshape(-1, output.shape[-1]), [], 0
@@ -44,44 +47,19 @@ class RowsSideBySide(Implementation[SideBySide]):
         return launches
 
 
-class UnitNormInPlace(Implementation[UnitNorm]):
-    """Divides parts of rows where they are by their root mean square."""
+class TokenInputsInPlace(Implementation[TokenInputs]):
+    """Adds tokens' own embeddings to what is projected for them, where that is."""
 
-    def refusal(self, step: UnitNorm, program: Program, limit: int) -> str | None:
-        in_eights = step.first % 8 == step.size % 8 == 0 and step.value == step.output
-        return None if in_eights else f"parts of rows begin and are wide in eights, not {step.first} and {step.size}"
-
-    def launches(self, step: UnitNorm, run: Launching, next_early: bool) -> list[Any]:
-        values = run.array(step.value)
-        return [run.kernels.few.unit_norm(values, step.first, step.size, step.epsilon, next_early)]
-
-
-class InsertInPlace(Implementation[InsertColumns]):
-    """Copies columns to the place of the first ones of rows."""
-
-    def launches(self, step: InsertColumns, run: Launching, next_early: bool) -> list[Any]:
-        return [run.kernels.few.insert_columns(run.array(step.value), run.array(step.output))]
-
-
-class GateByTokens(Implementation[TokenGate]):
-    """Multiplies rows by what tokens' own embeddings let through."""
-
-    def scratch(self, step: TokenGate, program: Program) -> Edge:
-        return {step.output: (self._rows_of(step, program), "compute")}
-
-    def refusal(self, step: TokenGate, program: Program, limit: int) -> str | None:
-        (width,) = step.norm.weight.shape
-        if step.activation not in ACTIVATIONS or step.norm.bias is not None:
-            return f"tokens' own embeddings are gated by {' or '.join(ACTIVATIONS)}, behind norms without biases"
+    def refusal(self, step: TokenInputs, program: Program, limit: int) -> str | None:
+        (width,), has_bias = step.norm.weight.shape, step.norm.bias is not None
+        if has_bias or step.value != step.output:
+            return "tokens' own embeddings are added in place, behind norms without biases"
         return None if width % 8 == 0 else f"embeddings of a layer come in eights, not {width}"
 
-    def launches(self, step: TokenGate, run: Launching, next_early: bool) -> list[Any]:
-        norm, array = step.norm, run.array
-        (width,) = norm.weight.shape
-        of_norm = array(norm.weight.name), norm.epsilon, norm.offset, step.first, width
-        projected, own = NormedInput(array(step.projected), *of_norm), array(step.rows)
-        gate, output = array(step.value), array(step.output)
-        return [run.kernels.few.token_gate(gate, step.activation, projected, own, step.scale, output)]
+    def launches(self, step: TokenInputs, run: Launching, next_early: bool) -> list[Any]:
+        norm, own, values = step.norm, run.array(step.rows), run.array(step.value)
+        kinds = norm.epsilon, norm.offset, step.scale
+        return [run.kernels.few.token_inputs(values, own, run.array(norm.weight.name), *kinds)]
 
 
 class NormPartsInPlace(Implementation[NormParts]):

@@ -23,24 +23,29 @@ from edgellm.engines.backends.steps.experts import (
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
+from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SumOfRanks, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
-from edgellm.engines.backends.steps.rows import (
-    AddRows,
-    GateByTokens,
-    InsertInPlace,
-    NormPartsInPlace,
-    RowsSideBySide,
-    ScaleRows,
-    UnitNormInPlace,
-)
+from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
-from edgellm.engines.model.row_steps import InsertColumns, TokenGate, UnitNorm
+from edgellm.engines.model.row_steps import TokenInputs
+from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import Edge, without_layer
-from edgellm.engines.model.steps import Add, Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
+from edgellm.engines.model.steps import (
+    Add,
+    AddResidual,
+    Assemble,
+    Attention,
+    LinearResidual,
+    NormLinear,
+    NormParts,
+    Scale,
+    SideBySide,
+    Step,
+)
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
 from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.quantization.row_runs import PackedLayout
@@ -52,9 +57,7 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     Add: (AddRows(),),
     SideBySide: (RowsSideBySide(),),
     NormParts: (NormPartsInPlace(),),
-    UnitNorm: (UnitNormInPlace(),),
-    InsertColumns: (InsertInPlace(),),
-    TokenGate: (GateByTokens(),),
+    TokenInputs: (TokenInputsInPlace(),),
     NormLinear: _LINEAR,
     LinearResidual: _LINEAR,
     Attention: (FewTokens(), PromptTokens()),
@@ -66,6 +69,9 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     RouteExperts: (RouteFewRows(),),
     GateUpExperts: (GateUpSorted(), GateUpPairs()),
     DownExperts: (DownSorted(), DownPairs()),
+    SumRanks: (SumOfRanks(),),
+    AddResidual: (AddNormed(),),
+    Assemble: (JoinColumns(),),
 }
 
 
@@ -131,19 +137,20 @@ def kernel_choice(
     capacity: Capacity | None = None,
     packed: Mapping[str, PackedLayout] | None = None,
     only: Collection[type[Implementation[Any]]] = (),
+    share: Share | None = None,
 ) -> tuple[Choice | None, str]:
     """The fastest implementation of each step of a shape where blocks may have `shared_limit` bytes of shared memory;
     or None, and the first step of the program that none can run, with the reason.
 
     `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
     are read packed, by name. `only`: of linear layers these implementations alone, where one of them takes the step. A
-    step of more rows than one launch takes runs in passes, each of some of its sequences.
+    step of more rows than one launch takes runs in passes, each of some of its sequences. `share`: of one rank.
     """
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.phase == "encode":
         return None, "encoders have kernels of their own"
-    program = for_kernels(replace(model_program(config, passes(shape)[-1][1]), packed=packed or {}))
+    program = for_kernels(replace(model_program(config, passes(shape)[-1][1], share), packed=packed or {}))
     rows = most_rows(program)
     if rows > MAX_TILED_ROWS and (shape.phase not in PROMPT_PHASES or shape.segment is not None):
         return None, f"kernels take up to {MAX_TILED_ROWS} rows, not {rows}"

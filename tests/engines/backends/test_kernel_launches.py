@@ -26,9 +26,11 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode import attention, columns, linear, tiled_linear
+from edgellm.kernels.decode import attention, columns, linear, norms, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder import launcher as encoder
+from edgellm.kernels.experts import launcher as experts
+from edgellm.kernels.experts import prompt_launcher as sorted_experts
 from edgellm.kernels.prefill import launcher as prefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -55,8 +57,6 @@ class Made(NamedTuple):
 
 def lets_next_start(expression: str, arguments: Any) -> bool:
     """By what a kernel is given: a struct, or for layer norms the words of their contract, whose seventh says so."""
-    if expression.startswith("decode::unit_norm<"):
-        return bool(arguments[-1].value)
     first = arguments[0]
     return bool(first[6] if expression.startswith("encoder::norm<") else getattr(first, "next_early", True))
 
@@ -79,7 +79,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
         def __call__(self) -> None:
             pass
 
-    for module in (attention, columns, linear, tiled_linear, launcher, encoder, prefill):
+    several = experts, sorted_experts, attention, columns, linear, norms, tiled_linear, launcher, encoder, prefill
+    for module in several:
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -106,7 +107,7 @@ def prepared(
     size = getattr(config, "decoder", config).head_dim
     few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
     more: Any = {"recurrent": launcher.CudaRecurrent(module), "encoder": encoder.CudaEncoder(module)}
-    more["prefill"] = prefill.CudaPrefill(module)
+    more |= {"prefill": prefill.CudaPrefill(module), "experts": sorted_experts.CudaSortedExperts(module, "float16")}
     kernels = StepKernels(few, many, **more)
     only = () if way is None else (way,)
     choice, reason = kernel_choice(config, shape, "float16", shared_limit, packed=packed, only=only)
@@ -194,7 +195,10 @@ def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
     ):
         kind = "decode" if tokens == 1 else "verify"
         shape = EngineShape(kind, 1, tokens, 4096, 4096, tokens, kv_cache=kv_cache, window_rows=1088)
+        begin = len(launches)
         prepared(config, shape, ORIN, False, packed=packed)
+        # Seven a layer; embeddings scaled, inputs of all layers, the head.
+        assert tokens > 1 or len(launches) - begin == 12 * 7 + 5
     check(launches, ORIN)
 
 
@@ -266,7 +270,8 @@ def test_packed_layers_of_few_rows_have_kernels_of_their_own(
 
 
 def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
-    """But embeddings, which come rounded; queries and keys are normed by one launch a layer."""
+    """But embeddings, which come rounded; queries and keys are normed by one launch a layer. What is added to the
+    residual stream is added by the layer that takes this, but to embeddings."""
     config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
     shape, layers = EngineShape("decode", 1, 1, 64, 64), config.num_layers
     prepared(config, shape, H200, True, FewRows)
@@ -274,12 +279,17 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     def count(*parts: str) -> int:
         return sum(all(part in name for part in parts) for name, *_ in launches)
 
-    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
-    assert count("norm_linear", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 1, 0)
+    assert count("added_norm_linear", "false, false") == layers - 1 and count("added_norm_linear") == layers
+    assert count("added_norm_gate_up", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
     launches.clear()
     prepared(config, shape, H200, True, FewRows, packed_layers())
-    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
-    assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 1, 0)
+    assert count("packed::added_rounded_linear") == count("packed::added_rounded_gate_up") == layers - 1
+    assert count("packed::rounded_gate_up") == 1 and count("packed::rounded_linear") == 0
+    launches.clear()
+    prepared(config, replace(shape, phase="verify", tokens=3, selected=3), H200, True, FewRows, packed_layers())
+    assert count("norm_residual") == 2 * layers and count("added_") == 0
 
 
 @pytest.mark.parametrize("way", [FewRows, ManyRows])

@@ -40,12 +40,14 @@ def test_gives_what_the_whole_program_does(name: str, tokens: int) -> None:
     compare(PROMPT_MODELS[name], EngineShape("prefill", 1, tokens, 128, 128))
 
 
-@pytest.mark.parametrize("window", [None, 7, 40])
-def test_tokens_of_images_see_those_behind_them(window: int | None) -> None:
+@pytest.mark.parametrize(("window", "varies"), [(None, False), (7, False), (40, False), (7, True)])
+def test_tokens_of_images_see_those_behind_them(window: int | None, varies: bool) -> None:
+    """Where images vary in size, in layers with a window alone."""
     kinds = () if window is None else ("window", "attention") * 4
-    config = replace(PROMPT_MODELS["images"], layer_kinds=kinds, sliding_window=window)
+    config = replace(PROMPT_MODELS["images"], layer_kinds=kinds, sliding_window=window, images_vary=varies)
     shape = EngineShape("prefill", 1, 72, 128, 128, window_rows=0 if window is None else 128)
-    assert all(step.looks_ahead for step in model_program(config, shape).attentions)
+    for step in model_program(config, shape).attentions:
+        assert step.looks_ahead == (step.window is not None or not varies)
     compare(config, shape)
 
 

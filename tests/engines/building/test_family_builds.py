@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 from tiny_families import FAMILIES, PROMPT, WINDOWED
 
@@ -68,24 +69,46 @@ def test_tensorrt_builds_what_a_family_varies(
     assert build_plan(config, EngineShape("prefill", 1, 32, 96, 128), "float16", "composed", "sm_86")
 
 
+def test_images_of_gemma_4_are_built_beside_an_encoder_of_audio_that_is_not_supported(tmp_path: Path) -> None:
+    golden, source = golden_folder("tiled") / "gemma4", tmp_path / "checkpoint"
+    shutil.copytree(golden, source, ignore=shutil.ignore_patterns("expected.safetensors", "prompt.json", "cuts.json"))
+    audio = {f"model.{name}.weight": np.zeros((4, 2), np.float16) for name in ("audio_tower.a", "embed_audio.b")}
+    save_file(load_file(source / "model.safetensors") | audio, source / "model.safetensors")
+    build_engine_directory(
+        source, tmp_path / "engines", {"max_image_patches": 36, "prefill_chunk": 32, "kv_capacity": 128}, [], "bfloat16"
+    )
+    directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.vision is not None and directory.vision.config.clipped
+    assert (directory.limits.image_rows[-1], list(directory.config.media)) == (36, ["image"])
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
 def test_a_model_is_built_without_encoders_that_are_not_supported(
-    tmp_path: Path, make_checkpoint: Callable[..., Path]
+    kind: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    """Gemma 4 with what its published files have of layers that attend to others' rows."""
-    text = WINDOWED["gemma4"] | {"tie_word_embeddings": True}
+    """Gemma 4 with what its published files have of layers that attend to others' rows, and 12B."""
+    name, text = "Gemma4", WINDOWED["gemma4"] | {"tie_word_embeddings": True}
+    if kind == "gemma4_unified":
+        name, text["hidden_size_per_layer_input"] = "Gemma4Unified", 0
+        text |= {"architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text"}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **text)
     text = json.loads((checkpoint / "config.json").read_text())
-    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
-    whole |= {"tie_word_embeddings": True, "vision_config": {"model_type": "gemma4_vision"}}
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+    encoder = "audio" if kind == "gemma4" else "vision"
+    whole |= {"tie_word_embeddings": True, f"{encoder}_config": {"model_type": f"{kind}_{encoder}"}}
     (checkpoint / "config.json").write_text(json.dumps(whole))
     tensors = load_file(checkpoint / "model.safetensors")
     tensors["model.layers.3.self_attn.k_proj.weight"] = np.zeros((32, 64), np.float16)
-    encoders = {f"model.{name}weight": np.zeros((4, 2), np.float16) for name in ("audio_tower.a.", "embed_audio.")}
+    encoders = {
+        f"model.{name}weight": np.zeros((4, 2), np.float16)
+        for name in ("audio_tower.a.", "embed_audio.", "embed_vision.")
+    }
     named = {name.replace("model.", "model.language_model.", 1): values for name, values in tensors.items()}
     save_file(named | encoders, checkpoint / "model.safetensors")
     report = build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [], "bfloat16")
-    assert "The vision encoder of this model is not supported: it is served without images." in report.notes
+    note = "The vision encoder of this model is not supported: it is served without images."
+    assert (note in report.notes) == (encoder == "vision")
     directory = EngineDirectory.open(tmp_path / "engines")
-    assert (directory.vision, directory.config.image_token_id, directory.config.family) == (None, None, "gemma4")
+    assert (directory.vision, directory.config.image_token_id, directory.config.family) == (None, None, kind)
     with open_runner("numpy", directory) as runner:
         assert len(greedy_tokens(runner, PROMPT, 4)) == 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mtp_checkpoints import HEADS, TINY, add_head, edit_tensors, golden_checkpoint
+from mtp_checkpoints import HEADS, TINY, add_head, edit_tensors, golden_checkpoint, write_index
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
@@ -231,6 +231,32 @@ def test_other_heads_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> No
             build_engine_directory(checkpoint, tmp_path / "engines", LIMITS, [])
         sizes = ("--prefill-chunk", "16", "--kv-capacity", "96")
         assert edgellm("build", checkpoint, tmp_path / "plain", "--no-mtp", "--force", *sizes).exit_code == 0
+
+
+def test_nemotrons_heads_that_are_refused(tmp_path: Path) -> None:
+    """Of other parts, or several; `transformers` leaves them out, too."""
+    checkpoint = golden_checkpoint("nemotron_h_moe", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text())
+    base = read_decoder_config(checkpoint)
+    for changes, message in (
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2, supported is a head of one layer"),
+        (
+            {"mtp_hybrid_override_pattern": "*EME"},
+            'mtp_hybrid_override_pattern is "[*]EME", supported is a head of att',
+        ),
+        ({"mtp_layers_block_type": ["full_attention", "mlp"]}, "mtp_layers_block_type is .* and a mixture of experts"),
+    ):
+        (checkpoint / "config.json").write_text(json.dumps(config | changes))
+        with Checkpoint.open(checkpoint) as opened, pytest.raises(UnsupportedModelError, match=f"{message}.*--no-mtp"):
+            read_mtp(opened, base)
+    (checkpoint / "config.json").write_text(json.dumps(config | {"mtp_hybrid_override_pattern": "*E"}))
+    with Checkpoint.open(checkpoint) as opened:
+        assert read_mtp(opened, base).decoder.nope_layers == (0,)
+    (checkpoint / "model-00002-of-00002.safetensors").unlink()
+    write_index(checkpoint)
+    lost = "begins with mtp., though config.json has num_nextn_predict_layers 1: whoever saved it left them out"
+    with Checkpoint.open(checkpoint) as opened, pytest.raises(CheckpointError, match=lost):
+        read_mtp(opened, base)
 
 
 def test_a_checkpoint_that_lost_its_head(checkpoint: Path, tmp_path: Path) -> None:

@@ -85,6 +85,12 @@ def test_damaged_bytes_never_raise_anything_else(directory: Path) -> None:
     assert refused > 150
 
 
+def test_a_pointer_of_git_lfs_is_called_so(directory: Path) -> None:
+    (directory / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    message = refusal(directory)
+    assert message.startswith(f"{directory / SINGLE} is a pointer of Git LFS") and "git lfs pull" in message
+
+
 def test_weights_that_are_no_file(directory: Path) -> None:
     os.mkfifo(directory / SINGLE)
     assert "is not a regular file" in refusal(directory)

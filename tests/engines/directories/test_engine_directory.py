@@ -62,6 +62,23 @@ def test_describing_again_replaces_the_limits(plain_directory: Path) -> None:
     assert EngineDirectory.open(plain_directory).limits == EngineLimits(2, 32, 64)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("robot.gguf", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS, not the file itself"),
+        ("robot.gguf", b"", "is no GGUF file: it begins with b'', expected b'GGUF'"),
+        ("robot.GGUF", b"<!DOCTYPE html>", "is no GGUF file: it begins with b'<!DOCTYP'"),
+        ("robot", b"?", "is not a directory. Expected an engine directory.* a GGUF file, or a model's name"),
+        ("robot", None, "does not exist. Expected an engine directory.*edgellm list"),
+    ],
+)
+def test_what_is_no_model_says_what_it_is(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(EngineDirectoryError, match=said):
+        EngineDirectory.open(tmp_path / name)
+
+
 def test_describing_a_folder_that_cannot_be_written_says_so(own_checkpoint: Path) -> None:
     (own_checkpoint / "edgellm.json").mkdir()  # a file cannot take a folder's name
     with pytest.raises(BuildError, match=r"cannot be written"):
@@ -104,6 +121,10 @@ def test_other_paths_are_refused(tmp_path: Path, kind: str) -> None:
         (lambda v: v["config"].update(nope_layers=[0, 3]), r"'nope_layers' is \[0, 3\], expected different layers"),
         (lambda v: v["config"].update(attention_scale="1"), r"'attention_scale' is \"1\", expected a number or null"),
         (lambda v: v["config"].update(sliding_window=8), r"'kv_capacity' is \d+, by sliding_window expected at most 8"),
+        (
+            lambda v: v["config"].update(mixture={"experts": 6, "chosen": 2, "size": 24}, post_norms=True),
+            r"'post_norms' is (true|True), expected none of it where there is a 'mixture'",
+        ),
         (lambda v: v["limits"].update(max_batch=0), r"limits: 'max_batch' is 0, expected a whole number from 1 to 8"),
         (lambda v: v["limits"].update(tree=1), r"limits: unknown keys 'tree'"),
         (lambda v: v.update(files=[]), r"'files' is \[\], expected an object"),

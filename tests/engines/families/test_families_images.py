@@ -173,7 +173,11 @@ def test_paligemma_as_it_was_published() -> None:
         "vision_config": encoder,
     }
     config, vision = decoder_config(published), read_vision_config(published)
-    assert (config.image_tokens, config.prefix_attention, config.media["image"]) == (256, True, ("image", 257152, 0))
+    assert (config.image_tokens, config.prefix_attention, config.media["image"]) == (
+        256,
+        True,
+        ("image", 257152, 0, False),
+    )
     assert (config.head_dim, config.embedding_scale, config.max_position_embeddings) == (256, 2048**0.5, 8192)
     specs = [*decoder_weights(config), *vision_weights(vision)]
     assert sum(math.prod(spec.shape) for spec in specs) == 2_923_466_480

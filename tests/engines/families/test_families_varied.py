@@ -223,7 +223,6 @@ def test_nemotron_h() -> None:
         ({"mamba_dt_limit": [0.0, 0.1]}, "time_step_limit is .*, supported are step sizes without limits"),
         ({"use_bias": True}, "use_bias is true, supported are projections without biases"),
         ({"time_step_limit": [0.001, 1e308]}, "time_step_limit is .*, supported are step sizes without limits"),
-        ({**mixed, "moe_latent_size": 1024}, "moe_latent_size is 1024, supported are experts of the hidden size"),
         ({**mixed, "n_group": 8}, "n_group is 8, which is not supported"),
         ({**mixed, "n_shared_experts": 2}, "n_shared_experts is 2, supported are one expert"),
         ({**mixed, "mlp_bias": True}, "mlp_bias is true, supported are experts without biases"),
@@ -233,6 +232,7 @@ def test_nemotron_h() -> None:
     for change, message in (
         ({"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is .MX., expected a text of M . - E, or"),
         ({"n_groups": 7}, "mamba_num_heads 96 is no multiple of n_groups 7"),
+        ({**mixed, "moe_latent_size": 0}, "moe_latent_size is 0, expected a whole number"),
     ):
         with pytest.raises(CheckpointError, match=message):
             decoder_config(NEMOTRON_3_4B | change)

@@ -38,6 +38,7 @@ WINDOWS = (
     "gemma3_old_layout",
     "gemma4",
     "gemma4_plain",
+    "gemma4_unified",
     "mistral_window_5",
     "phi3_window_7",
     "qwen2_window_7",
@@ -60,7 +61,7 @@ def test_factors_follow_the_context_that_is_built_for(name: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("family", [*FIRST, *OTHERS, *WINDOWS, *EXPERTS, *MIXED])
+@pytest.mark.parametrize("family", [*FIRST, *OTHERS, *WINDOWS, *EXPERTS, *MIXED, "nemotron_h_latent"])
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     prompt, tokens = expected(family)
     assert len(tokens) == ANSWER

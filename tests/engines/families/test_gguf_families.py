@@ -33,6 +33,7 @@ LOST = {
     "gemma3": "a scale of attention of its own",
     "smollm3_interval": "which layers have no rotary embedding",
     "lfm2_biases_wide": "biases of convolutions",
+    "nemotron_h_latent": "a width of experts: what llama.cpp calls their layers is not read",
     "granite4": "its name: without layers of Mamba-2 it is granite's",
 }
 #: What the converter does not write, and is read where it is there.

@@ -152,6 +152,18 @@ def test_packed_answers_are_those_of_the_dense_twin(
     assert f"mixtures of {mixture.experts} experts of {mixture.size}, {mixture.chosen} for each token" in said
 
 
+def test_packed_experts_of_a_width_of_their_own(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """And the layers that lead there and back."""
+    source = make_checkpoint(tmp_path / "model", 4, **MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32})
+    found = []
+    for model in write_packed(source, tmp_path / "packed", tmp_path / "twin"):
+        build_engine_directory(model, tmp_path / f"{model.name}_engines", EngineLimits(3, 32, 128), [], "float16")
+        found.append(answers(tmp_path / f"{model.name}_engines"))
+    assert found[0] == found[1] and len(set(found[0])) > 1
+    config = EngineDirectory.open(tmp_path / "packed_engines").config
+    assert config.mixture is not None and config.mixture.latent_size == 32
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_sessions_snapshots_adapters_and_drafts(
     family: str,

@@ -27,7 +27,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 GOLDENS = golden_folder("decoder")
 #: Those whose heads have sizes that the kernels take.
 NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied", "granite4_hybrid", "nemotron_h")
-MIXED = ("granite4_moe", "nemotron_h_moe")
+MIXED = ("granite4_moe", "nemotron_h_moe", "nemotron_h_latent")
 
 
 class KernelSteps(RecurrentSteps):

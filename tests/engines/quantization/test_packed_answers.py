@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoint_files import read_tensors, write_tensors
 from multimodal_engines import IMAGE_ROWS, LIMITS
-from packed_checkpoints import write_packed
+from packed_checkpoints import pack_embedding, write_packed
 from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
 from typer.testing import CliRunner
@@ -113,6 +113,25 @@ def test_images_with_a_dense_tower(
             with LLM(engines, backend="numpy", drafting=drafting) as llm:
                 found.append(llm.chat([{"role": "user", "content": content}], params(0)).token_ids)
     assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize(("tied", "target"), [(True, "Embedding"), (False, "re:.*embed_tokens$")])
+def test_a_packed_embedding(tied: bool, target: str, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """By the class of its module or a pattern; of a tied model it is the head, too. Kernels look tokens up in it."""
+    source = make_checkpoint(tmp_path / "source", 6, tie_word_embeddings=tied)
+    models = write_packed(source, tmp_path / "packed", tmp_path / "twin")
+    pack_embedding(*models, target)
+    found = []
+    for model in models:
+        engines = tmp_path / f"{model.name}_engines"
+        build_engine_directory(model, engines, EngineLimits(1, 32, 96), [], "float16")
+        with LLM(engines, backend="numpy") as llm:
+            found.append([llm.chat(chat, params(number)).token_ids for number, chat in enumerate(CHATS)])
+    assert found[0] == found[1] and len(set(found[0])) == len(CHATS)
+    directory = EngineDirectory.open(tmp_path / "packed_engines")
+    layouts = model_layouts({"base": directory.config}, {"base": directory.checkpoint}, "float16")["base"]
+    assert str(layouts["model.embed_tokens.weight"].format).startswith("int8, whole rows")
+    assert ("lm_head.weight" in layouts) is False
 
 
 def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from checkpoint_files import read_tensors, write_tensors
 from device_bits import rounded
 from gguf_models import MIXTURE, write_mixture
 from golden_files import golden_folder
-from packed_checkpoints import MODEL, write_packed
+from packed_checkpoints import MODEL, pack_embedding, write_packed
 from packed_twins import DRAFTING, NO_ADAPTERS, QUESTIONS, answer_logits, answers
 from safetensors import safe_open
 from typer.testing import CliRunner
@@ -102,6 +102,16 @@ def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_
         result = CliRunner().invoke(create_app(), [*command, "--model", str(directory.path)])
         assert result.exit_code == 0, result.output
         print(result.output)
+
+
+def test_a_packed_embedding_agrees_with_numpy(tmp_path: Path) -> None:
+    """Tokens are looked up in it, and of the shipped model it is the head, too."""
+    models = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
+    pack_embedding(*models, "Embedding")
+    build_engine_directory(models[0], tmp_path / "engines", EngineLimits(1, 128, 512), None, "float16")
+    directory = EngineDirectory.open(tmp_path / "engines")
+    prompt = Tokenizer.from_directory(directory.path).encode_chat([{"role": "user", "content": QUESTIONS[1]}])
+    assert_agrees_with_numpy(directory, prompt, 24)
 
 
 #: Golden models with other formats, in their own dtypes: of each what kernels read differently.

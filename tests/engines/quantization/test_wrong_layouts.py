@@ -170,7 +170,7 @@ UNREAD = [
     ("ct_w4_group32", {"ignore": ["re:("]}, "'(' is no regular expression"),
     ("ct_w4_group32", {"ignore": 5}, "'ignore' is 5, expected a list of names"),
     ("ct_w4_group32", {f"{WEIGHTS}group_size": "32"}, "'group_size' is '32', expected a whole number"),
-    ("ct_w4_group32", {"config_groups/group_0/targets": ["Embedding"]}, "'targets' is ['Embedding']"),
+    ("ct_w4_group32", {"config_groups/group_0/targets": ["Conv2d"]}, "'targets' is ['Conv2d']"),
     ("awq_group32", {"version": "gemv"}, "'version' is 'gemv', expected 'gemm'"),
     ("awq_group32", {"version": "marlin"}, "'version' is 'marlin', expected 'gemm'"),
     ("ct_w4_group32", {"format": ["pack-quantized"]}, "'format' is ['pack-quantized'], expected a layout's name"),

@@ -36,7 +36,7 @@ class TableEncoder:
         tokens = list(reference.source)
         return SimpleNamespace(kind=self.kind.name, tokens=len(tokens), source=tokens, digest=str(tokens))
 
-    def written(self, piece: Any, /) -> list[int]:
+    def written(self, piece: Any, number: int, /) -> list[int]:
         return [self.kind.token_id] * piece.tokens
 
     def encode(self, pieces: Sequence[Any], /) -> list[MediaEmbeddings]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from block_checkpoints import write_block_draft
 from fixed_shape_backend import FixedShapeBackend
-from mtp_checkpoints import TINY, add_head
+from mtp_checkpoints import TINY, TINY_NEMOTRON, add_head
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.backends.opening import open_backend
@@ -132,8 +132,8 @@ def make_engines(
     """(generation, agreeing, limits, draft weights) to an engine directory without plans; the same arguments give the
     same one.
 
-    Of the generation "mtp" the head is inside a checkpoint of Qwen3.5, and proposes 300 of 320 tokens; "dflash"
-    and "jetspec" are drafts of blocks, the second with a causal mask."""
+    Of the generations "mtp" and "nemotron_mtp" the head is inside a checkpoint of Qwen3.5 or Nemotron-H, and proposes
+    300 of 320 tokens; "dflash" and "jetspec" are drafts of blocks, the second with a causal mask."""
     made: dict[tuple[int | str, bool, EngineLimits, str], EngineDirectory] = {}
 
     def make(
@@ -141,9 +141,10 @@ def make_engines(
     ) -> EngineDirectory:
         key = (generation, agreeing, limits, weights)
         options: dict[str, Any] = {"draft_weights": weights}
-        if key not in made and generation == "mtp":
+        if key not in made and generation in ("mtp", "nemotron_mtp"):
             folder = tmp_path_factory.mktemp("mtp")
-            base = add_head(make_checkpoint(folder / "base", **TINY), agreeing)
+            fields = TINY if generation == "mtp" else TINY_NEMOTRON
+            base = add_head(make_checkpoint(folder / "base", **fields), agreeing)
             (folder / "ids.json").write_text(json.dumps([*range(0, 320, 2), *range(319, 39, -2)]))
             ids = folder / "ids.json"
             build_engine_directory(base, folder / "engines", limits, [], draft_vocabulary=ids, **options)

@@ -107,7 +107,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
     make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """So that the other tests do accept: fewer steps than tokens by far."""
-    for generation in (1, 3, "mtp"):
+    for generation in (1, 3, "mtp", "nemotron_mtp"):
         with open_eagle(make_engines(generation, True)) as runner:
             _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: PLANS[2])
             assert COUNT / steps > 1.7
@@ -119,7 +119,7 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
             assert again == sampled
 
 
-@pytest.mark.parametrize(("generation", "weights"), [(1, "int8"), (3, "int4"), ("mtp", "int4")])
+@pytest.mark.parametrize(("generation", "weights"), [(1, "int8"), (3, "int4"), ("nemotron_mtp", "int4")])
 def test_packed_drafts_change_no_token(
     generation: int | str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:

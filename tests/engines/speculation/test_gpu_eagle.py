@@ -71,10 +71,11 @@ def test_drafted_answers_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("weights", ["as-published", "int8", "int4"])
+@pytest.mark.parametrize("family", ["mtp", "nemotron_mtp"])
 def test_a_head_that_ships_with_its_model_changes_no_token(
-    weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+    family: str, weights: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
-    with open_eagle(make_engines("mtp", True, weights=weights), "tensorrt") as runner:
+    with open_eagle(make_engines(family, True, weights=weights), "tensorrt") as runner:
         for sampling in (GREEDY, SAMPLED):
             plain = answers(runner, PROMPTS[:2], [sampling] * 2, None)
             for plan in (PLANS[0], PLANS[2]):

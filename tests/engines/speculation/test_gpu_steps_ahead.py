@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from drafted_conversations import ask_freely
 
 from edgellm import LLM, DraftingConfig, Request, SamplingParams
-from edgellm.drafting import learner
+from edgellm.drafting import learner, ratings
 
 pytestmark = pytest.mark.gpu
 
@@ -35,10 +36,9 @@ def test_answers_are_those_of_plain_decoding(
 ) -> None:
     """Whatever is proposed is verified; with a plain step behind each round, and without."""
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
+    monkeypatch.setattr(ratings, "MOST_REST", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: goes_on)
-    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
-    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
+    ask_freely(monkeypatch)
     plain, drafted = llms
     ids = [plain.tokenizer.encode_chat([{"role": "user", "content": sentence}]) for sentence in SENTENCES]
     rounds = steps = 0
@@ -56,10 +56,9 @@ def test_answers_are_those_of_plain_decoding(
 
 def test_an_answer_cancelled_with_a_step_behind_a_round(llms: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learner, "GAIN", 0.0)
-    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
+    monkeypatch.setattr(ratings, "MOST_REST", 0)
     monkeypatch.setattr(learner.Learner, "waits_for", lambda *_: False)
-    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
-    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
+    ask_freely(monkeypatch)
     plain, drafted = llms
     prompt = plain.tokenizer.encode_chat([{"role": "user", "content": SENTENCES[3]}])
     whole = plain.generate(prompt, GREEDY).token_ids

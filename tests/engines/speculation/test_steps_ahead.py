@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from drafted_conversations import ask_freely
 from runner_steps import watch_steps
 
 from edgellm import LLM, DraftingConfig, SamplingParams
-from edgellm.drafting import learner
+from edgellm.drafting import learner, ratings
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -92,9 +93,8 @@ def directory(make_engines: Callable[..., EngineDirectory]) -> EngineDirectory:
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are read one later, and what is asked for and taken does not depend on this machine's speed."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
-    monkeypatch.setattr(learner, "FIRST_BUDGET", 1e6)
-    monkeypatch.setattr(learner, "MOST_BUDGET", 1e6)
-    monkeypatch.setattr(learner, "MOST_PATIENCE", 0)
+    ask_freely(monkeypatch)
+    monkeypatch.setattr(ratings, "MOST_REST", 0)
 
 
 @pytest.fixture

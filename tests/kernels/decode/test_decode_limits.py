@@ -9,6 +9,7 @@ import pytest
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.attention import attention_launch
 from edgellm.kernels.decode.contract import (
+    AddedTo,
     AttentionScratch,
     AttentionStep,
     AttentionWeights,
@@ -64,6 +65,21 @@ def test_linear_layers_of_few_rows_refuse_what_does_not_fit():
         kernels.norm_gate_up(normed(2, 64), weights(16, 64), "relu", array(2, 8))
     with pytest.raises(KernelError, match=r"features of \(2, 128\) have no place 2 of width 64"):
         kernels.norm_linear([normed(2, 64)], weights(8, 64), array(2, 8), kept=Kept(array(2, 128), 2))
+
+
+def test_sums_of_a_residual_have_a_place_of_their_own():
+    kernels, rows = few(), array(2, 64, dtype="float32")
+    added = AddedTo(rows, DeviceArray(1 << 21, (2, 64), "float32"), array(64), 1e-5)
+    for wrong in (added._replace(output=rows), added._replace(residual=array(2, 64)), added._replace(weight=array(32))):
+        with pytest.raises(KernelError, match=r"float32 \[2, 64\] are not added to .* another place for the sum"):
+            kernels.norm_linear([NormedInput(rows, None, added=wrong)], weights(8, 64), array(2, 8, dtype="float32"))
+    gates, others = array(2, 8), NormedInput(array(2, 64, dtype="float32"), None, width=16)
+    with pytest.raises(KernelError, match=r"8 gates .* for columns float32 of 16"):
+        kernels.token_gate_linear(NormedInput(rows, None), weights(8, 64), "silu", others, gates)
+    with pytest.raises(KernelError, match=r"and 16 columns of float32 \[2, 64\] give no float16"):
+        kernels.token_gate(array(2, 8, dtype="float32"), "silu", others, gates)
+    with pytest.raises(KernelError, match=r"do not fit; expected float32 and float16 of as many elements"):
+        kernels.token_inputs(rows, array(2, 64), array(24), 1e-5, 0.0, 1.0)
 
 
 def test_inputs_that_no_kernel_norms_are_refused():

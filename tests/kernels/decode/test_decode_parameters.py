@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.decode.contract import (
+    AddedTo,
     AttentionStep,
     AttentionWeights,
     Kept,
@@ -93,21 +94,45 @@ def test_parts_are_normed_where_they_are():
 
 def test_columns_of_gemma4():
     x, queries, output = normal(3, 40), normal(3, 24), np.empty((3, 8), np.float32)
-    before, ones = x.copy(), np.ones(8, np.float32)
-    FEW.unit_norm(x, 24, 8, 1e-3)()
-    parts = [normed(NormedInput(before[:, first : first + 8], ones, 1e-3)) for first in (24, 32)]
-    np.testing.assert_allclose(x[:, 24:], np.concatenate(parts, axis=1), rtol=1e-5, atol=1e-6)
+    before = x.copy()
     FEW.insert_columns(queries, x)()
-    np.testing.assert_array_equal(x[:, :24], queries)
+    np.testing.assert_array_equal(x, np.concatenate((queries, before[:, 24:]), axis=1))
     gate, own, norm = normal(3, 8), normal(3, 40) * 2, 1 + 0.1 * normal(8)
-    FEW.token_gate(gate, "silu", NormedInput(before, norm, 1e-3, 0.0, 16, 8), own, 3.0, output)()
-    through = normed(NormedInput(before[:, 16:24], norm, 1e-3)) + 3.0 * own[:, 16:24]
-    expected = gate / (1 + np.exp(-gate)) * through / math.sqrt(2)
+    inputs = before.copy()
+    FEW.token_inputs(inputs, own, norm, 1e-3, 0.5, 3.0)()
+    parts = [normed(NormedInput(part, norm, 1e-3, 0.5)) for part in np.split(before, 5, axis=1)]
+    np.testing.assert_allclose(inputs, (np.concatenate(parts, axis=1) + 3.0 * own) / math.sqrt(2), rtol=1e-5, atol=1e-5)
+    FEW.token_gate(gate, "silu", NormedInput(inputs, None, first=16, width=8), output)()
+    expected = gate / (1 + np.exp(-gate)) * inputs[:, 16:24]
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     residual, total, factor = normal(3, 8), np.empty((3, 8), np.float32), np.array([0.3], np.float32)
     FEW.norm_residual(NormedInput(before, norm, 1e-3, 0.0, 16, 8), residual, total, factor=factor)()
     expected = 0.3 * (residual + normed(NormedInput(before[:, 16:24], norm, 1e-3)))
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_an_input_is_added_to_first_is_another_launch_inside():
+    given, residual, weight, norm, factor = normal(2, 16), normal(2, 16), normal(16), normal(16), normal(1)
+    linear, apart, stream = LinearWeights(normal(8, 16)), *np.empty((2, 2, 16), np.float32)
+    added = AddedTo(residual, stream, weight, 1e-3, 1.0, factor)
+    through = NormedInput(normal(2, 40), None, first=16, width=8)
+    FEW.norm_residual(NormedInput(given, weight, 1e-3, 1.0), residual, apart, factor=factor)()
+    for own in (norm, None):
+        found, kept, expected = (
+            np.empty((2, 8), np.float32),
+            np.empty((2, 16), np.float32),
+            np.empty((2, 8), np.float32),
+        )
+        stream[...] = np.nan
+        FEW.norm_linear([NormedInput(given, own, 1e-5, added=added)], linear, found, kept=Kept(kept, raw=True))()
+        FEW.norm_linear([NormedInput(apart, own, 1e-5)], linear, expected)()
+        for one, wanted in ((stream, apart), (kept, apart), (found, expected)):
+            np.testing.assert_array_equal(one, wanted)
+    stream[...], gate = np.nan, expected.copy()
+    FEW.token_gate_linear(NormedInput(given, None, added=added), linear, "silu", through, found)()
+    FEW.token_gate(gate, "silu", through, expected)()
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(stream, apart)
 
 
 def normed(part: NormedInput) -> np.ndarray:

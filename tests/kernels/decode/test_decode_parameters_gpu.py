@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from decode_models import TOLERANCE
@@ -182,31 +184,29 @@ def test_parts_are_normed_where_they_are(bench: Bench, dtype, early, widths) -> 
 @pytest.mark.parametrize("size", [256, 512])
 def test_columns_of_gemma4(bench: Bench, dtype, rows, size) -> None:
     """Heads of E2B: 8 of queries, one of keys and one of values; 35 layers' embeddings of 256, and a layer's factor."""
-    x, expected = bench.both(rows, 10 * size, dtype="float32", scale=20.0)
-    before = expected.copy()
-    bench.few.unit_norm(x, 9 * size, size, EPSILON)()
-    FEW.unit_norm(expected, 9 * size, size, EPSILON)()
-    found = bench.gpu.download(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(found[:, : 9 * size], before[:, : 9 * size])
+    x, before = bench.both(rows, 10 * size, dtype="float32", scale=20.0)
     queries, values = bench.both(rows, 8 * size, dtype="float32")
     bench.few.insert_columns(queries, x)()
     inserted = bench.gpu.download(x)
     np.testing.assert_array_equal(inserted[:, : 8 * size], values)
-    np.testing.assert_array_equal(inserted[:, 8 * size :], found[:, 8 * size :])
+    np.testing.assert_array_equal(inserted[:, 8 * size :], before[:, 8 * size :])
 
-    projected, own, gate = (
-        bench.normed(rows, 8960, 256, "float32", first=512),
-        bench.both(rows, 8960),
-        bench.both(rows, 256, dtype="float32"),
-    )
+    inputs, gate = (bench.both(rows, width, dtype="float32") for width in (8960, 256))
+    own, norm, last_inputs = bench.both(rows, 8960), bench.both(256), bench.empty(1, 8960)
+    bench.gpu.upload(last_inputs, inputs[1][rows - 1 :])
+    bench.few.token_inputs(inputs[0], own[0], norm[0], EPSILON, 1.0, 16.0)()
+    bench.few.token_inputs(last_inputs, own[0][rows - 1 :], norm[0], EPSILON, 1.0, 16.0)()
+    FEW.token_inputs(inputs[1], own[1], norm[1], EPSILON, 1.0, 16.0)()
+    through = bench.gpu.download(inputs[0])
+    np.testing.assert_allclose(through, inputs[1], rtol=1e-5, atol=5e-5)
+    np.testing.assert_array_equal(bench.gpu.download(last_inputs)[0], through[-1])
     output, twin = bench.empty(rows, 256, dtype=dtype), np.empty((rows, 256), np.float32)
-    bench.few.token_gate(gate[0], "gelu_tanh", projected[0], own[0], 16.0, output)()
-    FEW.token_gate(gate[1], "gelu_tanh", projected[1], own[1], 16.0, twin)()
+    part = partial(NormedInput, weight=None, first=512, width=256)
+    bench.few.token_gate(gate[0], "gelu_tanh", part(inputs[0]), output)()
+    FEW.token_gate(gate[1], "gelu_tanh", part(inputs[1]), twin)()
     bits = bench.check(output, twin)
     alone = bench.empty(1, 256, dtype=dtype)
-    last_gate, last, last_own = (each[rows - 1 :] for each in (gate[0], projected[0].values, own[0]))
-    bench.few.token_gate(last_gate, "gelu_tanh", projected[0]._replace(values=last), last_own, 16.0, alone)()
+    bench.few.token_gate(gate[0][rows - 1 :], "gelu_tanh", part(last_inputs), alone)()
     np.testing.assert_array_equal(bench.gpu.download(alone)[0], bits[-1])
 
     normed, residual = bench.normed(rows, 1536, 1536, "float32"), bench.both(rows, 1536, dtype="float32")

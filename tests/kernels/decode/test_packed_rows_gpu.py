@@ -9,8 +9,9 @@ import pytest
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed
 
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import linear as launches
-from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import AddedTo, Kept, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import norm_linear_shared_bytes
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.packed_rows import packed_rows_ways
@@ -102,3 +103,66 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
         monkeypatch.setattr(launches, "packed_rows", lambda *_, way=way: way)
         for found, wanted in zip(computed(packed), expected, strict=True):
             np.testing.assert_array_equal(found, wanted, err_msg=str(way))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "columns", "group", "dtype"),
+    [
+        (1, 2560, 1536, 128, "float16"),
+        (2, 256, 1536, 128, "bfloat16"),
+        (1, 336, 520, 32, "float16"),
+        (2, 336, 4096, 128, "float16"),
+        (1, 3072, 2560, 32, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("is_normed", [True, False], ids=["normed", "rounded"])
+@pytest.mark.parametrize("has_factor", [True, False], ids=["factor", "sum"])
+def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
+    gpu, rows: int, width: int, columns: int, group: int, dtype: str, is_normed: bool, has_factor: bool, monkeypatch
+) -> None:
+    """The sum, its product and what is kept of it, gates, and gates of other rows, which have those of `token_gate`;
+    packed in every way, and dense."""
+    kernels = CudaDecodeKernels(gpu.kernel_module, dtype, 64)
+    layers = _layer(gpu, random_packed(width, columns, group, False, dtype, codes="int4"), dtype)
+    given, before = (_random(gpu, "float32", size, columns)[size - rows :] for size in (rows, rows + 1))
+    weight, norm_weight = _random(gpu, dtype, columns), _random(gpu, dtype, columns) if is_normed else None
+    factor = _random(gpu, "float32", 1) if has_factor else None
+    apart, stream = gpu.empty((rows, columns), "float32"), gpu.empty((rows, columns), "float32")
+    sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
+    kept, others = gpu.empty((rows, columns), dtype), _random(gpu, "float32", rows, 2 * width)
+    gated, through = gpu.empty((rows, width), dtype), NormedInput(others, None, first=width, width=width)
+    kernels.norm_residual(NormedInput(given, weight, 1e-6, 1.0), before, apart, factor=factor)()
+    added = AddedTo(before, stream, weight, 1e-6, 1.0, factor)
+
+    def computed(linear: LinearWeights, normed: NormedInput, sum_of: DeviceArray) -> list[np.ndarray]:
+        found = []
+        for launch, outputs in (
+            (kernels.norm_linear([normed], linear, sums, 0.5, Kept(kept, raw=True)), (sums, kept, sum_of)),
+            (kernels.norm_gate_up(normed, linear, "gelu_tanh", gates), (gates, sum_of)),
+        ):
+            for output in outputs if sum_of is stream else outputs[:-1]:
+                gpu.upload(output, np.ones_like(gpu.download(output)))
+            launch()
+            found += [gpu.download(output).view(np.uint8) for output in outputs]
+        if is_normed:
+            return found
+        if sum_of is apart:
+            kernels.norm_linear([normed], linear, sums)()
+            kernels.token_gate(sums, "gelu_tanh", through, gated)()
+        else:
+            kernels.token_gate_linear(normed, linear, "gelu_tanh", through, gated)()
+            inside = gpu.download(gated).view(np.uint8)
+            kernels.token_gate_linear(NormedInput(apart, None), linear, "gelu_tanh", through, gated)()
+            np.testing.assert_array_equal(inside, gpu.download(gated).view(np.uint8))
+        return [*found, gpu.download(gated).view(np.uint8)]
+
+    capacity, layout = capacity_of(gpu.kernel_module), layers[0].weight.layout
+    for linear in layers:
+        ways = [None] if linear is layers[1] else packed_rows_ways(rows, layout, capacity, normed=is_normed)
+        for way in ways:
+            if way is not None:
+                monkeypatch.setattr(launches, "packed_rows", lambda *_, way=way: way)
+            expected = computed(linear, NormedInput(apart, norm_weight, 1e-5), apart)
+            found = computed(linear, NormedInput(given, norm_weight, 1e-5, added=added), stream)
+            for own, wanted in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(own, wanted, err_msg=str(way))

@@ -56,6 +56,41 @@ def test_activations(kind: str) -> None:
         activation_number("sigmoid")
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "bound" in name or "clipped" in name])
+def test_values_within_bounds(name: str) -> None:
+    given, *others = wide(CASES[name])
+    found = CASES[name].run_twin(TWIN)
+    if CASES[name].kernel == "clip_rows":
+        expected = np.minimum(np.maximum(given, -0.5), 0.75)
+        np.testing.assert_allclose(found[:, : given.shape[1]], expected, atol=1e-6)
+        assert (found[:, given.shape[1] :] == 0).all()
+    else:
+        expected = activated(np.clip(given, -0.5, 0.75), "gelu_tanh") * np.clip(others[0], -0.5, 0.75)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "normed_heads"])
+def test_normed_heads(name: str) -> None:
+    qkv, query, key, epsilon, _ = wide(CASES[name])
+    found, size = CASES[name].run_twin(TWIN), len(query)
+    for number in range(9):
+        head = qkv[:, number * size : (number + 1) * size]
+        expected = head / np.sqrt((head**2).mean(axis=1, keepdims=True) + epsilon)
+        if number < 6:
+            expected = expected * (query * size**0.5 if number < 3 else key)
+            first, second, third, fourth = np.split(expected, 4, axis=1)
+            expected = np.concatenate((third, first, fourth, second), axis=1)
+        np.testing.assert_allclose(found[:, number * size : (number + 1) * size], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["standard_norm", "plain_standard_norm"])
+def test_standard_norms(name: str) -> None:
+    x, bias, scale, factor, epsilon, _ = wide(CASES[name])
+    y = factor * x if bias is None else (factor * x - bias) * scale
+    expected = y / np.sqrt((y**2).mean(axis=1, keepdims=True) + epsilon)
+    np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "attention"])
 def test_attention(name: str) -> None:
     (query, keys, every_value), window, visible, scale, _ = wide(CASES[name])
@@ -129,7 +164,16 @@ def test_places_of_convolutions(name: str) -> None:
         (Case("activate", (values(2, 8), 5, nothing(2, 8))), "activation is 5; expected 0 to 4"),
         (Case("copy_rows", (values(2, 8), None, nothing(3, 8), 0)), "3 rows of values of 2, without rows to choose"),
         (Case("copy_rows", (values(2, 8), None, nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
-        (Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))), "squares of 3 x 3 of 6 x 6 rows, values of 35"),
+        (
+            Case("average_pool", (values(35, 8), 6, 3, nothing(4, 8))),
+            "squares of 3 x 3 of values of 35, 6 a line, output of 4",
+        ),
+        (Case("clip_rows", (values(2, 8), values(3), nothing(2, 8), 0)), "bounds of 3 numbers"),
+        (Case("clip_rows", (values(2, 8), values(2), nothing(2, 8), 4)), "columns 4 to 12 of an output of 8"),
+        (
+            Case("normed_heads", (values(2, 40), values(8), values(8), 1e-6, nothing(2, 40))),
+            "3 times as many heads of 8",
+        ),
         (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 1, 0, 0, nothing(3, 32))), "3 x 3 have 4 places each, not 3"),
         (Case("unfold", (values(9, 8), 9, 3, 3, 2, 2, 1, 0, 0, nothing(4, 40))), "9 channels of 8 columns"),
         (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 0, 0, 0, nothing(4, 32))), "strides and channels begin at 1"),

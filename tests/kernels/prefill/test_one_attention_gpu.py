@@ -57,6 +57,7 @@ class Prompt:
     neighbours: bool = False
     behind: bool = False
     cap: float = 0.0
+    values: bool = False
 
     @property
     def heads(self) -> int:
@@ -80,7 +81,7 @@ class Prompt:
 
     def norms(self, query: Any, key: Any) -> HeadNorms:
         """Of queries and keys, by their weights."""
-        return HeadNorms(query, key, EPSILON, OFFSET, self.behind)
+        return HeadNorms(query, key, EPSILON, OFFSET, self.behind, self.values)
 
     def arrays(self, dtype: str) -> dict[str, np.ndarray]:
         """The arguments: qkv [T, W] float32, the rest as the device holds it."""
@@ -148,6 +149,7 @@ class Device:
             prompt.neighbours,
             prompt.behind,
             prompt.cap,
+            prompt.values,
         )
         weights = AttentionWeights(*norms, EPSILON, OFFSET, *kinds)
         sizes = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
@@ -258,6 +260,11 @@ PROMPTS = {
     "some_neighbours": Prompt(5, 64, ((64,), (1, 63)), 1, 8, 256, 64, neighbours=True, rounded=True),
     "norms_behind": Prompt(100, 200, SOME, 2, 4, 128, 128, norm=True, behind=True),
     "int8_norms_behind": Prompt(5, 64, ((64,), (1, 63)), 2, 1, 64, 64, norm=True, int8=True, behind=True),
+    "values_of_gemma": Prompt(
+        *(700, 700, ((700,), (64, 1, 500, 135)), 1, 8, 256, 256), norm=True, window=512, rows=1_280, values=True
+    ),
+    "values_of_512": Prompt(4_090, 70, ((70,), (6, 64)), 1, 8, 512, 512, norm=True, values=True),
+    "int8_values": Prompt(5, 64, ((64,), (1, 63)), 2, 1, 64, 64, norm=True, int8=True, values=True),
     "int8": Prompt(100, 200, SOME, 2, 4, 64, 64, int8=True),
     "int8_of_80": Prompt(5, 64, ((64,), (1, 63)), 2, 1, 80, 80, int8=True),
     "int8_of_128": Prompt(2_000, 200, SOME, 8, 4, 128, 128, norm=True, int8=True),

@@ -1,0 +1,315 @@
+"""Several GPUs of one machine: the base's steps are shared among ranks, each of which has its weights and states.
+
+The first rank is the backend that everybody sees: what is no step of the base runs on it alone, drafts and encoders
+too, and its stream is the order of all work. A step of the base brings its inputs to the other ranks, whose streams
+branch off for it, and come back behind it; so one captured graph holds the steps of all GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from edgellm.engines.backends.base import Engine
+from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
+from edgellm.engines.backends.device_layouts import PackedLayouts
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_weights import RankWeights
+from edgellm.engines.backends.ranked_arrays import RankedArray
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
+from edgellm.engines.model.adapted_projections import SCALES
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.sharding import Range
+from edgellm.engines.model.steps import Assemble
+from edgellm.kernels.acceptance.launcher import CudaAcceptance
+from edgellm.kernels.arrays import Array, DeviceArray
+from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
+
+_Found = TypeVar("_Found")
+
+
+class CudaRanks(CudaBackend):
+    """The backend of so many GPUs; `DeviceArray` is memory of the first, `RankedArray` that of all."""
+
+    _ranks_opened: ExitStack | None = None
+
+    def __init__(
+        self,
+        directory: EngineDirectory,
+        packed: PackedLayouts | None = None,
+        executor: str = "auto",
+        gpus: Sequence[int] = (0, 0),
+    ) -> None:
+        """`gpus` are the indices of the ranks' GPUs; see `CudaBackend`. Raises EngineError that names what of the model
+        they cannot share."""
+        count = len(gpus)
+        if count > MOST_RANKS:
+            raise EngineError(f"gpus is {count}: up to {MOST_RANKS} GPUs share a model")
+        if executor != "auto":
+            raise EngineError(f"several GPUs share what kernels run: take the executor auto, not {executor}")
+        #: Of the base's weights, what each rank has; it refuses what cannot be shared.
+        self._parts = RankWeights(directory, count, (packed or {}).get("base", {}))
+        self.others: list[CudaBackend] = []
+        with ExitStack() as opened:
+            for rank in range(1, count):
+                layouts = {"base": self._parts.layouts[rank]}
+                self.others.append(CudaBackend(directory, layouts, executor, gpus[rank], (rank, count)))
+                opened.callback(self.others[-1].close)  # contexts lie one on the other
+            own = dict(packed or {}) | ({"base": self._parts.layouts[0]} if packed else {})
+            super().__init__(directory, own, executor, gpus[0], (0, count))
+            opened.callback(super().close)
+            self.gpus = count
+            self._ranks: list[CudaBackend] = [self, *self.others]
+            self.memory = RankMemory(self._ranks)
+            for backend, argument in zip(self._ranks, self.memory.arguments, strict=True):
+                with backend.current():
+                    backend.rank = CudaRank(backend.kernel_module, self.compute_dtype, argument)
+            assert self.rank is not None
+            self._streams = RankStreams(self._ranks, self.memory, self.rank.joined())
+            self._loaded_parts: list[dict[str, Any]] = [{} for _ in self._ranks]
+            self._buffers: dict[tuple[int, str], DeviceArray] = {}
+            self._ranks_opened = opened.pop_all()
+
+    @cached_property
+    def acceptance(self) -> RankedAcceptance:
+        """The kernels of acceptance, which move the rows of all ranks."""
+        return RankedAcceptance(self.kernel_module, self.kernels)
+
+    def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        """See `RankStreams.run`."""
+        self._streams.run(launches)
+
+    def each(self, run: Callable[[int, CudaBackend], _Found]) -> list[_Found]:
+        """What is found of each rank and its backend, whose context is current then."""
+        found = []
+        for rank, backend in enumerate(self._ranks):
+            with backend.current():
+                found.append(run(rank, backend))
+        return found
+
+    def buffer(self, rank: int, name: str, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Memory of a rank that what runs one after another shares, by name."""
+        held, dtype = self._buffers.get((rank, name)), self._own(dtype)
+        if held is None or held.dtype != dtype or held.size < math.prod(shape):
+            with self._ranks[rank].current():
+                held = self._buffers[rank, name] = self._ranks[rank].zeros((max(1, math.prod(shape)),), dtype)
+        return held[: math.prod(shape)].reshape(*shape)
+
+    def read(self, array: DeviceArray) -> DeviceReadback:
+        """See `Backend.read`; a rank that has failed is an error when it is waited for."""
+        return _CheckedReadback(super().read(array), self.memory)
+
+    def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
+        """Arrays of which each rank has the heads or columns that it computes with."""
+        return {
+            name: RankedArray(edge[name][0], parts[0][1].dtype, parts)
+            for name, parts in zip(edge, zip(*self.each(partial(self._zeros_of, edge)), strict=True), strict=True)
+        }
+
+    def _zeros_of(
+        self, edge: Mapping[str, tuple[tuple[int, ...], str]], rank: int, backend: CudaBackend
+    ) -> list[tuple[tuple[Range, ...], DeviceArray]]:
+        """A rank's part of each."""
+        ranges = {name: self._parts.ranges(rank, name, shape) for name, (shape, _) in edge.items()}
+        widths = {name: sum(end - begin for begin, end in own) for name, own in ranges.items()}
+        own = {name: ((shape[0], widths[name], *shape[2:]), dtype) for name, (shape, dtype) in edge.items()}
+        found = CudaBackend.zeros_side_by_side(backend, own)
+        backend.synchronize()
+        return [(ranges[name], found[name]) for name in edge]
+
+    def upload(self, array: Any, values: np.ndarray) -> None:
+        """See `Backend.upload`: into adapters each rank's columns."""
+        if not isinstance(array, RankedArray):
+            super().upload(array, values)
+            return
+
+        def upload(rank: int, backend: CudaBackend) -> None:
+            ranges, part = array.parts[rank]
+            CudaBackend.upload(backend, part, np.concatenate([values[:, begin:end] for begin, end in ranges], axis=1))
+
+        self.each(upload)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See `Backend.copy`: between states of slots, of which one may be held by the first rank as by one GPU."""
+        pairs = [(target, source)]
+        if isinstance(target, RankedArray) and isinstance(source, RankedArray):
+            pairs = [(one, other) for (_, one), (_, other) in zip(target.parts, source.parts, strict=True)]
+        elif isinstance(target, RankedArray):
+            pairs = target.beside(source)
+        elif isinstance(source, RankedArray):
+            pairs = [(whole, part) for part, whole in source.beside(target)]
+        for one, other in pairs:
+            super().copy(one, other)
+
+    def upload_rows(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.upload_rows`."""
+        return self._of_heads(super().upload_rows, target, values, rows, first)
+
+    def upload_rows_beside(self, target: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.upload_rows_beside`."""
+        return self._of_heads(super().upload_rows_beside, target, values, rows, first)
+
+    def download_rows(self, source: Any, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """See `Backend.download_rows`."""
+        return self._of_heads(super().download_rows, source, values, rows, first)
+
+    def _of_heads(
+        self, copy: Callable[..., DeviceTransfer], array: Any, values: np.ndarray, rows: int, first: int
+    ) -> DeviceTransfer:
+        """Copy each rank's heads on one stream, so that the last is done when all are."""
+        if not isinstance(array, RankedArray):
+            return copy(array, values, rows, first)
+        return [copy(part, values[begin:end], rows, first) for ((begin, end),), part in array.parts][-1]
+
+    def load_weights(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Any]:
+        """See `Backend.load_weights`: of the base's, each rank gets its part alone, and the first what is its own."""
+        if [spec.name for spec in specs] != [spec.name for spec in decoder_weights(self._directory.config)]:
+            return super().load_weights(checkpoint, specs, progress)
+        loaded = self._parts.load(checkpoint, self._ranks, progress)
+        self._loaded_parts = [self._parts.parts(rank, weights) for rank, weights in enumerate(loaded)]
+        own = self._loaded_parts
+        self.each(lambda rank, backend: backend.load_kernels(own[rank] if rank else loaded[0] | own[0]))
+        return loaded[0]
+
+    def weight(self, rank: int, name: str) -> Any:
+        """A rank's part of a loaded weight of the base."""
+        return self._loaded_parts[rank][name]
+
+    def load_engine(self, shape: EngineShape) -> Engine:
+        """See `Backend.load_engine`."""
+        if shape.model != "base":
+            return super().load_engine(shape)
+        found: list[Any] = self.each(lambda rank, backend: CudaBackend.load_engine(backend, shape))
+        return RankedKernelEngine(self, found)
+
+    def check_memory(self, plan: MemoryPlan) -> None:
+        """Compare what each GPU is to hold with what is free there, then allocate the engines' scratch."""
+        plans = [self._parts.plan(rank, plan, backend.scratch_bytes()) for rank, backend in enumerate(self._ranks)]
+        wanted = Counter[int]()
+        for backend, own in zip(self._ranks, plans, strict=True):
+            wanted[backend.gpu.index] += own.total
+
+        def check(rank: int, backend: CudaBackend) -> None:
+            free, total = backend.free_memory()
+            if (needed := wanted[backend.gpu.index]) > free:
+                raise DeviceMemoryError(
+                    f"The model's part on GPU {backend.gpu.index} needs {needed / MEBIBYTE:.0f} MiB; "
+                    f"{free / MEBIBYTE:.0f} of {total / MEBIBYTE:.0f} MiB of {backend.gpu.name} are free:\n"
+                    f"{plans[rank].describe()}\nTake more GPUs, build the engine directory with a smaller "
+                    "--kv-capacity or --max-batch, or take a smaller model."
+                )
+
+        self.each(check)
+        self.each(lambda rank, backend: backend.attach_engines())
+
+    def lost(self) -> DeviceLostError | None:
+        """See `Backend.lost`, of any rank."""
+        for rank, error in enumerate(self.each(lambda rank, backend: CudaBackend.lost(backend))):
+            if error is not None:
+                return DeviceLostError(f"rank {rank} of {self.gpus}, GPU {self._ranks[rank].gpu.index}: {error}")
+        return None
+
+    def close(self) -> None:
+        """Free what all ranks have."""
+        opened, self._ranks_opened = self._ranks_opened, None
+        if opened is None:
+            return
+        self._loaded_parts, self._buffers, self.rank = [], {}, None
+        try:
+            opened.close()
+        finally:  # what is left goes now, and in this thread: nothing refers to itself
+            self._ranks, self.others = [], []
+            del self.memory, self._streams
+
+
+class _CheckedReadback(DeviceReadback):
+    """Values of a step that all ranks have taken, or an error."""
+
+    def __init__(self, values: DeviceReadback, memory: RankMemory) -> None:
+        self._found, self._memory = values, memory
+
+    def wait(self) -> np.ndarray:
+        """The values; raises EngineError that names a rank which has failed."""
+        values = self._found.wait()
+        self._memory.check()
+        return values
+
+
+class RankedKernelEngine:
+    """The engines of all ranks as one. Their inputs are brought to each; the first alone gives out what there is."""
+
+    def __init__(self, backend: CudaRanks, engines: Sequence[KernelEngine]) -> None:
+        self.shape, self._backend, self._engines = engines[0].shape, backend, engines
+        self.reads_attention_mask = any(engine.reads_attention_mask for engine in engines)
+        program = engines[0].program
+        self._weights, self._outputs = program.weights.keys(), program.outputs
+        #: What all ranks put out together, in the memory of the first.
+        self._assembled = {step.output for step in program.steps if isinstance(step, Assemble)}
+        names = *program.inputs, *((SCALES,) if program.adapted else ())
+        self._inputs = [name for name in names if name != "attention_mask" or self.reads_attention_mask]
+        self._given: list[dict[str, DeviceArray]] = [{} for _ in engines]
+        self._launches: list[list[Callable[[], object]]] = []
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`."""
+        for rank, engine in enumerate(self._engines):
+            own = {name: self._of_rank(rank, name, array) for name, array in bindings.items()}
+            engine.bind({name: array for name, array in own.items() if array is not None})
+            self._given[rank] |= {name: own[name] for name in self._inputs if name in own}
+        self._launches = []
+
+    def _of_rank(self, rank: int, name: str, array: Any) -> Any:
+        """What a rank is bound to in place of an array: None where it needs nothing."""
+        if name in self._weights:
+            return self._backend.weight(rank, name)
+        if isinstance(array, RankedArray):
+            return array.parts[rank][1]
+        if rank == 0 or name in self._assembled:
+            return array
+        place = f"outputs {array.dtype}" if name in self._outputs else name  # those are for nobody
+        needed = name in self._inputs or name in self._outputs
+        return self._backend.buffer(rank, place, array.shape, array.dtype) if needed else None
+
+    def enqueue(self) -> None:
+        """Enqueue on all streams; raises EngineError if a tensor was never bound, or a rank has failed."""
+        if not self._launches:
+            self._launches = self._backend.each(self._prepared)
+        self._backend.run(self._launches)
+
+    def _prepared(self, rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
+        launches, kernels = self._engines[rank].launches(), backend.rank
+        if rank == 0 or kernels is None:
+            return [*launches]
+        copies = [kernels.copy(self._given[0][name], self._given[rank][name]) for name in self._inputs]
+        return [*copies, kernels.joined(), *launches]
+
+    def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
+        """Enqueues as `enqueue` does, behind what any layer waits for."""
+        for step in self._engines[0].program.stateful:
+            before_layer(step.index)
+        self.enqueue()
+
+
+class RankedAcceptance(CudaAcceptance):
+    """Moves the rows of all ranks, in each one's memory; accepts on the first alone."""
+
+    def move_accepted(self, caches, *arguments):
+        """See `CudaAcceptance.move_accepted`."""
+        if isinstance(caches[0], RankedArray):
+            caches = [part for cache in caches for _, part in cache.parts]
+        super().move_accepted(caches, *arguments)

@@ -1,0 +1,151 @@
+"""Where ranks on GPUs give each other what they have, and how their work stands in one stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from itertools import permutations, zip_longest
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collection
+from edgellm.engines.errors import EngineError
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument
+
+#: What a rank waits for another before it ends the model. Long: kernels may have to be loaded first.
+WAIT_SECONDS = 30.0
+#: How many launches of a rank are enqueued before it is another one's turn.
+_AT_A_TIME = 16
+
+
+class RankMemory:
+    """Inboxes and flags of ranks on devices, of which several may be the same, and whether one has waited in vain."""
+
+    def __init__(self, devices: Sequence[CudaDevice], wait_seconds: float = WAIT_SECONDS) -> None:
+        """Raises EngineError where a GPU does not reach another one's memory."""
+        count = len(devices)
+        self._devices, self._seconds = devices, wait_seconds
+        self._failure: str | None = None
+        for one, other in permutations(devices, 2):
+            if not _reaches(one, other):
+                raise EngineError(
+                    f"GPU {one.gpu.index} ({one.gpu.name}) does not reach the memory of GPU {other.gpu.index}, as most "
+                    "GeForce cards: they share no model. Take one GPU"
+                )
+        self._missed = devices[0].host_visible((count,), "uint32")
+        self._arrays = [self._of_rank(device, count) for device in devices]
+        for device in devices:
+            with device.current():
+                device.synchronize()
+        #: What kernels of each rank take.
+        self.arguments = [self._argument(rank) for rank in range(count)]
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """What a rank of so many takes on its GPU."""
+        return count * INBOX_BYTES + (count + 1) * FLAGS * 4
+
+    def _of_rank(self, device: CudaDevice, count: int) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+        """Inbox, flags, rounds, and whether the rank has stopped."""
+        with device.current():
+            inbox, flags = device.zeros((count * INBOX_BYTES,), "uint8"), device.zeros((FLAGS * count,), "uint32")
+            return inbox, flags, device.zeros((FLAGS,), "uint32"), device.zeros((1,), "uint32")
+
+    def _argument(self, rank: int) -> RanksArgument:
+        inboxes, flags, rounds, stopped = zip(*self._arrays, strict=True)
+        places = [(ctypes.c_void_p * MOST_RANKS)(*(array.pointer for array in each)) for each in (inboxes, flags)]
+        own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 4 * rank
+        apart = len({device.gpu.index for device in self._devices}) == len(self._devices)
+        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart)
+
+    def fail(self, rank: int, error: BaseException) -> EngineError:
+        """The error of a rank that has failed, now or before; nothing runs from then on."""
+        if self._failure is None:
+            self._failure = f"rank {rank} of {len(self._devices)} {self._place(rank)} failed: {error}"
+        return EngineError(f"{self._failure}. Open the model anew")
+
+    def check(self) -> None:
+        """Raise EngineError that names a rank which has failed, or for which another has waited in vain."""
+        if self._failure is None:
+            missed = self._devices[0].seen(self._missed)
+            late = np.flatnonzero(missed)
+            if not late.size:
+                return
+            rank = int(missed[late[0]]) - 1
+            self._failure = (
+                f"rank {rank} of {len(self._devices)} {self._place(rank)} has failed: rank {late[0]} waited "
+                f"{self._seconds:g} s for what it computes"
+            )
+        raise EngineError(f"{self._failure}. Open the model anew")
+
+    def _place(self, rank: int) -> str:
+        return f"(GPU {self._devices[rank].gpu.index})"
+
+
+def _reaches(one: CudaDevice, other: CudaDevice) -> bool:
+    """Whether kernels of one device may use the other's memory, which is made possible."""
+    if one.gpu.index == other.gpu.index:
+        return True
+    from cuda.bindings import driver
+
+    (_, own), (_, peer) = (driver.cuDeviceGet(device.gpu.index) for device in (one, other))
+    status, can = driver.cuDeviceCanAccessPeer(own, peer)
+    if status != driver.CUresult.CUDA_SUCCESS or not can:
+        return False
+    with other.current():
+        _, context = driver.cuCtxGetCurrent()
+    with one.current():
+        (enabled,) = driver.cuCtxEnablePeerAccess(context, 0)
+    return enabled in (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED)
+
+
+class RankStreams:
+    """Runs what ranks enqueue on streams of their own, within the work of the first one's stream, captured or not."""
+
+    def __init__(self, devices: Sequence[CudaDevice], memory: RankMemory, joined: Callable[[], None]) -> None:
+        """`joined` is a launch of the first rank's that does nothing."""
+        self._devices, self._memory, self._joined = devices, memory, joined
+        self._events = [self._event(device) for device in devices]
+
+    @staticmethod
+    def _event(device: CudaDevice) -> Any:
+        import pycuda.driver as cuda
+
+        with device.current():
+            return cuda.Event(cuda.event_flags.DISABLE_TIMING)
+
+    def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        """Enqueue the launches of each rank, behind what the first one's stream has, and let it wait for all.
+
+        A few of each rank by turns: a launch that finds its stream full waits for the GPU, which may wait for another
+        rank, as do loading a kernel and freeing memory: neither is done in between. Raises EngineError that names a
+        rank which has failed, now or before.
+        """
+        self._memory.check()
+        with no_garbage_collection():
+            self._run(launches)
+
+    def _run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        first, *others = self._devices
+        rank = 0
+        try:
+            self._events[0].record(first.stream)
+            for rank in range(1, len(self._devices)):
+                with self._devices[rank].current():
+                    self._devices[rank].stream.wait_for_event(self._events[0])
+            turns = [[own[at : at + _AT_A_TIME] for at in range(0, len(own), _AT_A_TIME)] for own in launches]
+            for turn in zip_longest(*turns, fillvalue=()):
+                for rank, own in enumerate(turn):
+                    with self._devices[rank].current():
+                        for launch in own:
+                            launch()
+            for rank, device in enumerate(others, 1):
+                with device.current():
+                    self._events[rank].record(device.stream)
+                first.stream.wait_for_event(self._events[rank])
+            rank = 0
+            self._joined()
+        except Exception as error:
+            raise self._memory.fail(rank, error) from error

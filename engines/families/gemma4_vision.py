@@ -1,0 +1,177 @@
+"""Gemma 4's vision encoder: images of any shape in a budget of tokens, heads normed and turned by rows and columns,
+linear layers whose inputs and outputs have bounds, and tokens that are means of squares of patches."""
+
+from __future__ import annotations
+
+from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.vision_fields import Read, dimensions, rotated, text_hidden_size
+from edgellm.engines.families.vision_parts import QKV, TOWER, TowerWeights
+from edgellm.engines.model.config import LARGEST_MERGE, WeightSpec
+from edgellm.engines.model.encoder_steps import (
+    AveragePool,
+    Clip,
+    ClippedGate,
+    EncoderAttention,
+    NormedHeads,
+    StandardNorm,
+)
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.steps import Add, Input, Linear, Norm, Normed, NormLinear, Step
+from edgellm.engines.model.vision import VisionConfig
+
+#: What stands for an image's tokens, before and behind them, where the file does not say.
+GEMMA4_IMAGE_TOKEN, _BEGIN, _END = 258880, 255999, 258882
+#: How many tokens an image has at most where nothing says it.
+GEMMA4_TOKENS = 280
+#: What published configurations leave out.
+_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "num_channels": 3,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 10240,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 100.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def read_gemma4_vision(top: ConfigFields) -> Read:
+    """Each head of queries has keys and values of its own, and heads fill the width."""
+    raw = top.values["vision_config"]
+    if raw.get("model_type", "gemma4_vision") != "gemma4_vision":
+        top.refuse("vision_config.model_type", raw["model_type"], "supported is gemma4_vision")
+    fields = ConfigFields(filled(raw, _DEFAULTS, is_part=True), None, top.family)
+    values = dimensions(top, fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
+    heads = values["num_heads"]
+    for key, expected in {"head_dim": values["hidden_size"] // max(1, heads), "num_key_value_heads": heads}.items():
+        if fields.size(key) != expected:
+            fields.refuse(key, fields.values[key], f"supported is {expected}")
+    if fields.switch("attention_bias"):
+        fields.refuse("attention_bias", True, "supported is false")
+    rope = raw.get("rope_parameters")
+    kind = rope.get("rope_type", "axial") if isinstance(rope, dict) else "axial"
+    if kind not in ("axial", "default"):
+        fields.refuse("rope_parameters.rope_type", kind, "supported is axial")
+    return fields, rotated(fields, values) | {
+        "temporal_patch_size": 1,
+        "spatial_merge_size": fields.size("pooling_kernel_size", largest=LARGEST_MERGE),
+        "out_hidden_size": text_hidden_size(top),
+        "activation": fields.word("hidden_activation", {"gelu_pytorch_tanh": "gelu_tanh"}),
+        "norm_eps": fields.positive("rms_norm_eps"),
+        "image_token_id": top.token_id("image_token_id", GEMMA4_IMAGE_TOKEN),
+        "vision_start_token_id": top.token_id("boi_token_id", _BEGIN),
+        "vision_end_token_id": top.token_id("eoi_token_id", _END),
+        "tensor_prefix": "model.vision_tower.",
+        "projector_prefix": "model.embed_vision.",
+        "num_position_embeddings": fields.size("position_embedding_size"),
+        "feature_layers": (values["num_layers"],),
+        "clipped": fields.switch("use_clipped_linears"),
+        "standardized": fields.switch("standardize"),
+    }
+
+
+def gemma4_vision_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The patches come in blocks of a token, the padding behind them. The rows are divided by what the language model
+    multiplies by."""
+    tower, hidden = TowerWeights(TOWER, config.tensor_prefix, config.norm_eps), config.hidden_size
+    projector = TowerWeights("embed_vision.", config.projector_prefix)
+    steps: list[Step] = [
+        NormLinear(
+            "hidden",
+            (Input("patches"),),
+            tower.linear("patch_embedder.input_proj", hidden, config.patch_elements, False),
+        ),
+        Add("hidden", "hidden", "position_embeddings"),
+    ]
+    for index in range(config.num_layers):
+        steps += _Layer(config, tower, f"encoder.layers.{index}.").steps(shape.tokens)
+    merge, out = config.spatial_merge_size, config.out_hidden_size
+    standard = (tower.weight("std_bias", hidden), tower.weight("std_scale", hidden)) if config.standardized else None
+    linear = projector.linear("embedding_projection", out, hidden, False)
+    return [
+        *steps,
+        AveragePool("pooled", "hidden", hidden, merge, merge, shape.tokens // merge),
+        StandardNorm("pooled", "pooled", hidden**0.5, config.norm_eps, standard),
+        NormLinear("image_embeddings", (Input("pooled"),), linear, scale=out**-0.5),
+    ]
+
+
+class _Layer:
+    """The steps of one layer on the residual stream "hidden"."""
+
+    def __init__(self, config: VisionConfig, tower: TowerWeights, prefix: str) -> None:
+        self._config, self._tower, self._prefix = config, tower, prefix
+
+    def steps(self, rows: int) -> list[Step]:
+        """Both parts, each normed before and behind."""
+        config, heads = self._config, self._config.num_heads
+        norms = tuple(self._tower.rms_norm(f"{self._prefix}self_attn.{each}_norm", config.head_dim) for each in "qk")
+        attention = EncoderAttention(
+            "context", "qkv", heads, config.head_dim, (1, rows), "attention_mask", "rotary_cos_sin"
+        )
+        return [
+            *self._attended("qkv", self._norm("input_layernorm")),
+            NormedHeads("qkv", "qkv", heads, (norms[0], norms[1])),
+            attention,
+            *self._added("context", "self_attn.o_proj", config.hidden_size, "post_attention_layernorm"),
+            *self._activated("activation", self._norm("pre_feedforward_layernorm")),
+            *self._added("activation", "mlp.down_proj", config.intermediate_size, "post_feedforward_layernorm"),
+        ]
+
+    def _norm(self, name: str) -> Norm:
+        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
+
+    def _attended(self, output: str, norm: Norm) -> list[Step]:
+        """Queries, keys and values."""
+        hidden = self._config.hidden_size
+        if not self._config.clipped:
+            parts = {f"{name}.linear": hidden for name in QKV}
+            joined = self._tower.linear(f"{self._prefix}self_attn.qkv_proj", parts, hidden, False)
+            return [NormLinear(output, (Input("hidden", (norm,)),), joined)]
+        steps = self._each(norm, {f"self_attn.{name}": hidden for name in QKV})
+        clipped = tuple((f"self_attn.{name}", self._bounds(f"self_attn.{name}", "output")) for name in QKV)
+        return [*steps, Clip(output, clipped)]
+
+    def _activated(self, output: str, norm: Norm) -> list[Step]:
+        """What the gate lets through."""
+        hidden, inner, activation = self._config.hidden_size, self._config.intermediate_size, self._config.activation
+        gate, value = "mlp.gate_proj", "mlp.up_proj"
+        if not self._config.clipped:
+            parts = dict.fromkeys(("gate_proj.linear", "up_proj.linear"), inner)
+            joined = self._tower.linear(f"{self._prefix}mlp.gate_up_proj", parts, hidden, False)
+            return [NormLinear(output, (Input("hidden", (norm,)),), joined, activation, gated=True)]
+        bounds = self._bounds(gate, "output"), self._bounds(value, "output")
+        return [*self._each(norm, {gate: inner, value: inner}), ClippedGate(output, gate, value, bounds, activation)]
+
+    def _each(self, norm: Norm, rows: dict[str, int]) -> list[Step]:
+        """What the normed stream gives by several layers, each with bounds of its own."""
+        steps: list[Step] = [Normed("normed", "hidden", norm)]
+        for name, count in rows.items():
+            steps.append(Clip("bounded", (("normed", self._bounds(name, "input")),)))
+            steps.append(NormLinear(name, (Input("bounded"),), self._linear(name, count, self._config.hidden_size)))
+        return steps
+
+    def _added(self, value: str, name: str, columns: int, norm: str) -> list[Step]:
+        """What is added to the residual stream."""
+        linear = self._linear(name, self._config.hidden_size, columns)
+        steps: list[Step] = [NormLinear("added", (Input(value),), linear)]
+        if self._config.clipped:
+            before = Clip("bounded", ((value, self._bounds(name, "input")),))
+            behind = Clip("added", (("added", self._bounds(name, "output")),))
+            steps = [before, NormLinear("added", (Input("bounded"),), linear), behind]
+        return [*steps, Normed("added", "added", self._norm(norm)), Add("hidden", "hidden", "added")]
+
+    def _linear(self, name: str, rows: int, columns: int) -> Linear:
+        return self._tower.linear(f"{self._prefix}{name}.linear", rows, columns, False)
+
+    def _bounds(self, name: str, side: str) -> WeightSpec:
+        """The least and the most of a layer's "input" or "output"."""
+        ends = [self._tower.weight(f"{self._prefix}{name}.{side}_{end}", 1, part=()) for end in ("min", "max")]
+        return WeightSpec(f"{ends[0].name.removesuffix('_min')}_bounds", (2,), tuple(each.parts[0] for each in ends))

@@ -1,0 +1,1 @@
+"""What passes between GPUs that share a model: sums, columns and inputs."""

@@ -1,0 +1,118 @@
+"""What passes between GPUs that share a model, on the GPU. All ranks launch the same sums, in the same order, and each
+waits for those of the others (sum.cu); what else they give each other is copied."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import partial
+
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray, members
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launcher import CUDA_TYPES
+
+#: The most GPUs that share a model.
+MOST_RANKS = 8
+#: Threads of a block, pieces of four floats that a thread has in a round, and blocks: every GPU runs as many at once.
+_THREADS, _DEPTH, _MOST_BLOCKS = 256, 8, 64
+#: What an inbox takes for each rank that writes into it, of two rounds; flags in a rank's memory for each rank, and
+#: rounds.
+INBOX_BYTES, FLAGS = 2 * _MOST_BLOCKS * _DEPTH * _THREADS * 16, _MOST_BLOCKS
+
+
+class RanksArgument(ctypes.Structure):
+    """`Ranks` of sum.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p * MOST_RANKS) for name in ("inboxes", "flags")),
+        *members("void* rounds stopped missed", "longlong limit", "int own count early"),
+    ]
+
+
+def ranks_source(dtype: str) -> ModuleSource:
+    """The kernels of ranks that compute in `dtype`."""
+    macros = {
+        "HOST_MOST_RANKS": MOST_RANKS,
+        "HOST_THREADS": _THREADS,
+        "HOST_DEPTH": _DEPTH,
+        "HOST_MOST_BLOCKS": _MOST_BLOCKS,
+        "HOST_RANKS_BYTES": ctypes.sizeof(RanksArgument),
+    }
+    expressions = tuple(_sum_of(dtype, turns) for turns in (1, _DEPTH))
+    return ModuleSource(f"ranks_{dtype}", ("ranks/sum.cu",), expressions, (*macros.items(),))
+
+
+class ArrayCopy:
+    """Copies rows on the stream of `module` each time that it is called, between any two GPUs."""
+
+    def __init__(self, module: KernelModule, source: DeviceArray, target: DeviceArray, column: int = 0) -> None:
+        """`source` [R, K] becomes the columns from `column` on of `target` [R, N]; of one row, or where both have the
+        same size, what is copied is in one piece."""
+        driver, item, width = module.driver, ITEM_SIZES[source.dtype], source.shape[-1]
+        place = target.pointer + column * item
+        self._driver, self._kept = driver, (source, target)
+        if source.size in (width, target.size):
+            self._copy = partial(driver.cuMemcpyDtoDAsync, place, source.pointer, source.nbytes, module.stream)
+            return
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy.srcDevice, copy.dstDevice = source.pointer, place
+        copy.WidthInBytes, copy.srcPitch, copy.dstPitch = width * item, width * item, target.shape[-1] * item
+        copy.Height = source.size // width
+        self._copy = partial(driver.cuMemcpy2DAsync, copy, module.stream)
+
+    def __call__(self) -> None:
+        (status,) = self._copy()
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise KernelError(f"copying between GPUs failed: {status}")
+
+    def overlap_previous(self) -> None:
+        """It does not."""
+
+
+class CudaRank:
+    """What one rank launches. Methods are those of `NumpyRank`."""
+
+    def __init__(self, module: KernelModule, dtype: str, argument: RanksArgument) -> None:
+        """`argument` says where the memory of all ranks is; it must stay there."""
+        self._module, self._dtype, self._argument = module, dtype, argument
+        self._source = ranks_source(dtype)
+        module.load(self._source)
+
+    def sum(
+        self, values: DeviceArray, output: DeviceArray, residual: DeviceArray | None = None, scale: float = 1.0
+    ) -> Launch:
+        """See `NumpyRank.sum`; a multiple of 4 elements."""
+        before = values if residual is None else residual
+        is_float = values.dtype == output.dtype == "float32" and before.dtype in ("float32", self._dtype)
+        if not is_float or len({values.size, output.size, before.size}) > 1 or values.size % 4:
+            raise KernelError(
+                f"ranks add no {values.dtype} {list(values.shape)}, and {before.dtype} {list(before.shape)}, to "
+                f"{output.dtype} {list(output.shape)}; expected float32 of one size, a multiple of 4"
+            )
+        pieces = values.size // 4
+        blocks = min(_MOST_BLOCKS, max(1, -(-pieces // _THREADS)))
+        depth = min(_DEPTH, max(1, -(-pieces // (blocks * _THREADS))))
+        pointers = (ctypes.c_void_p(0 if array is None else array.pointer) for array in (values, output, residual))
+        numbers = ctypes.c_int(before.dtype == "float32"), ctypes.c_float(scale), ctypes.c_longlong(pieces)
+        kernel = Kernel(self._source, _sum_of(self._dtype, 1 if depth == 1 else _DEPTH))
+        arguments = self._argument, *pointers, *numbers, ctypes.c_int(depth)
+        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, arguments)
+
+    def columns(self, values: DeviceArray, widths: Sequence[int], output: DeviceArray) -> ArrayCopy:
+        """See `NumpyRank.columns`."""
+        return self.copy(values, output, sum(widths[: self._argument.own]))
+
+    def copy(self, source: DeviceArray, target: DeviceArray, column: int = 0) -> ArrayCopy:
+        """See `ArrayCopy`."""
+        return ArrayCopy(self._module, source, target, column)
+
+    def joined(self) -> Launch:
+        """A launch that does nothing: what comes behind it has one predecessor."""
+        return Launch(self._module, Kernel(self._source, "joined"), (1, 1, 1), 32, 0, ())
+
+
+def _sum_of(dtype: str, turns: int) -> str:
+    return f"ranks::sum_ranks<{CUDA_TYPES[dtype]}, {turns}>"

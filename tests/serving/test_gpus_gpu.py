@@ -1,0 +1,156 @@
+"""A model that ranks on GPUs share: two on one GPU here, and on two where they are there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from every_kind import DRAFTINGS
+from packed_checkpoints import write_packed
+
+from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
+from edgellm.device.proof import compared_tokens
+from edgellm.engines.backends import cuda_ranks, opening
+from edgellm.engines.backends.cuda_ranks import CudaRanks
+from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
+from edgellm.kernels.gpu import visible_gpus
+from edgellm.opened_model import SHIPPED_MODEL
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ("The red cup stands on the left, and the robot", "Hello! What can you do?", "a", "b " * 300)
+TREE = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=16)
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=7)
+
+
+@pytest.fixture(params=["one", "own"], scope="module")
+def places(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ranks on the first GPU, or each on one of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "one":
+            request.getfixturevalue("queues")
+            patch.setattr(opening, "rank_gpus", lambda first, count: (0,) * count)
+        elif len(visible_gpus()) < 2:
+            pytest.skip("there is one GPU")
+        yield
+
+
+@pytest.fixture(scope="module")
+def two(places: None) -> Iterator[LLM]:
+    with LLM(backend="tensorrt", gpus=2, drafting=TREE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[LLM]:
+    with LLM(backend="tensorrt", drafting=None) as llm:
+        yield llm
+
+
+def answers(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    found = [llm.stream(prompt, params) for prompt in PROMPTS]
+    return [list(each.result().token_ids) for each in found]
+
+
+def test_tokens_are_those_of_one_gpu_and_of_numpy_up_to_near_ties(one: LLM, two: LLM) -> None:
+    found, prompts = answers(two, GREEDY), [one.tokenizer.encode(prompt) for prompt in PROMPTS]
+    with LLM(backend="numpy", gpus=2, drafting=None) as ranks:
+        others = {"one GPU": answers(one, GREEDY), "NumPy's ranks": answers(ranks, GREEDY)}
+    with open_runner("numpy", EngineDirectory.open(SHIPPED_MODEL)) as runner:
+        for name, expected in others.items():
+            logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, expected, strict=True)]
+            compared = compared_tokens(expected, found, logits, LOGIT_TOLERANCES["float16"])
+            print(f"\n{name}: {compared}")
+            assert not compared["faults"], (name, compared)
+
+
+def test_drafted_and_plain_and_run_to_run_nothing_differs(two: LLM) -> None:
+    drafted = [answers(two, params) for params in (GREEDY, DRAWN)]
+    assert drafted[0] != drafted[1]
+    two.use_drafting(None)
+    assert [answers(two, params) for params in (GREEDY, DRAWN)] == drafted
+    two.use_drafting(TREE)
+    assert [answers(two, params) for params in (GREEDY, DRAWN)] == drafted
+
+
+def test_every_kind_of_drafting_gives_the_tokens_of_plain_steps(two: LLM, places: None) -> None:
+    two.use_drafting(None)
+    expected = answers(two, GREEDY)
+    for name in ("chain", "choices", "suffix", "joint", "adaptive"):
+        two.use_drafting(DRAFTINGS[name])
+        assert answers(two, GREEDY) == expected, name
+    two.use_drafting(TREE)
+
+
+def test_steps_are_captured_and_nothing_is_made_later(places: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), LLM(backend="tensorrt", gpus=2, drafting=TREE) as llm:
+        runtime = llm._runtime
+        assert isinstance(runtime._open_runner().backend, CudaRanks) and not runtime._open_runner().uncaptured
+        before = dict(runtime.made.counts)
+        for prompt in PROMPTS:
+            llm.generate(prompt, GREEDY)
+        assert runtime.made.counts == before and "capture" not in caplog.text
+        del runtime
+
+
+def test_snapshots_and_conversations_bring_rows_to_all(two: LLM, tmp_path: Path) -> None:
+    system = "You are a robot at a table. You answer in one short sentence. " * 3
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Where is the red cup?"}]
+    wanted = two.chat(messages, SamplingParams(max_tokens=8)).token_ids
+    two.cache_system_prompt(system, save=tmp_path / "kept")
+    for gpus in (2, 1):  # the layout is that of one GPU
+        with LLM(backend="tensorrt", gpus=gpus, drafting=TREE) as again:
+            again.load_snapshot(tmp_path / "kept")
+            found = again.chat(messages, SamplingParams(max_tokens=8))
+        assert found.usage.reused_tokens > 40 and (gpus == 1 or found.token_ids == wanted)
+    session = two.create_session(params=SamplingParams(max_tokens=12))
+    told = [session.send(text) for text in ("Where is the red cup?", "And the ball?")]
+    assert told[1].usage.reused_tokens > 50
+
+
+def test_adapters_change_all_ranks(places: None, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "own", EngineDirectory.open(SHIPPED_MODEL).config, 3, 4)
+    found = []
+    for gpus in (1, 2):
+        with LLM(backend="tensorrt", gpus=gpus, drafting=None, adapters={"own": folder}) as llm:
+            found.append([llm.generate(PROMPTS[0], GREEDY, adapter=name).token_ids for name in (None, "own")])
+    assert found[0][0] != found[0][1] and found[1][0] != found[1][1]
+    shared = sum(one == two for one, two in zip(found[0][1], found[1][1], strict=True))
+    assert shared > 12, found
+
+
+def test_keys_and_values_of_several_gpus_are_not_handed_out(two: LLM) -> None:
+    refused = pytest.raises(EngineError, match="keys and values of several GPUs are not handed out")
+    with refused, two.prefill(Request(PROMPTS[0]), [0]):
+        pass
+
+
+def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ranks, "RankMemory", partial(RankMemory, wait_seconds=0.5))
+    with LLM(backend="tensorrt", gpus=2, drafting=None) as llm:
+        run = RankStreams._run
+        monkeypatch.setattr(RankStreams, "_run", lambda streams, launches: run(streams, [launches[0], []]))
+        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed: rank 0 waited 0.5 s for what"):
+            llm.generate("The red cup", max_tokens=4)
+        monkeypatch.setattr(RankStreams, "_run", run)
+        with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
+            llm.generate("The blue cup", max_tokens=4)
+
+
+def test_packed_weights_give_the_tokens_of_their_dense_twin(places: None, tmp_path: Path) -> None:
+    """In groups of 32 with zero points, cut by rows and by columns; the same bits on each rank."""
+    models = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
+    found = []
+    for model in models:
+        build_engine_directory(model, model.with_suffix(".engines"), EngineLimits(1, 128, 512), None, "float16")
+        with LLM(model.with_suffix(".engines"), backend="tensorrt", gpus=2, drafting=None) as llm:
+            found.append(answers(llm, GREEDY))
+    assert found[0] == found[1]

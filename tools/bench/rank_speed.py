@@ -1,0 +1,121 @@
+"""How long GPUs that share a model take to add what they have, within a captured graph.
+
+python -m tools.bench.rank_speed                 two ranks on the first GPU, of which one waits for the other
+python -m tools.bench.rank_speed --gpus 0 1      on two GPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.rank_memory import WAIT_SECONDS, RankMemory, RankStreams
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.ranks.launcher import CudaRank
+
+#: Rows and columns of what is added: a token's of Llama-1B and 8B, a tree's, chunks of prompts.
+SHAPES = ((1, 2048), (1, 4096), (16, 4096), (512, 4096), (4096, 4096))
+#: Sums in a graph.
+_COUNT = 50
+
+
+class Ranks(NamedTuple):
+    """Ranks on devices, their kernels, and what runs them."""
+
+    devices: Sequence[CudaDevice]
+    memory: RankMemory
+    kernels: Sequence[CudaRank]
+    streams: RankStreams
+
+    def each(self, make: Callable[[int, CudaDevice, CudaRank], Any]) -> list[Any]:
+        """What is made of each rank, in its device's context."""
+        found = []
+        for rank, (device, kernels) in enumerate(zip(self.devices, self.kernels, strict=True)):
+            with device.current():
+                found.append(make(rank, device, kernels))
+        return found
+
+    def arrays(self, values: Sequence[np.ndarray]) -> list[Any]:
+        """Each rank's values in its memory."""
+
+        def copied(rank: int, device: CudaDevice, kernels: CudaRank) -> Any:
+            array = device.empty(values[rank].shape, values[rank].dtype.name)
+            device.upload(array, values[rank])
+            device.synchronize()
+            return array
+
+        return self.each(copied)
+
+    def seen(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """What is in each rank's array, once all work is done."""
+        self.devices[0].synchronize()
+        return self.each(lambda rank, device, kernels: device.download(arrays[rank]))
+
+
+@contextmanager
+def opened_ranks(gpus: Sequence[int], dtype: str = "float16", wait_seconds: float = WAIT_SECONDS) -> Iterator[Ranks]:
+    """Ranks on the GPUs of these indices, of which several may be the same."""
+    with ExitStack() as opened:
+        devices = []
+        for index in reversed(gpus):  # the first rank's context is current
+            devices.insert(0, CudaDevice(index))
+            opened.callback(devices[0].close)
+        memory, kernels = RankMemory(devices, wait_seconds), []
+        for device, argument in zip(devices, memory.arguments, strict=True):
+            with device.current():
+                module = KernelModule(device.gpu, device.stream)
+                opened.callback(_close, device, module)
+                kernels.append(CudaRank(module, dtype, argument))
+        yield Ranks(devices, memory, kernels, RankStreams(devices, memory, kernels[0].joined()))
+
+
+def _close(device: CudaDevice, module: KernelModule) -> None:
+    with device.current():
+        module.close()
+
+
+def microseconds(ranks: Ranks, shape: tuple[int, int]) -> float:
+    """The least microseconds of a sum over ten runs of a graph that holds many."""
+    import pycuda.driver as cuda
+
+    values = ranks.arrays([np.ones(shape, np.float32)] * len(ranks.devices))
+    outputs = ranks.arrays([np.zeros(shape, np.float32)] * len(ranks.devices))
+
+    def launches(rank: int, device: CudaDevice, kernels: CudaRank) -> list[Any]:
+        made = [kernels.sum(values[rank], outputs[rank]) for _ in range(_COUNT)]
+        for launch in made[1:]:
+            launch.overlap_previous()
+        return made
+
+    made, first = ranks.each(launches), ranks.devices[0]
+    ranks.streams.run(made)
+    graph = first.capture(lambda: ranks.streams.run(made), "sums")
+    start, end, times = cuda.Event(), cuda.Event(), []
+    for _ in range(10):
+        start.record(first.stream)
+        graph()
+        end.record(first.stream)
+        end.synchronize()
+        times.append(start.time_till(end) * 1000 / _COUNT)
+    ranks.memory.check()
+    return min(times)
+
+
+def main() -> None:
+    """Print a line for each shape."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[0, 0])
+    given = parser.parse_args()
+    with opened_ranks(given.gpus) as ranks:
+        print(f"{len(given.gpus)} ranks on GPUs {given.gpus}")
+        for shape in SHAPES:
+            print(f"[{shape[0]}, {shape[1]}]: {microseconds(ranks, shape):.2f} us a sum", flush=True)
+
+
+if __name__ == "__main__":
+    main()
