@@ -111,8 +111,15 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     assert stack <= 64
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("linear", "sm_87"), ("gate_up", "sm_90")])
-@pytest.mark.parametrize("tiling", PACKED_TILINGS[:3], ids=named)
+@pytest.mark.parametrize(
+    ("tiling", "name", "architecture"),
+    [
+        pytest.param(tiling, *asked, id=f"{named(tiling)}-{asked[0]}", marks=() if first else pytest.mark.slow)
+        for tiling, by_linear in zip(PACKED_TILINGS[:3], (True, False, True), strict=True)
+        for asked in (("linear", "sm_87"), ("gate_up", "sm_90"))
+        for first in [(asked[0] == "linear") == by_linear]
+    ],
+)
 def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
     """But for some of what places of copies are found by, once in 128 columns."""
     layout = DeviceLayout(WeightFormat("int4", 128, False, "float16"), 4096, 4096, small=True)
