@@ -111,14 +111,19 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     assert stack <= 64
 
 
+LINEAR, GATE_UP = ("linear", "sm_87"), ("gate_up", "sm_90")
+
+
 @pytest.mark.parametrize(
     ("tiling", "name", "architecture"),
     [
-        pytest.param(tiling, *asked, id=f"{named(tiling)}-{asked[0]}", marks=() if first else pytest.mark.slow)
-        for tiling, by_linear in zip(PACKED_TILINGS[:3], (True, False, True), strict=True)
-        for asked in (("linear", "sm_87"), ("gate_up", "sm_90"))
-        for first in [(asked[0] == "linear") == by_linear]
+        *((tiling, *asked) for tiling, asked in zip(PACKED_TILINGS, (LINEAR, GATE_UP, LINEAR), strict=False)),
+        *(
+            pytest.param(tiling, *asked, marks=pytest.mark.slow)
+            for tiling, asked in zip(PACKED_TILINGS, (GATE_UP, LINEAR, GATE_UP), strict=False)
+        ),
     ],
+    ids=lambda value: named(value) if isinstance(value, PromptTiling) else None,
 )
 def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
     """But for some of what places of copies are found by, once in 128 columns."""
