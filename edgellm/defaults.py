@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import read_text, size_limit
 from edgellm.errors import EngineDirectoryError, RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -46,10 +47,8 @@ class ModelDefaults:
         if published.get("do_sample") is not True:
             return SamplingParams()
         found = {key: published[key] for key in SAMPLING_KEYS if published.get(key) is not None}
-        try:
+        with at_place(str(path), RequestError, EngineDirectoryError):
             return SamplingParams(**{"temperature": 1.0} | {key: checked_value(key, found[key]) for key in found})
-        except RequestError as error:
-            raise EngineDirectoryError(f"{path}: {error}") from error
 
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a checked conversation (`checked_messages`) as the chat template gets them.

@@ -15,6 +15,7 @@ import numpy as np
 
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.embedding import Embedding, EmbeddingRequest, Vectors
+from edgellm.engines.closing import Closing
 from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
@@ -71,6 +72,7 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         gpu: int | None = None,
         gpus: int = 1,
         kv_cache: str | None = None,
+        hidden_layers: Sequence[int] | None = None,
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
@@ -214,9 +216,11 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
         """See `SpecDecodeRuntime.load_snapshot`."""
         return self._called(lambda runtime: runtime.load_snapshot(path, adapters))
 
-    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> Prefilled:
+    def prefill(
+        self, request: Request, layers: Sequence[int] | None = None, *, hidden_states: bool = False
+    ) -> Prefilled:
         """See `SpecDecodeRuntime.prefill`; requests that came before are answered first."""
-        return self._called(lambda runtime: runtime.prefill(request, layers))
+        return self._called(lambda runtime: runtime.prefill(request, layers, hidden_states=hidden_states))
 
     def use_drafting(self, drafting: DraftingConfig | None) -> Done:
         """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
@@ -285,7 +289,8 @@ class ServedModel(Embedding[Vectors], Generic[Growing, Answer, Conversing, Cache
 
 
 class LLM(
-    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray]
+    ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, PrefilledStates, None, np.ndarray],
+    Closing,
 ):
     """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
     on the hub.
@@ -421,9 +426,3 @@ class LLM(
     def close(self) -> None:
         """End all requests as cancelled and free everything."""
         self._thread.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

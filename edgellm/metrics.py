@@ -133,24 +133,10 @@ class Metrics:
                 self._kept["rows"] += kept.rows
                 self._kept["bytes"] += kept.memory.nbytes
 
-    def encoded(self, images: int, tokens: int, seconds: float, reused: int) -> None:
-        """Images of a prompt were encoded, `reused` of them before."""
+    def staged(self, stage: str, **counts: float) -> None:
+        """So much more was done in a stage, by the names that its counts have."""
         with self._lock:
-            _add(
-                self._stages["multimodal"],
-                {"images": images, "image_tokens": tokens, "seconds": seconds, "reused_images": reused},
-            )
-
-    def heard(self, sounds: int, tokens: int, seconds: float, reused: int) -> None:
-        """Sounds of a prompt were encoded, `reused` of them before."""
-        with self._lock:
-            found = {"sounds": sounds, "audio_tokens": tokens, "seconds": seconds, "reused_sounds": reused}
-            _add(self._stages["speech"], found)
-
-    def embedded(self, tokens: int, seconds: float) -> None:
-        """A text of so many tokens became a vector."""
-        with self._lock:
-            _add(self._stages["embedding"], {"texts": 1, "tokens": tokens, "seconds": seconds})
+            _add(self._stages[stage], counts)
 
     def ended(self, response: Response | None, adapter: str | None = None) -> None:
         """A request, which was asked of a LoRA adapter (None: of none), has ended with a response, or failed."""

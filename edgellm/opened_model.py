@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.preparation import Preparation
@@ -21,6 +22,7 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.drafters import Drafters
 from edgellm.drafting.ratings import DraftingReport
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.closing import Closing
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -32,6 +34,7 @@ from edgellm.media.encoders import MediaEncoders
 from edgellm.media.opening import open_encoders, open_texts, vision_directory
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import Observer
+from edgellm.prefilled import HiddenStates
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET, RowKeeper
@@ -39,10 +42,6 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 logger = logging.getLogger("edgellm").getChild("runtime")
 
@@ -55,7 +54,12 @@ CAPTURED_AT_ONCE = 256
 SHIPPED_MODEL = Path(str(resources.files("edgellm"))) / "shipped"
 
 
-class OpenedModel:
+def _of_runner(name: str) -> Any:
+    """A property of the open runner, under that name there."""
+    return property(lambda model: attrgetter(name)(model._open_runner()))
+
+
+class OpenedModel(Closing):
     """What `SpecDecodeRuntime` answers with: engines, KV caches, adapters, snapshots, drafters, a vision encoder."""
 
     def __init__(
@@ -70,6 +74,7 @@ class OpenedModel:
         gpu: int | None = None,
         gpus: int = 1,
         kv_cache: str | None = None,
+        hidden_layers: Sequence[int] | None = None,
         revision: str | None = None,
         update: bool = False,
         build: Mapping[str, Any] | None = None,
@@ -93,7 +98,7 @@ class OpenedModel:
             build = {**build, "mmproj": str(mmproj)} if isinstance(build, Mapping) else build
         model = SHIPPED_MODEL if engine_directory is None else engine_directory
         path = local_directory(model, revision, update, build, downloading, (adapters or {}).values())
-        self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
+        self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache).with_hidden_layers(hidden_layers)
         self._multimodal_directory = vision_directory(self.directory, multimodal_engine_directory)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity
@@ -116,6 +121,7 @@ class OpenedModel:
         self._states: StateKeeper | None = None
         self._media: MediaEncoders | None = None
         self._observer: Observer | None = None
+        self._hidden: HiddenStates | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory, executor, gpu, gpus)
@@ -125,7 +131,13 @@ class OpenedModel:
             media = self._media = open_encoders(
                 opened, self.directory, self._multimodal_directory, self.metrics, self.tokenizer
             )
-            self._runner = open_runner(opened, self.directory, chosen, loras, progress, media.memory)
+            memory = dict(media.memory)
+            if hidden_layers is not None:
+                self._hidden = HiddenStates(opened, self.directory.config, limits, hidden_layers)
+                memory |= self._hidden.memory
+            self._runner = open_runner(opened, self.directory, chosen, loras, progress, memory)
+            if self._hidden is not None:
+                self._hidden.allocate()
             self._drafters = Drafters(self.directory, self._runner)
             self._keeper = RowKeeper(self._runner, preemption_budget)
             if self._runner.base.states.is_recurrent:
@@ -144,30 +156,16 @@ class OpenedModel:
             opened.close()
             raise
 
-    @property
-    def backend_name(self) -> str:
-        """ "tensorrt" or "numpy"."""
-        return self._open_runner().backend.name
-
-    @property
-    def gpu(self) -> int | None:
-        """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
-        return self._open_runner().backend.gpu_index
-
-    @property
-    def has_draft_model(self) -> bool:
-        """Whether a draft model is loaded."""
-        return self._open_runner().draft.has_model
-
-    @property
-    def made(self) -> Made:
-        """What was compiled, loaded, built and captured so far."""
-        return self._open_runner().backend.made
-
-    @property
-    def planned_memory(self) -> Mapping[str, int]:
-        """Bytes that the model takes on its device, by what for: weights, KV caches, buffers."""
-        return self._open_runner().base.memory_plan.items
+    backend_name: str = _of_runner("backend.name")
+    """"tensorrt" or "numpy"."""
+    gpu: int | None = _of_runner("backend.gpu_index")
+    """The index of the GPU that computes, among those that the driver shows; None on NumPy."""
+    has_draft_model: bool = _of_runner("draft.has_model")
+    """Whether a draft model is loaded."""
+    made: Made = _of_runner("backend.made")
+    """What was compiled, loaded, built and captured so far."""
+    planned_memory: Mapping[str, int] = _of_runner("base.memory_plan.items")
+    """Bytes that the model takes on its device, by what for: weights, KV caches, buffers."""
 
     @property
     def tool_format(self) -> str | None:
@@ -321,12 +319,7 @@ class OpenedModel:
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
             self._media = self._snapshots = self._runner = self._following = self._keeper = self._states = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+            self._hidden = None
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

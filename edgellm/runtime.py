@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast, overload
 from weakref import finalize
@@ -23,7 +24,7 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots
 from edgellm.opened_model import OpenedModel
 from edgellm.prefilled import PrefilledStates
-from edgellm.requests import Request, Response, check_choices, is_list, request_list, require_request
+from edgellm.requests import Request, Response, check_choices, request_list, require_request
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
@@ -44,7 +45,8 @@ class SpecDecodeRuntime(OpenedModel):
     runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `gpu` is
     the index of the GPU among those that the driver shows (None: the first), and `gpus` how many share the model,
     from that one on; on NumPy ranks that are threads. `kv_cache` "int8" keeps the model's KV rows in 8 bits, "compute"
-    in the dtype of computing (None: as the directory was built).
+    in the dtype of computing (None: as the directory was built). `hidden_layers` are those whose hidden states
+    `prefill` can hand out, as they enter a layer (the number of layers: behind the final norm); steps then keep these.
     `drafting` says how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts
     where the directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by
     name, which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are
@@ -100,7 +102,7 @@ class SpecDecodeRuntime(OpenedModel):
                 state = runner.base.last_hidden_state(slot, ids)
             finally:
                 runner.stop(slot)
-        self.metrics.embedded(len(ids), time.perf_counter() - began)
+        self.metrics.staged("embedding", texts=1, tokens=len(ids), seconds=time.perf_counter() - began)
         return request.vector(state)
 
     def loop(self) -> DecodingLoop:
@@ -194,40 +196,61 @@ class SpecDecodeRuntime(OpenedModel):
             record = PromptRecord.of(prompt, [piece.digest for piece in prepared], tools, template_variables)
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, media, record)
 
-    def prefill(self, request: Request, layers: Sequence[int] | None = None) -> PrefilledStates:
+    def prefill(
+        self, request: Request, layers: Sequence[int] | None = None, *, hidden_states: bool = False
+    ) -> PrefilledStates:
         """Compute a request's prompt, as far as it is not known, and hand out its keys and values in some layers (None:
         in all).
 
-        Nothing is drawn: the request's sampling is of no matter. A slot holds what is handed out; where the model has
-        several, it is one of the last, to which the rows move. Raises what `prepare` does, EngineError where no slot is
-        free, for a layer without keys and values, rows of int8, and prompts that are longer than a layer's window.
+        With `hidden_states` those of the `hidden_layers` that the model was opened with are handed out, too (perhaps
+        alone, with `layers` []): all of the prompt is then computed. Nothing is drawn: the request's sampling is of no
+        matter. A slot holds what is handed out; where the model has several, it is one of the last, to which the rows
+        move. Raises what `prepare` does, EngineError where no slot is free, for a layer without keys and values, rows
+        of int8, and prompts that are longer than a layer's window.
         """
         sequence, runner, count = self.prepare(request), self._open_runner(), self.directory.config.num_layers
         layers = range(count) if layers is None else layers
-        are_layers = is_list(layers) and all(is_whole(each, 0, count - 1) for each in layers)
-        require(are_layers and len(layers) > 0, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
+        are_layers = isinstance(layers, Sequence) and all(is_whole(each, 0, count - 1) for each in layers)
+        are_layers = are_layers and (len(layers) > 0 or hidden_states)
+        require(are_layers, "layers", layers, f"a list of whole numbers from 0 to {count - 1}")
+        hidden = self._hidden if hidden_states else None
+        expected = "False for a model that was opened without hidden_layers: name them there, as in hidden_layers=[12]"
+        require(hidden is not None or hidden_states is False, "hidden_states", hidden_states, expected)
         with self._exclusive():
             slots, last = self.loop().slots, self._held.usable(runner) - 1
-            if not slots.has_place(sequence):
-                raise EngineError("no slot can take the adapter of a prefill: ask again later")
-            computed = slots.admit(sequence)
-            try:
-                assert computed is not None  # as it never gave way
-                computed.wait()
-                if sequence.is_unproven:
-                    slots.prove(0, runner.base.logits(0)[np.newaxis])
-            except BaseException:
-                slots.release(0, keep_rows=False)
-                raise
-            slots.release(0)
-            if last:
-                runner.swap_rows(0, last)
-                self._contents[0], self._contents[last] = self._contents[last], self._contents[0]
+            sequence.is_fresh, sequence.needs_all_rows = hidden is not None, True
+            slot = None if sequence.is_fresh else slots.holding(sequence)
+            if slot is None:
+                slot = 0
+                with nullcontext() if hidden is None else hidden.filled(runner.base, last):
+                    self._compute_prompt(slots, sequence)
+            else:
+                sequence.reused_tokens = len(sequence.prompt_ids)
+            if slot != last:
+                runner.swap_rows(slot, last)
+                self._contents[slot], self._contents[last] = self._contents[last], self._contents[slot]
             runner.backend.synchronize()
             reader, ids = _Reader(), tuple(sequence.prompt_ids)
             pairs = [runner.base.states.shared_rows(last, layer, len(ids), reader) for layer in layers]
+            keys, values = zip(*pairs, strict=True) if pairs else ((), ())
+            states = () if hidden is None else hidden.shared(last, len(ids), reader)
             finalize(reader, self._held.hold(last)).atexit = False
-            return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), *zip(*pairs, strict=True))
+            return PrefilledStates(ids, sequence.reused_tokens, tuple(layers), keys, values, states)
+
+    def _compute_prompt(self, slots: SlotTable, sequence: DecodingSequence) -> None:
+        """Let slot 0, which is idle before and after, hold the rows of a prompt."""
+        if not slots.has_place(sequence):
+            raise EngineError("no slot can take the adapter of a prefill: ask again later")
+        computed = slots.admit(sequence)
+        try:
+            assert computed is not None  # as it never gave way
+            computed.wait()
+            if sequence.is_unproven:
+                slots.prove(0, self._open_runner().base.logits(0)[np.newaxis])
+        except BaseException:
+            slots.release(0, keep_rows=False)
+            raise
+        slots.release(0)
 
     def following_logits(
         self, token_ids: Sequence[int], first: int, take: Callable[[np.ndarray], None], adapter: str | None = None

@@ -50,7 +50,7 @@ class SpeechStream:
         found = self._transcribed(self._language, self._said)
         if self._language is None and found.language in LANGUAGES.values():
             self._language = found.language
-        if self._language is not None or self._family == "voxtral":  # whose answers name none
+        if self._language is not None or self._family != "qwen3_asr":  # answers of others name none
             tokenizer = self._llm.tokenizer
             ids = tokenizer.encode(found.text)
             kept = tokenizer.decode(ids[: max(0, len(ids) - self._unfixed)])

@@ -21,6 +21,8 @@ _WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
 #: Voxtral is asked so, for a sound and a language by its code; its answer is what was said alone (mistral-common's
 #: transcription requests).
 _VOXTRAL = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]"
+#: Gemma 4 is asked in words.
+_GEMMA4 = "Write down what is said{language}, as it is said. Answer with the transcription alone.{words}"
 #: Before the mark there are at most so many characters.
 _LONGEST_HEAD = 64
 
@@ -66,6 +68,14 @@ def transcription_request(
         asked = _VOXTRAL.format(language=codes.get(language_name(language) or "", ""))
         return Request.of(prompt=asked + said, audio=[source], **options)
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "audio", "audio": source}]}]
+    if family == "gemma4":
+        name, words = language_name(language), f" Names and words to expect: {prompt}" if prompt else ""
+        asked = _GEMMA4.format(language=f" in {name}" if name else "", words=words)
+        messages[0]["content"].append({"type": "text", "text": asked})
+        if said:
+            messages.append({"role": "assistant", "content": said})
+            options["continue_final_message"] = True
+        return Request.of(messages=messages, **options)
     if prompt:
         messages.insert(0, {"role": "system", "content": prompt})
     if (name := language_name(language)) is not None:

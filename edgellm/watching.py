@@ -6,13 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
+from edgellm.engines.closing import Closing
 from edgellm.errors import require, require_kind
 from edgellm.media.camera import Camera, Frame
 from edgellm.multimodal.image_input import read_image
@@ -64,7 +64,7 @@ class WatchOptions(RequestOptions, total=False):
     least_difference: float
 
 
-class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
+class Watch(Closing, Iterator[WatchedAnswer]):
     """Asks a model about the newest frame of a stream: an iterator of `WatchedAnswer`s, which ends with the stream.
 
     Nothing is asked before the next answer is wanted, and then it is about the newest frame: no answer is older than a
@@ -125,9 +125,6 @@ class Watch(AbstractContextManager["Watch"], Iterator[WatchedAnswer]):
         self.camera.wake()
         if self._owns:
             self.camera.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __next__(self) -> WatchedAnswer:
         """The answer about the next frame; raises what the stream or a request does."""

@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from edgellm.kernels.errors import DeviceLostError, EdgeLLMError, KernelError, MissingDependencyError
-
-__all__ = [
-    "AdapterError",
-    "AudioError",
-    "BuildError",
-    "CheckpointError",
-    "ConstraintError",
-    "DeviceLostError",
-    "DeviceMemoryError",
-    "EdgeLLMError",
-    "EngineDirectoryError",
-    "EngineError",
-    "ImageError",
-    "KernelError",
-    "MediaError",
-    "MissingDependencyError",
-    "PlanError",
-    "UnsupportedModelError",
-]
+from edgellm.kernels.errors import DeviceLostError as DeviceLostError
+from edgellm.kernels.errors import EdgeLLMError as EdgeLLMError
+from edgellm.kernels.errors import KernelError as KernelError
+from edgellm.kernels.errors import MissingDependencyError as MissingDependencyError
 
 
 class CheckpointError(EdgeLLMError):
@@ -86,3 +70,12 @@ def explained(
     except OSError as error:
         file = f" ({error.filename})" if names_file and error.filename else ""
         raise error_class(f"{what}: {error.strerror or error}{file}{advice}") from error
+
+
+@contextmanager
+def at_place(place: str, caught: type[EdgeLLMError], raised: type[EdgeLLMError] | None = None) -> Iterator[None]:
+    """Put the place in front of what an error of the class `caught` says, and raise it as `raised` (None: as that)."""
+    try:
+        yield
+    except caught as error:
+        raise (raised or caught)(f"{place}: {error}") from error

@@ -92,7 +92,12 @@ def compiled_now(source: ModuleSource, architecture: str) -> CompiledModule:
     logger.warning("%s: %s", stage, source.name, extra={"stage": (stage, source.name)})
     module = compile_module(source, architecture)
     content = json.dumps([module.lowered_names, module.release]).encode() + b"\n" + module.code
-    _keep(_cached_path(source, architecture), hashlib.sha256(content).digest() + content)
+    path = _cached_path(source, architecture)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, hashlib.sha256(content).digest() + content)
+    except OSError as error:
+        logger.info("compiled kernels are not kept: %s", error)
     return module
 
 
@@ -194,11 +199,3 @@ def _read_verified(path: Path) -> bytes | None:
         logger.warning("%s is damaged; compiling the kernels again", path)
         return None
     return kept
-
-
-def _keep(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
-    except OSError as error:
-        logger.info("compiled kernels are not kept: %s", error)

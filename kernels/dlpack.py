@@ -63,16 +63,17 @@ for _function in (_delete, _drop):  # readers may call them while Python is bein
 
 
 class SharedArray:
-    """A view of an `array`, NumPy's or a GPU's, of the first `shape` of its elements along each axis, that
-    `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written. `gpu` is
-    the index of the GPU that it is on, None: the host.
+    """A view of an `array`, NumPy's or a GPU's, of `shape` of its elements along each axis, of the last from number
+    `first` on, that `np.from_dlpack`, `torch.from_dlpack` and others read where it is. It is not to be written. `gpu`
+    is the index of the GPU that it is on, None: the host.
 
     `strides` are in elements, `dtype` a key of `ITEM_SIZES`. It, and everything that was made of it, keep `owner`.
     """
 
-    def __init__(self, array: Array, shape: tuple[int, ...], owner: object, gpu: int | None) -> None:
-        self.pointer = array.pointer if isinstance(array, DeviceArray) else array.ctypes.data
+    def __init__(self, array: Array, shape: tuple[int, ...], owner: object, gpu: int | None, first: int = 0) -> None:
         self.shape, self.dtype = shape, str(array.dtype)
+        start = array.pointer if isinstance(array, DeviceArray) else array.ctypes.data
+        self.pointer = start + first * ITEM_SIZES[self.dtype]
         self.strides = tuple(math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape)))
         self._device, self._kept = (CPU, 0) if gpu is None else (CUDA, gpu), (array, owner)
 

@@ -106,11 +106,22 @@ def nearest_positions(table: np.ndarray, grid: Grid, merge: int, nested: bool) -
     """The rows [N, H] of a square table [positions, H] at the nearest place below each patch's, both as fractions of a
     side, in float32 as published."""
     side = round(len(table) ** 0.5)
-    bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
-    places = []
+    bounds, places = fraction_bounds(side), []
     for index, count in zip(patch_coordinates(grid, merge, nested), grid[1:], strict=True):
         places.append(np.searchsorted(bounds, index.astype(np.float32) / np.float32(count), side="right"))
     return table[places[0] * side + places[1]]
+
+
+def fraction_bounds(side: int) -> np.ndarray:
+    """1 / side, 2 / side, .. below 1 in float32, rounded as PyTorch's `arange` rounds them on x86: it takes pairs of
+    eight at once, of which each eight begins at a float32. Patches lie on these bounds, so that a bit decides."""
+    step = 1 / side
+    index = np.arange(len(np.arange(step, 1.0, step)))
+    at_once = index < len(index) // 16 * 16
+    first = np.where(at_once, index // 8 * 8, index)
+    start = step + step * first
+    start = np.where(at_once, start.astype(np.float32), start)
+    return (start + (index - first) * step).astype(np.float32)
 
 
 def rotary_rows(grid: Grid, merge: int, head_dim: int, theta: float, alternates: bool = False) -> np.ndarray:

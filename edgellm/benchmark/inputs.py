@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.configs import installed
 from edgellm.drafting.config import SIZES, SUFFIX, WITHOUT_MODEL, DraftingConfig, checked_drafting, drafting_config
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
@@ -82,12 +83,10 @@ def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str,
     chosen = common | _settings_of(name)
     if chosen.get("acceptance") != "typical":
         chosen = {key: value for key, value in chosen.items() if not key.startswith("posterior_")}
-    try:
+    with at_place(f"the configuration {name!r}", EdgeLLMError, RequestError):
         checked = checked_drafting(chosen)
         config = drafting_config(limits, backend, checked, preset)
         config.plan(limits)
-    except EdgeLLMError as error:
-        raise RequestError(f"the configuration {name!r}: {error}") from error
     return BenchConfiguration(name, config)
 
 
@@ -156,10 +155,8 @@ def _from_object(values: dict[str, Any], place: str) -> BenchPrompt:
     if len(given) != 1:
         raise RequestError(f"{place}: expected one of the keys prompt, messages and turns, found {given or 'none'}")
     if "messages" in values:
-        try:
+        with at_place(place, RequestError):
             return BenchPrompt(tuple(checked_messages(values["messages"])), task)
-        except RequestError as error:
-            raise RequestError(f"{place}: {error}") from error
     text = values.get("prompt")
     if "turns" in values:
         turns = values["turns"]

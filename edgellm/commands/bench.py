@@ -66,7 +66,9 @@ def bench(given: BenchOptions) -> None:
     require_writable(output, "--output")
     require_writable(plot, "--plot")
     if given.report is not None:
-        _make_folder(given.report)
+        with explained(f"--report {given.report} cannot be made", RequestError):
+            given.report.mkdir(parents=True, exist_ok=True)
+        require_writable(given.report / "report.md", "--report")
     from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
@@ -148,13 +150,6 @@ def write_result(path: Path, text: str, option: str) -> None:
     with explained(f"{option} {path} cannot be written", RequestError):
         write_atomically(path, text.encode())
     write_note(f"{path} written")
-
-
-def _make_folder(path: Path) -> None:
-    """Raises RequestError where a report's folder cannot be made, or written to."""
-    with explained(f"--report {path} cannot be made", RequestError):
-        path.mkdir(parents=True, exist_ok=True)
-    require_writable(path / "report.md", "--report")
 
 
 def _show_answers(done: int, total: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.images import read_image_file
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.engines.errors import explained
+from edgellm.engines.errors import at_place, explained
 from edgellm.engines.formats.small_files import read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
@@ -89,10 +89,8 @@ def load_conversation(path: Path) -> Conversation:
     content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RequestError(f'{path} is no conversation that /save wrote: expected an object with "format": "{FORMAT}"')
-    try:
+    with at_place(str(path), EdgeLLMError, RequestError):
         return _checked(content)
-    except EdgeLLMError as error:
-        raise RequestError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> Any:

@@ -14,6 +14,7 @@ import typer
 
 from edgellm.commands.console import FORMATS, LEVELS, choose_logs
 from edgellm.commands.table import Options, argument, option, options_of
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS
@@ -357,10 +358,8 @@ def read_text_file(path: Path, what: str) -> str:
 def read_json_file(path: Path, what: str, checked: Callable[[Any], _Checked]) -> _Checked:
     """What `checked` makes of the JSON value in a file; RequestError names `what` and the file."""
     value = parse_json(read_text_file(path, what), f"{what} {path}", RequestError)
-    try:
+    with at_place(f"{what} {path}", RequestError):
         return checked(value)
-    except RequestError as error:
-        raise RequestError(f"{what} {path}: {error}") from error
 
 
 def read_schema(path: Path) -> Structure:

@@ -15,6 +15,7 @@ from edgellm.commands.table import argument, option, takes_options
 from edgellm.configs import installed
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.quantizer import quantizer
@@ -125,10 +126,8 @@ def _from_object(line: str, place: str) -> Text:
     if len(given) != 1:
         raise RequestError(f'{place}: expected an object with "text" or "messages", found {given or "neither"}')
     if given == ["messages"]:
-        try:
+        with at_place(place, RequestError):
             return checked_messages(values["messages"])
-        except RequestError as error:
-            raise RequestError(f"{place}: {error}") from error
     if not isinstance(values["text"], str):
         raise RequestError(f"{place}: the text is {values['text']!r:.60}, expected text")
     return values["text"]

@@ -26,8 +26,7 @@ from edgellm.errors import EdgeLLMError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from edgellm.http.app import Service
-    from edgellm.http.connections import Server
-    from edgellm.http.systemd import Notifier
+    from edgellm.http.connections import Notifier, Server
 
 #: A thread that reads a request gives way to the model's, and to the event loop, after so long.
 _SWITCH_SECONDS = 0.001
@@ -118,7 +117,7 @@ def serve(given: ServeOptions) -> None:
 
     Example: edgellm serve --port 8000
     """
-    from edgellm.http.systemd import handed_socket
+    from edgellm.http.connections import handed_socket
 
     handed = handed_socket()
     if handed is not None:
@@ -146,10 +145,9 @@ async def _serve(
     which is returned. Raises what the model fails with."""
     from edgellm.asynchronous import AsyncLLM
     from edgellm.http.app import Service
-    from edgellm.http.connections import ConnectionLimits, Server
+    from edgellm.http.connections import ConnectionLimits, Notifier, Server
     from edgellm.http.fields import ServedModel
     from edgellm.http.guard import Guard
-    from edgellm.http.systemd import Notifier
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
 

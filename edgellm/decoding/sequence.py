@@ -135,6 +135,9 @@ class DecodingSequence:
     drawn: list[int] = field(default_factory=list)
     #: So many of its first tokens are those of system messages and tools, as far as that is known.
     system_tokens: int = 0
+    #: Whether all of it is computed, whatever slots hold of it, and whether rows that no step sees any more are wanted.
+    is_fresh: bool = False
+    needs_all_rows: bool = False
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0
     is_over: bool = False

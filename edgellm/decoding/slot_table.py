@@ -111,9 +111,7 @@ class SlotTable:
         """
         slot, base, first = len(self.running), self.runner.base, None
         sequence.clock.begin()
-        if sequence.prepared_media and sequence.media is None and self._encode is not None:
-            sequence.media = self._encode(sequence.prompt_ids, sequence.prepared_media)
-            sequence.prepared_media = ()  # which are larger
+        self._encode_media(sequence)
         if sequence.tally is not None:
             sequence.tally.start()
         try:
@@ -135,6 +133,13 @@ class SlotTable:
         sequence.least = sequence.most = sequence.known + (first is not None)
         self.running.append(sequence)
         return first
+
+    def holding(self, sequence: DecodingSequence) -> int | None:
+        """The idle slot that holds the rows of all of a prompt, which need not be computed; None: there is none."""
+        self._encode_media(sequence)
+        adapter = self.runner.base.adapter_digest(sequence.adapter)
+        idle = range(len(self.running), self._held.usable(self.runner))
+        return next((slot for slot in idle if self._contents[slot].use_all(sequence.identities, adapter)), None)
 
     def prove(self, slot: int, logits: np.ndarray) -> None:
         """Raise SnapshotError where the first logits [1, V] behind rows of a snapshot are not numbers."""
@@ -183,7 +188,8 @@ class SlotTable:
         try:
             if self._snapshots is not None:
                 restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, media)
-            reused = contents.reusable(tokens)
+            is_fresh = sequence.is_fresh or (sequence.needs_all_rows and not contents.has_all_rows)
+            reused = 0 if is_fresh else contents.reusable(tokens)
             stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
             draft_rows = None if runner.draft.rows(slot) is None else reused
@@ -198,6 +204,12 @@ class SlotTable:
         if not known:
             sequence.reused_tokens = reused
         return first
+
+    def _encode_media(self, sequence: DecodingSequence) -> None:
+        """Let the engines have the media of a prompt."""
+        if sequence.prepared_media and sequence.media is None and self._encode is not None:
+            sequence.media = self._encode(sequence.prompt_ids, sequence.prepared_media)
+            sequence.prepared_media = ()  # which are larger
 
     def _put_back(self, slot: int, sequence: DecodingSequence) -> None:
         """Let a slot hold the rows that were kept, and go on with them."""

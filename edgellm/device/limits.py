@@ -8,6 +8,7 @@ asynchronous copies into rings of shared memory, with as many bytes under way. O
 from __future__ import annotations
 
 import ctypes
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgellm.device.gpu_timer import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import MACROS
@@ -223,3 +223,25 @@ def memory_bandwidth() -> float | None:
         said, names = cuda.Context.get_device(), cuda.device_attribute
         clock, bits = said.get_attribute(names.MEMORY_CLOCK_RATE), said.get_attribute(names.GLOBAL_MEMORY_BUS_WIDTH)
         return None if said.get_attribute(names.INTEGRATED) else 2 * clock * bits / 8e6 or None
+
+
+def gpu_milliseconds(
+    stream: Any, step: Callable[[], Any], repeats: int, series: int = 5, before: Callable[[], Any] = lambda: None
+) -> float:
+    """Median over the series, each of so many repeats, of the milliseconds of one `step`.
+
+    `before` runs ahead of each series and is not timed: steps that lengthen a sequence begin at the same length there.
+    """
+    import pycuda.driver as cuda
+
+    spans = []
+    for _ in range(series):
+        before()
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record(stream)
+        for _ in range(repeats):
+            step()
+        end.record(stream)
+        end.synchronize()
+        spans.append(begin.time_till(end) / repeats)
+    return statistics.median(spans)

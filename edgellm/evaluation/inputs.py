@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.errors import at_place
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
@@ -109,10 +110,8 @@ def _example(line: str, place: str) -> Example:
         messages = [{"role": "user", "content": values["prompt"]}, {"role": "assistant", "content": values[named[0]]}]
     else:
         messages = values["messages"]
-    try:
+    with at_place(place, RequestError):
         *asked, last = checked_messages(messages)
-    except RequestError as error:
-        raise RequestError(f"{place}: {error}") from error
     if last["role"] != "assistant" or not isinstance(last["content"], str) or not last["content"].strip():
         raise RequestError(f"{place}: the expected answer is {last['content']!r:.60}: expected text, the assistant's")
     if not asked:

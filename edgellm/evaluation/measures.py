@@ -12,13 +12,14 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edgellm.engines.closing import Closing
+from edgellm.engines.errors import at_place
 from edgellm.errors import EngineError, MissingDependencyError, RequestError
 from edgellm.evaluation.inputs import Example, Window
 from edgellm.requests import Request
@@ -66,7 +67,7 @@ def perplexity(
     return Perplexity.of(np.concatenate(losses))
 
 
-class RecordedLogits(AbstractContextManager["RecordedLogits"]):
+class RecordedLogits(Closing):
     """A reference's logits at the tokens of `windows` that count, in a temporary file of 4 bytes for each token and
     each entry of the vocabulary; close it, or use it as a context manager. `vocabulary` are the texts of all ids."""
 
@@ -100,9 +101,6 @@ class RecordedLogits(AbstractContextManager["RecordedLogits"]):
     def close(self) -> None:
         """Remove the file."""
         self._file.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> list[str | None]:
@@ -226,10 +224,8 @@ def answers(
 
     try:
         for example in examples:
-            try:
+            with at_place(example.place, RequestError):
                 running.append(llm.submit(Request(messages=list(example.messages), params=params, adapter=adapter)))
-            except RequestError as error:
-                raise RequestError(f"{example.place}: {error}") from error
             if len(running) > llm.directory.limits.max_batch:
                 finish()
         while running:

@@ -1,10 +1,16 @@
-"""Connections that wait for nobody: uvicorn's server, with limits on their number and on what silence may last."""
+"""Connections that wait for nobody: uvicorn's server, with limits on their number and on what silence may last.
+
+A service and systemd tell each other of the socket that it hands over, and by datagrams how the service is: as of
+sd_listen_fds(3) and sd_notify(3), a few variables of the environment, which processes that this one starts do not see.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import signal
 import socket
 import threading
@@ -21,6 +27,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from edgellm.errors import RequestError
 from edgellm.http.errors import HTTPError
 
+logger = logging.getLogger("edgellm.http")
+
 #: Bytes of a request's line and headers.
 MOST_HEADER_BYTES = 16 * 1024
 #: New connections that are taken at a time, which may be so many more than there should be for that long; the system
@@ -32,6 +40,8 @@ KEEP_ALIVE_SECONDS = 5
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 #: What the system holds of an answer beside the 64 KiB that the server holds itself; what comes then waits unread.
 _SEND_BYTES = 128 * 1024
+#: The descriptor of the first socket that systemd hands over.
+_FIRST = 3
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
 
 
@@ -208,3 +218,44 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if isinstance(connection, WatchedProtocol):
                 connection.check(now)
+
+
+def handed_socket() -> socket.socket | None:
+    """The socket that connections come on, where systemd hands one to this process, else None. Raises RequestError
+    where it hands over several, or one for no TCP connections."""
+    process, count, _ = (os.environ.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES"))
+    if process != str(os.getpid()):
+        return None
+    if count != "1":
+        raise RequestError(f"systemd hands over {count} sockets: expected one ListenStream= of the socket unit")
+    try:
+        handed = socket.socket(fileno=_FIRST)
+        listens = handed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+    except OSError as error:
+        raise RequestError(f"descriptor {_FIRST} is no socket that systemd hands over: {error.strerror}") from error
+    if not listens or handed.family not in (socket.AF_INET, socket.AF_INET6):
+        raise RequestError("the socket that systemd hands over takes no TCP connections: expected ListenStream=PORT")
+    handed.set_inheritable(False)
+    return handed
+
+
+class Notifier:
+    """Tells systemd how this service is; elsewhere nobody."""
+
+    def __init__(self) -> None:
+        self._address = os.environ.pop("NOTIFY_SOCKET", "")
+        microseconds, process = (os.environ.pop(f"WATCHDOG_{name}", "") for name in ("USEC", "PID"))
+        is_watched = self._address and microseconds.isdecimal() and process in ("", str(os.getpid()))
+        #: After so many seconds without a word systemd takes the service to be stuck; 0 where it does not watch.
+        self.watchdog_seconds = int(microseconds) / 1e6 if is_watched else 0.0
+
+    def tell(self, *assignments: str) -> None:
+        """Send `VARIABLE=value` texts, as many as are given, in one datagram. It waits for nobody."""
+        if not self._address:
+            return
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sending:
+                sending.sendto("\n".join(assignments).encode(), address)
+        except OSError as error:
+            logger.warning("systemd was not told %s: %s", ", ".join(assignments), error)

@@ -185,11 +185,6 @@ def input_messages(given: Any, instructions: str | None, earlier: Sequence[Any] 
     return messages
 
 
-def _wrapped(reasoning: str) -> str:
-    """Reasoning as text that clients hand back unread. It is no secret: it stands in `content`, too."""
-    return base64.b64encode(reasoning.encode()).decode("ascii")
-
-
 def _unwrapped(given: Any, what: str) -> str:
     try:
         return base64.b64decode(given or "", validate=True).decode()
@@ -326,7 +321,8 @@ class ResponseWriter(Writer):
             yield self._event(done, **place, text=part["text"], **more)
             yield self._event("response.content_part.done", **place, part=part)
             if item["type"] == "reasoning" and self._asked.shows_reasoning:
-                item["encrypted_content"] = _wrapped(part["text"])
+                # Text that clients hand back unread. It is no secret: it stands in `content`, too.
+                item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode("ascii")
         else:
             is_cut = not is_object(item["arguments"])
             yield self._event(done, **place, arguments=item["arguments"])

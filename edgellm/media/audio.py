@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import cast
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
+from edgellm.engines.formats.tensors import convert
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
@@ -22,6 +26,8 @@ from edgellm.multimodal.audio_input import read_audio as read_samples
 from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_config
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
+
+logger = logging.getLogger("edgellm.media")
 
 
 class AudioEncoder:
@@ -47,26 +53,33 @@ class AudioEncoder:
         #: What it takes in bytes, by name.
         self.memory: Mapping[str, int] = {}
         if backend is not None:
-            self._backend = backend
-            self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
+            self._backend = self._encodes = backend
+            if self.config.on_host:
+                from edgellm.engines.backends.numpy_backend import NumpyBackend
+
+                # Types: arrays of the two backends meet in `_taken` alone.
+                self._encodes = cast(Backend, NumpyBackend(directory.config, audio=self.config))
+            self._engines = LoadedEngines(self._encodes, [audio_shape(directory.limits.audio_rows)])
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
+            if self.config.on_host and backend.name != NumpyBackend.name:
+                logger.info("speech is encoded on the host with NumPy; the language model computes on the GPU")
+                self.memory = {"audio embeddings": AUDIO_CACHE_BYTES}
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Load the weights."""
         with closing(self._directory.checkpoint()) as checkpoint:
-            self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
+            self._weights = self._encodes.load_weights(checkpoint, model_weights(self.config), progress)
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
         """Read and prepare a sound. Any thread may call it; AudioError names the piece."""
-        try:
+        with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
             return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
-        except AudioError as error:
-            raise AudioError(f"{reference.name}: {error}") from error
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
         """The ids of a sound in a prompt."""
-        return [self.kind.token_id] * piece.tokens
+        before, behind = self.config.around
+        return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
     def encode(self, pieces: Sequence[PreparedAudio]) -> list[MediaEmbeddings]:
         """The rows of each window of each piece; those of windows that are not known are computed."""
@@ -74,13 +87,19 @@ class AudioEncoder:
         for piece in pieces:
             known = [self._cache.get(digest) for digest in piece.digests]
             reused += None not in known
-            for each, features, digest in zip(known, piece.features, piece.digests, strict=True):
-                found.append(each or self._encoded(features, digest))
-                self._cache.put(found[-1])
+            for first, last in _unknown(known, self.config.run_windows):
+                lead = max(0, first - self.config.lead_windows)
+                features = np.concatenate(piece.features[lead:last], axis=1)
+                known[first:last] = self._encoded(features, piece.digests[first:last], first - lead)
+            for each in known:
+                assert each is not None
+                found.append(each)
+                self._cache.put(each)
         if reused < len(pieces):  # the time counts until the rows are there
             self._backend.synchronize()
         tokens = sum(piece.tokens for piece in pieces)
-        self._metrics.heard(len(pieces), tokens, time.perf_counter() - started, reused)
+        seconds = time.perf_counter() - started
+        self._metrics.staged("speech", sounds=len(pieces), audio_tokens=tokens, seconds=seconds, reused_sounds=reused)
         return found
 
     def close(self) -> None:
@@ -90,20 +109,50 @@ class AudioEncoder:
         self._arrays.clear()
         self._weights = {}
 
-    def _encoded(self, features: np.ndarray, digest: str) -> MediaEmbeddings:
-        """The rows of a window, in memory of their own."""
-        config, backend, frames = self.config, self._backend, features.shape[1]
+    def _encoded(self, features: np.ndarray, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
+        """The rows of the windows of some `digests`, each in memory of its own; `features` have those of `lead` windows
+        before them, too."""
+        config, backend, frames = self.config, self._encodes, features.shape[1]
         whole = self._directory.limits.audio_rows
         shape = audio_shape(whole if backend.fixed_shapes else config.chunk_rows(frames))
         if shape not in self._arrays:
+            if config.on_host:  # shapes are many, and memory of one is soon made
+                self._arrays.clear()
             program = model_program(config, shape)
             self._arrays[shape] = backend.zeros_side_by_side(program.inputs | program.outputs)
         arrays = self._arrays[shape]
-        engine = self._engines.bound(shape, slice(0, 1), lambda: {**self._weights, **arrays})
+        bindings = lambda: {**self._weights, **arrays}  # noqa: E731
+        engine = self._engines.bound(shape, slice(0, 1), bindings, keep=not config.on_host)
         for name, values in audio_inputs(config, shape, features).items():
             backend.upload(arrays[name], values)
         engine.enqueue()
-        size = config.rows(frames), config.out_hidden_size
-        rows = backend.empty(size, "compute")
-        backend.copy(rows, leading(arrays["audio_embeddings"].reshape(-1), size))
-        return MediaEmbeddings(rows, (), digest)
+        starts = range(lead * config.window_frames, frames, config.window_frames)
+        counts = [config.rows(min(config.window_frames, frames - start)) for start in starts]
+        first, found = config.rows(starts[0]), list[MediaEmbeddings]()
+        for count, digest in zip(counts, digests, strict=True):
+            found.append(MediaEmbeddings(self._taken(arrays["audio_embeddings"], first, count), (), digest))
+            first += count
+        return found
+
+    def _taken(self, embeddings: Array, first: int, count: int) -> Array:
+        """So many rows from the `first` one on, in memory of the language model's backend."""
+        size = count, self.config.out_hidden_size
+        rows = self._backend.empty(size, "compute")
+        if self.config.on_host:
+            own = cast(np.ndarray, embeddings)[0, first : first + count]
+            self._backend.upload(rows, convert(own, "float32", self._backend.compute_dtype)[0])
+        else:  # one window, from its first row on
+            self._backend.copy(rows, leading(embeddings.reshape(-1), size))
+        return rows
+
+
+def _unknown(known: Sequence[MediaEmbeddings | None], most: int) -> Iterator[tuple[int, int]]:
+    """First and behind the last of windows side by side that are not known, so many at a time at most."""
+    first = 0
+    while first < len(known):
+        last = first + 1
+        if known[first] is None:
+            while last < min(first + most, len(known)) and known[last] is None:
+                last += 1
+            yield first, last
+        first = last

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.closing import Closing
 from edgellm.errors import ImageError, MissingDependencyError, require, require_kind
 from edgellm.sampling_params import as_float
 
@@ -34,7 +35,7 @@ class Frame:
     about: Any = None
 
 
-class Camera:
+class Camera(Closing):
     """Takes the frames of a source in a thread of its own and keeps the newest: nobody who asks waits for older ones.
 
     The `source` is what OpenCV opens, where that is installed: a number or /dev/videoN (V4L2 on Linux), a pipeline of
@@ -86,12 +87,6 @@ class Camera:
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSING_SECONDS)  # a source that waits for its device for longer is left alone
-
-    def __enter__(self) -> Camera:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         due = time.perf_counter()

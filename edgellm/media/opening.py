@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import MediaKind
 from edgellm.errors import EngineDirectoryError
 from edgellm.media.encoders import LazyEncoder, MediaEncoder, MediaEncoders
 from edgellm.media.image_text import PART_TEXTS, TextOfParts, image_writer
@@ -27,28 +29,30 @@ def open_encoders(
     On a GPU they open at once, since memory is planned as a whole there.
     """
     encoders: list[MediaEncoder] = []
+
+    def add(kind: MediaKind, opened: Callable[[], MediaEncoder]) -> MediaEncoder:
+        encoders.append(LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened())
+        return encoders[-1]
+
     if vision_engines is not None and vision_engines.vision is not None:
         vision = vision_engines.vision.config
         texts = TextOfParts(vision, tokenizer) if vision.family in PART_TEXTS else None
 
-        def opened() -> MediaEncoder:
+        def opened_images() -> MediaEncoder:
             from edgellm.media.vision import VisionEncoder
 
             return VisionEncoder(backend, directory, vision_engines, metrics, texts)
 
-        kind = directory.config.image_kind(vision.image_token_id)
-        images = LazyEncoder(kind, opened, backend) if backend.computes_at_once else opened()
-        encoders.append(images)
+        images = add(directory.config.image_kind(vision.image_token_id), opened_images)
         if "video" in directory.config.media:
 
             def opened_video() -> MediaEncoder:
-                from edgellm.media.video import VideoEncoder
+                from edgellm.media.vision import VideoEncoder
 
                 own = images.opened() if isinstance(images, LazyEncoder) else images
                 return VideoEncoder(own, directory, vision_engines, tokenizer)
 
-            kind = directory.config.media["video"]
-            encoders.append(LazyEncoder(kind, opened_video, backend) if backend.computes_at_once else opened_video())
+            add(directory.config.media["video"], opened_video)
     if "audio" in directory.config.media:
 
         def opened_audio() -> MediaEncoder:
@@ -56,8 +60,7 @@ def open_encoders(
 
             return AudioEncoder(backend, directory, metrics)
 
-        kind = directory.config.media["audio"]
-        encoders.append(LazyEncoder(kind, opened_audio, backend) if backend.computes_at_once else opened_audio())
+        add(directory.config.media["audio"], opened_audio)
     return MediaEncoders(encoders, directory.config, directory.path)
 
 

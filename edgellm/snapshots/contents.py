@@ -83,6 +83,17 @@ class KVContents:
             return 0
         return common_beginning(self._ids, prompt_ids)
 
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether no row was written over another, as later tokens' are in windows."""
+        return self._cut is None or self._cut(self._most, 1) == 1
+
+    def use_all(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None) -> bool:
+        """Whether the rows hold all of a prompt, computed with an adapter; they are then used."""
+        found = self.has_all_rows and self.common(prompt_ids, adapter) == len(prompt_ids)
+        self.last_use = next(_uses) if found else self.last_use
+        return found
+
     def replace(
         self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None, place: int = 0, held: int = 0
     ) -> None:

@@ -137,7 +137,8 @@ def serve(requests: IO[bytes], answers: IO[bytes], seconds: int, memory: int) ->
             told = question["definition"]
             made = byte_vocabulary() if told is None else GrammarVocabulary.of_definition(Definition(*told))
             vocabularies.append(made)
-            _limit_memory(memory)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])  # this process may have so much more
+            _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
         else:
             _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
             try:
@@ -147,12 +148,6 @@ def serve(requests: IO[bytes], answers: IO[bytes], seconds: int, memory: int) ->
             _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
         answers.write(json.dumps({"error": error}).encode() + b"\n")
         answers.flush()
-
-
-def _limit_memory(more: int) -> None:
-    """Bound the memory of this process to so much more than it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + more)
 
 
 def _limit(kind: int, most: int) -> None:

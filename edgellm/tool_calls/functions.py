@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from edgellm.engines.errors import at_place
 from edgellm.errors import RequestError, require, shown
 from edgellm.structure.typed_values import TypeSchemas, hints_of, typed_value
 from edgellm.tool_calls.calls import ToolCall
@@ -64,10 +65,8 @@ def described_tools(tools: Any) -> Any:
         return tools
     described = []
     for index, tool in enumerate(tools):
-        try:
+        with at_place(f"tools[{index}]", RequestError):
             described.append(function_tool(tool) if inspect.isroutine(tool) else tool)
-        except RequestError as error:
-            raise RequestError(f"tools[{index}]: {error}") from error
     return described
 
 

@@ -128,25 +128,11 @@ class CudaBackend(CudaDevice):
         """The kernels of its context and stream."""
         return self._module
 
-    @cached_property
-    def draft_tree(self) -> CudaTree:
-        """The kernels of the draft's tree."""
-        return CudaTree(self._module, self.compute_dtype)
-
-    @cached_property
-    def recurrent(self) -> CudaRecurrent:
-        """The kernels of recurrent layers."""
-        return CudaRecurrent(self._module)
-
-    @cached_property
-    def acceptance(self) -> CudaAcceptance:
-        """The kernels of acceptance."""
-        return CudaAcceptance(self._module, self.kernels)
-
-    @cached_property
-    def image_kernels(self) -> CudaImages:
-        """The kernels of images."""
-        return CudaImages(self._module, self.compute_dtype)
+    # What kernels do, made when it is first asked for.
+    draft_tree = cached_property(lambda self: CudaTree(self._module, self.compute_dtype))
+    recurrent = cached_property(lambda self: CudaRecurrent(self._module))
+    acceptance = cached_property(lambda self: CudaAcceptance(self._module, self.kernels))
+    image_kernels = cached_property(lambda self: CudaImages(self._module, self.compute_dtype))
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""

@@ -21,9 +21,8 @@ from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.cuda_device import DeviceReadback, DeviceTransfer
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.rank_memory import RankMemory, RankStreams
+from edgellm.engines.backends.rank_memory import RankedArray, RankMemory, RankStreams
 from edgellm.engines.backends.rank_weights import RankWeights
-from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceLostError, DeviceMemoryError, EngineError
@@ -83,10 +82,8 @@ class CudaRanks(CudaBackend):
             self._buffers: dict[tuple[int, str], DeviceArray] = {}
             self._ranks_opened = opened.pop_all()
 
-    @cached_property
-    def acceptance(self) -> RankedAcceptance:
-        """The kernels of acceptance, which move the rows of all ranks."""
-        return RankedAcceptance(self.kernel_module, self.kernels)
+    #: It moves the rows of all ranks.
+    acceptance = cached_property(lambda self: RankedAcceptance(self.kernel_module, self.kernels))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         """See `RankStreams.run`."""

@@ -1,5 +1,6 @@
 """What of layers is not linear, in NumPy, in the dtype that it is given: activations; attention under a mask, within
-windows whose rows are a ring, and to tokens that come later.
+windows whose rows are a ring, and to tokens that come later; through which experts of a mixture tokens go, and the sum
+of what these give.
 
 Of many tokens attention computes one head at a time: its scores stay in the processor's cache.
 """
@@ -8,14 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import Mixture
+from edgellm.engines.model.encoder_steps import LocalAttention
 from edgellm.engines.model.operations import Scoring
 from edgellm.kernels.decode.numpy_twins import capped
+from edgellm.kernels.experts.twin import chosen_experts
 
 _ONE = np.float32(1)
+#: The matrices of all experts (`ExpertMatrices`), and their biases [E, N].
+_Layer = tuple[Any, np.ndarray | None]
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -92,6 +99,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
+    "relu": lambda x: np.maximum(x, 0),
     "relu_squared": _relu_squared,
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
@@ -250,3 +258,68 @@ def _attend(
     context = np.matmul(scores, values)
     context /= total
     return context
+
+
+def local_attention(step: LocalAttention, x: np.ndarray, relative: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """See `LocalAttention`: in blocks of as many queries as each sees rows, which see two blocks of rows together."""
+    rows, block, size = x.shape[1], step.past, scale.shape[0]
+    blocks = -(-rows // block)
+    heads = np.pad(x[0], ((0, blocks * block - rows), (0, 0))).reshape(blocks, block, 3, step.heads, size)
+    query, key, value = heads.transpose(2, 3, 0, 1, 4)  # [n, blocks, block, D] each
+    query = query * (np.logaddexp(0, scale) / (np.sqrt(size) * np.log(2)))
+    before = ((0, 0), (1, 0), (0, 0), (0, 0))
+    key, value = (np.concatenate((np.pad(each, before)[:, :-1], each), axis=2) for each in (key, value))
+    scores = query @ key.swapaxes(2, 3) * (np.log(1 + np.e) / np.log(2))
+    ahead, behind = np.ogrid[:block, : 2 * block]
+    distance = ahead + block - behind
+    of_distance = query @ relative[0, :block].reshape(block, step.heads, size).transpose(1, 2, 0)[:, None]
+    scores += np.take_along_axis(of_distance, np.clip(distance, 0, block - 1)[None, None], axis=3)
+    scores = capped(scores, step.cap)
+    hidden = np.broadcast_to((distance < 0) | (distance >= block), (blocks, block, 2 * block)).copy()
+    hidden[0, :, :block] = True
+    scores[:, hidden] = -np.inf
+    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+    weights /= weights.sum(axis=3, keepdims=True)
+    return (weights @ value).transpose(1, 2, 0, 3).reshape(1, blocks * block, -1)[:, :rows].astype(x.dtype)
+
+
+def mixed(
+    mixture: Mixture,
+    x: np.ndarray,
+    given: np.ndarray,
+    correction: np.ndarray | None,
+    gate_up: _Layer,
+    down: _Layer,
+    linear: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray],
+    own: tuple[int, int] | None = None,
+) -> np.ndarray:
+    """What `Operations.experts` says, by `linear`: expert by expert in the order of their ids, all rows of `x` that
+    chose one together. Where `own` experts alone are there, what these give."""
+    first, last = own or (0, mixture.experts)
+
+    def through(rows: np.ndarray, layer: _Layer, expert: int) -> np.ndarray:
+        matrices, biases = layer
+        return linear(rows, matrices.of(expert - first), None if biases is None else biases[expert - first])
+
+    rows = x.reshape(-1, x.shape[-1])
+    ids, shares = chosen_experts(given.reshape(len(rows), -1), mixture.routing, correction)
+    total = np.zeros_like(rows)
+    for expert in np.unique(ids[(ids >= first) & (ids < last)]).tolist():
+        row, place = np.nonzero(ids == expert)
+        inner = _activated(through(rows[row], gate_up, expert), mixture)
+        total[row] += shares[row, place, None] * through(inner, down, expert)
+    return total.reshape(x.shape)
+
+
+def _activated(gate_up: np.ndarray, mixture: Mixture) -> np.ndarray:
+    """silu(gate) up of rows [.., 2 I], gate first: [.., I]. With a limit gate and up alternate: see `Mixture.limit`.
+    Experts without gates give relu(up)^2 of rows [.., I]."""
+    if not mixture.gated:
+        return ACTIVATIONS["relu_squared"](gate_up)
+    limit = mixture.limit
+    if not limit:
+        gate, up = np.split(gate_up, 2, axis=-1)
+        return ACTIVATIONS["silu"](gate) * up
+    gate = np.minimum(gate_up[..., ::2], limit)
+    up = np.clip(gate_up[..., 1::2], -limit, limit)
+    return (up + 1) * (gate * ACTIVATIONS["sigmoid"](gate * gate.dtype.type(1.702)))

@@ -14,17 +14,18 @@ from functools import cache
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_experts import mixed
 from edgellm.engines.backends.numpy_nonlinear import (
     ACTIVATIONS,
     VisibleKeys,
     attention,
     attention_ahead,
+    local_attention,
+    mixed,
     window_attention,
 )
 from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.encoder_steps import Unfold
+from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.operations import Operations
 from edgellm.kernels.decode.heads_twin import pairs_apart
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -308,6 +309,15 @@ class NumpyOperations(Operations[np.ndarray]):
         padded = np.pad(x.reshape(*step.grid, step.channels), ((0, 0), (above, above), (left, left), (0, 0)))
         places = np.lib.stride_tricks.sliding_window_view(padded, step.kernel, (1, 2))
         return places[:, :: step.stride, :: step.stride].reshape(1, step.places, -1)
+
+    def depthwise_convolution(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        padded = np.pad(x[0], ((weight.shape[1] - 1, 0), (0, 0)))
+        return np.asarray(sum(padded[k : k + x.shape[1]] * weight[:, k] for k in range(weight.shape[1])))[None]
+
+    def local_attention(
+        self, step: LocalAttention, x: np.ndarray, relative: np.ndarray, scale: np.ndarray
+    ) -> np.ndarray:
+        return local_attention(step, x, relative, scale)
 
     def _adapted_sequences(self, scales: np.ndarray) -> list[tuple[int, int, np.float32]]:
         """(sequence, adapter, scale) where the scale is not 0; same for all layers."""

@@ -37,8 +37,7 @@ from edgellm.kernels.quantization.device_layout import (
     tail_bytes,
 )
 from edgellm.kernels.quantization.row_runs import AnyPacked, PackedRuns
-from edgellm.kernels.quantization.shuffle import shuffle
-from edgellm.kernels.quantization.turn import arrange, turn
+from edgellm.kernels.quantization.turn import arrange, shuffle, turn
 
 #: Bytes of codes that are on their way at a time.
 _PIECE = 64 << 20

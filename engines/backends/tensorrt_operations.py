@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.encoder_steps import Unfold
+from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations, Scoring
@@ -118,6 +118,8 @@ class TensorRTOperations(Operations[Any]):
             return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
         if kind in ("sigmoid", "tanh"):
             return self._activation(x, functions.SIGMOID if kind == "sigmoid" else functions.TANH)
+        if kind == "relu":
+            return self._activation(x, functions.RELU)
         if kind == "relu_squared":
             positive = self._activation(x, functions.RELU)
             return self._elementwise(positive, positive, "PROD")
@@ -270,6 +272,12 @@ class TensorRTOperations(Operations[Any]):
 
     def unfold(self, step: Unfold, x: Any) -> Any:
         raise EngineError("TensorRT has nothing for convolutions of encoders of speech: kernels and NumPy run them")
+
+    def depthwise_convolution(self, x: Any, weight: Any) -> Any:
+        raise EngineError("TensorRT has nothing for the depthwise convolutions of encoders of speech: NumPy runs them")
+
+    def local_attention(self, step: LocalAttention, x: Any, relative: Any, scale: Any) -> Any:
+        raise EngineError("TensorRT has nothing for the local attention of encoders of speech: NumPy runs it")
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))

@@ -20,6 +20,7 @@ from edgellm.engines.checkpoints.weight_files import (
     foreign_model,
     open_weight_files,
 )
+from edgellm.engines.closing import Closing
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo, element_bytes
 from edgellm.engines.formats.strict_formats import JSONObject
@@ -67,7 +68,7 @@ _ROUTERS = (
 )
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """A directory with `config.json` and weights. Tensors are views of the mapped files until they are converted; those
     of GGUF files are read when they are asked for.
 
@@ -147,12 +148,6 @@ class Checkpoint:
         name = f"{len(ids)} rows of {info.name}"
         self.tensors[_HEAD] = replace(info, name=name, shape=shape, nbytes=info.nbytes // info.shape[0] * len(ids))
         self._head_rows = info, ids
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @property
     def files(self) -> list[Path]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.torch_pickle import LARGEST_PICKLE, TensorView, read_pickle
+from edgellm.engines.closing import Closing
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import COPY_AGAIN, mapped_file
 
@@ -29,7 +30,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY_NAME = re.compile(r"[^/\\:\x00-\x1f]+(/[^/\\:\x00-\x1f]+)*/?")
 
 
-class TorchFile:
+class TorchFile(Closing):
     """One file: `tensors` by name; `left_out` names entries beside the state dictionary, which are not weights."""
 
     def __init__(self, path: Path) -> None:
@@ -44,12 +45,6 @@ class TorchFile:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> TorchFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @property
     def shared(self) -> list[str]:

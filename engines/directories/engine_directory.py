@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
@@ -46,7 +46,7 @@ from edgellm.engines.formats.digests import FileDigest, current_digest, hash_byt
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.formats.strict_formats import ADDED_LATER, JSONObject, plain_values
-from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.audio import HEARD_ON_HOST, AudioConfig
 from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig, Mixture
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
@@ -179,6 +179,21 @@ class EngineDirectory:
         digest = hash_bytes(f"{self.description_sha256} {kind}".encode())
         return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
 
+    def with_hidden_layers(self, layers: Sequence[int] | None) -> EngineDirectory:
+        """The same whose steps give out the hidden states that enter these layers, too (the number of layers: those
+        behind the final norm); None: as it was built. EngineDirectoryError for what are no such layers, and for others
+        than a draft takes, where there is one."""
+        if layers is None:
+            return self
+        config, taken, last = self.config, self.config.feature_layers, self.config.num_layers
+        if len(set(layers)) < len(layers) or not set(layers) <= set(taken or range(1, last + 1)):
+            known = f"those of {list(taken)}, which its draft takes" if taken else f"layers from 1 to {last}"
+            raise EngineDirectoryError(f"hidden_layers is {shown(layers)}: expected of {self.name} different {known}")
+        if taken:
+            return self
+        digest = hash_bytes(f"{self.description_sha256} {list(layers)}".encode())
+        return replace(self, config=replace(config, feature_layers=tuple(layers)), description_sha256=digest)
+
     @property
     def name(self) -> str:
         """How people know the model: its name on the hub or, of a GGUF file that was opened as it is, the file's; else
@@ -243,13 +258,14 @@ class EngineDirectory:
         """The encoder of speech, as the checkpoint describes it; None where there is none. Raises CheckpointError, and
         EngineDirectoryError for another than it was built for."""
         rows = self.limits.audio_rows
-        if not rows:
+        if "audio" not in self.config.media:
             return None
         with self.checkpoint() as checkpoint:
             config = read_audio(checkpoint)
-        if (config.window_rows, config.out_hidden_size) != (rows, self.config.hidden_size):
+        own = 0 if config.on_host else config.window_rows  # NumPy needs no engine of a size
+        if (own, config.out_hidden_size) != (rows, self.config.hidden_size):
             raise EngineDirectoryError(
-                f"{self.path}: its encoder of speech has windows of {config.window_rows} rows and a width of "
+                f"{self.path}: its encoder of speech has windows of {own} rows and a width of "
                 f"{config.out_hidden_size}, expected {rows} and {self.config.hidden_size}: build the directory again"
             )
         return config
@@ -268,7 +284,8 @@ class EngineDirectory:
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model that has engines, by `EngineShape.model`."""
-        models: dict[str, ModelConfig | None] = {"base": self.config, "audio": self.audio}
+        models: dict[str, ModelConfig | None] = {"base": self.config}
+        models["audio"] = self.audio if self.limits.audio_rows else None
         models["draft"] = None if self.draft is None else self.draft.config
         models["vision"] = None if self.vision is None else self.vision.config
         return {model: config for model, config in models.items() if config is not None}
@@ -442,7 +459,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
-    if bool(limits.audio_rows) != ("audio" in config.media):
+    if bool(limits.audio_rows) != ("audio" in config.media and config.family not in HEARD_ON_HOST):
         raise values.error("'config' and 'limits' disagree on whether there is an encoder of speech")
     files = parse_files(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)

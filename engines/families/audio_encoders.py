@@ -1,4 +1,4 @@
-"""The encoders of Qwen3-ASR and Voxtral: their configurations, their programs, and their tensors checked.
+"""The encoders of speech: their tensors checked, and Qwen3-ASR's and Voxtral's configurations and programs.
 
 Convolutions make of each second of sound a few rows, which a plain transformer lets attend within windows of several
 seconds; a projector leads to the language model. No window sees another: each is a run of its own, and what it gave
@@ -19,8 +19,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
+from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_program, read_gemma4_audio
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
-from edgellm.engines.model.audio import AudioConfig, convolved
+from edgellm.engines.model.audio import AudioConfig, ConformerConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, WeightSpec
 from edgellm.engines.model.encoder_steps import EncoderAttention, Unfold
 from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
@@ -43,16 +44,39 @@ _VOXTRAL_TEXT = 3072
 _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
 #: Far above any published encoder's: bands and half the frames of a chunk.
 _LARGEST_CHUNK = 4096
+#: What begins the tensors of the encoder of images beside Gemma 4's.
+_IMAGES = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("vision_tower", "embed_vision"))
 #: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
 AUDIO_CACHE_BYTES = 64 << 20
 
 
 def read_audio(checkpoint: Checkpoint) -> AudioConfig:
-    """The encoder of speech of a checkpoint of Qwen3-ASR or Voxtral, its tensors checked.
+    """The encoder of speech of a checkpoint, its tensors checked.
 
     Raises UnsupportedModelError for a feature that is not implemented, CheckpointError for fields and tensors that are
     missing, wrong or unknown; either lists all of them.
     """
+    is_gemma4 = checkpoint.config.get("model_type") == "gemma4"
+    config = _read_conformer(checkpoint) if is_gemma4 else _read_transformer(checkpoint)
+    unread = _IMAGES if is_gemma4 else ()
+    problems = checkpoint.problems(audio_weights(config), encoders=True, unread=unread)
+    if problems:
+        found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
+        raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
+    return config
+
+
+def _read_conformer(checkpoint: Checkpoint) -> ConformerConfig:
+    top = ConfigFields(checkpoint.config, None, "gemma4")
+    tower, projector = (
+        first_prefix((f"model.{name}.", f"{name}."), checkpoint.tensors) for name in ("audio_tower", "embed_audio")
+    )
+    config = read_gemma4_audio(top, (tower, projector))
+    top.raise_problems()
+    return config
+
+
+def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
     raw, is_voxtral = checkpoint.config.get("audio_config"), checkpoint.config.get("model_type") == "voxtral"
     given = filled(raw if isinstance(raw, dict) else {}, _VOXTRAL_DEFAULTS if is_voxtral else _DEFAULTS, is_part=True)
     fields = ConfigFields(given, None, "audio_config")
@@ -71,10 +95,6 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
         **own,
     )
     fields.raise_problems()
-    problems = checkpoint.problems(audio_weights(config), encoders=True)
-    if problems:
-        found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
-        raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
     return config
 
 
@@ -137,6 +157,8 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) 
     each frame. For Qwen3-ASR chunks stand one behind the other, zeros behind the last, and there are the positions of
     their rows, and which of these rows are those of sound."""
     bins, frames = features.shape
+    if isinstance(config, ConformerConfig):
+        return conformer_inputs(config, shape, features)
     if config.family == "voxtral":
         return {"features": np.ascontiguousarray(features.T)[None]}
     rows = convolved(config.chunk_frames, config.halvings)
@@ -153,9 +175,11 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) 
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
-    """Memory in bytes, by name: weights, inputs and output of a window, rows that are kept. A backend that
+    """Memory in bytes, by name: weights, inputs and output of the longest run, rows that are kept. A backend that
     `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
-    program = audio_program(config, audio_shape(config.window_rows))
+    if config.on_host:
+        dtype, computes_at_once = "float32", True
+    program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
     weights = sum(math.prod(spec.shape) for spec in program.weights.values()) * ITEM_SIZES[dtype]
@@ -169,7 +193,9 @@ def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dic
 
 
 def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
-    """The program of a window of whole chunks: "features" to "audio_embeddings" [1, rows, language model's H]."""
+    """The program of whole chunks: "features" to "audio_embeddings" [1, rows, language model's H]."""
+    if isinstance(config, ConformerConfig):
+        return conformer_program(config, shape)
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
     hidden, merged, out = config.hidden_size, config.merged, config.out_hidden_size

@@ -1,5 +1,5 @@
 """Gemma 4's language model: heads of one size in windows and of another beside them, embeddings of each layer, and last
-layers that attend to the rows of earlier ones. Audio is not supported: models with its encoder are served without."""
+layers that attend to the rows of earlier ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, vision_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields, layer_count, windowed_but_every
 from edgellm.engines.families.gemma import GEMMA3, read_gemma
+from edgellm.engines.families.gemma4_audio import GEMMA4_AUDIO_TOKEN
 from edgellm.engines.families.gemma4_vision import GEMMA4_IMAGE_TOKEN, GEMMA4_TOKENS
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_IMAGE_TOKENS, DecoderConfig
@@ -119,16 +120,20 @@ GEMMA4_UNIFIED_TEXT = Family(
 
 
 def _read_gemma4(fields: ConfigFields) -> DecoderConfig:
-    """The language model inside, whose embeddings of each layer take an image's tokens for padding.
+    """The language model inside, whose embeddings of each layer take tokens of images and speech for padding.
 
     In the larger models the tokens of an image see all of them, in the layers that have a window alone.
     """
     text = text_fields(fields, GEMMA4_TEXT.defaults)
     config = inner_family(fields, GEMMA4_TEXT).read(text)
+    largest = max(0, config.vocab_size - 1)
+    config = replace(config, padding_id=text.token_id("pad_token_id", 0, largest=largest))
+    if isinstance(fields.values.get("audio_config"), dict):
+        token = fields.token_id("audio_token_id", GEMMA4_AUDIO_TOKEN, largest=largest)
+        config = replace(config, audio_token_id=token)
     if not vision_fields(fields):
         return config
     config = with_image_tokens(config, fields, "image_token_id", GEMMA4_IMAGE_TOKEN)
-    config = replace(config, padding_id=text.token_id("pad_token_id", 0, largest=max(0, config.vocab_size - 1)))
     if text.values.get("use_bidirectional_attention") != "vision":
         return config
     tokens = fields.size("vision_soft_tokens_per_image", GEMMA4_TOKENS, largest=LARGEST_IMAGE_TOKENS)

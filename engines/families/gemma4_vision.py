@@ -6,7 +6,7 @@ from __future__ import annotations
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import Read, dimensions, rotated, text_hidden_size
-from edgellm.engines.families.vision_parts import QKV, TOWER, TowerWeights
+from edgellm.engines.families.vision_parts import QKV, TOWER, TowerWeights, bounded_linear, bounds
 from edgellm.engines.model.config import LARGEST_MERGE, WeightSpec
 from edgellm.engines.model.encoder_steps import (
     AveragePool,
@@ -160,18 +160,13 @@ class _Layer:
 
     def _added(self, value: str, name: str, columns: int, norm: str) -> list[Step]:
         """What is added to the residual stream."""
-        linear = self._linear(name, self._config.hidden_size, columns)
-        steps: list[Step] = [NormLinear("added", (Input(value),), linear)]
-        if self._config.clipped:
-            before = Clip("bounded", ((value, self._bounds(name, "input")),))
-            behind = Clip("added", (("added", self._bounds(name, "output")),))
-            steps = [before, NormLinear("added", (Input("bounded"),), linear), behind]
-        return [*steps, Normed("added", "added", self._norm(norm)), Add("hidden", "hidden", "added")]
+        sizes = self._config.hidden_size, columns
+        linear = bounded_linear(self._tower, f"{self._prefix}{name}", "added", value, sizes, self._config.clipped)
+        return [*linear, Normed("added", "added", self._norm(norm)), Add("hidden", "hidden", "added")]
 
     def _linear(self, name: str, rows: int, columns: int) -> Linear:
         return self._tower.linear(f"{self._prefix}{name}.linear", rows, columns, False)
 
     def _bounds(self, name: str, side: str) -> WeightSpec:
         """The least and the most of a layer's "input" or "output"."""
-        ends = [self._tower.weight(f"{self._prefix}{name}.{side}_{end}", 1, part=()) for end in ("min", "max")]
-        return WeightSpec(f"{ends[0].name.removesuffix('_min')}_bounds", (2,), tuple(each.parts[0] for each in ends))
+        return bounds(self._tower, f"{self._prefix}{name}", side)

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from edgellm.engines.model.audio import AudioConfig
-from edgellm.engines.model.encoder_steps import EncoderAttention, Prepend
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.encoder_steps import Clip, EncoderAttention, Prepend
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
@@ -40,6 +41,26 @@ class TowerWeights(NamedWeights):
         """The two linear layers of an MLP without a gate, called `names` with their numbers in it."""
         hidden, inner = config.hidden_size, config.intermediate_size
         return self.linear(names.format(1), inner, hidden), self.linear(names.format(2), hidden, inner)
+
+
+def bounds(tower: TowerWeights, name: str, side: str) -> WeightSpec:
+    """The least and the most of the "input" or "output" of Gemma 4's linear layer of that name."""
+    ends = [tower.weight(f"{name}.{side}_{end}", 1, part=()) for end in ("min", "max")]
+    return WeightSpec(f"{ends[0].name.removesuffix('_min')}_bounds", (2,), tuple(each.parts[0] for each in ends))
+
+
+def bounded_linear(
+    tower: TowerWeights, name: str, output: str, value: str, sizes: tuple[int, int], clipped: bool
+) -> list[Step]:
+    """Gemma 4's linear layer of `sizes` (rows, columns), whose input and output have bounds where it is `clipped`."""
+    linear = tower.linear(f"{name}.linear", *sizes, False)
+    if not clipped:
+        return [NormLinear(output, (Input(value),), linear)]
+    return [
+        Clip("bounded", ((value, bounds(tower, name, "input")),)),
+        NormLinear(output, (Input("bounded"),), linear),
+        Clip(output, ((output, bounds(tower, name, "output")),)),
+    ]
 
 
 def used_layers(config: VisionConfig) -> int:

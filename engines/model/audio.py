@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Families whose encoders of speech have steps that are no kernels.
+HEARD_ON_HOST = ("gemma4",)
+
 
 @dataclass(frozen=True)
 class AudioConfig:
@@ -30,6 +33,24 @@ class AudioConfig:
     tensor_prefix: str
     projector_prefix: str
 
+    #: How many windows are encoded at once.
+    run_windows = 1
+
+    @property
+    def on_host(self) -> bool:
+        """Whether NumPy encodes beside a GPU, too."""
+        return self.family in HEARD_ON_HOST
+
+    @property
+    def lead_windows(self) -> int:
+        """Windows before those that are encoded, which these see."""
+        return 0
+
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and behind a sound's tokens."""
+        return (), ()
+
     @property
     def window_frames(self) -> int:
         """Frames of a full window."""
@@ -40,6 +61,11 @@ class AudioConfig:
         """The encoder's rows of a full window."""
         return self.chunk_rows(self.window_frames)
 
+    @property
+    def run_rows(self) -> int:
+        """The encoder's rows of the longest run."""
+        return (self.lead_windows + self.run_windows) * self.window_rows
+
     def chunk_rows(self, frames: int) -> int:
         """The encoder's rows of the whole chunks that hold so many frames."""
         return -(-frames // self.chunk_frames) * convolved(self.chunk_frames, self.halvings)
@@ -49,6 +75,36 @@ class AudioConfig:
         full, rest = divmod(frames, self.chunk_frames)
         convolved_rows = full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
         return convolved_rows // self.merged
+
+
+@dataclass(frozen=True)
+class ConformerConfig(AudioConfig):
+    """Gemma 4's encoder, each row of which sees itself and rows before it alone: `past` of them in a layer's attention,
+    itself too, `kernel` in its convolution. The second convolution of sound has `second_channels`, scores of attention
+    are capped at `cap`, feed-forward layers are weighted by `share`; linear layers have bounds where `clipped`, and
+    give `encoded_size` columns at last. `begin` and `end` are the ids around a sound."""
+
+    second_channels: int
+    kernel: int
+    past: int
+    cap: float
+    share: float
+    clipped: bool
+    encoded_size: int
+    begin: int
+    end: int
+
+    run_windows = 64  # 30 seconds and more
+
+    @property
+    def lead_windows(self) -> int:
+        """Those that a row's value follows from: what each layer sees, and the last row of the convolutions."""
+        return -(-(self.num_layers * (self.past + self.kernel - 2) + 1) // self.window_rows)
+
+    @property
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and behind a sound's tokens."""
+        return (self.begin,), (self.end,)
 
 
 def convolved(size: int, times: int) -> int:

@@ -9,12 +9,16 @@ from typing import Any, Protocol
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
+    Activate,
     AveragePool,
+    CenteredNorm,
     Clip,
     ClippedGate,
+    DepthwiseConvolution,
     DropFirst,
     EncoderAttention,
     Gather,
+    LocalAttention,
     NormedHeads,
     Prepend,
     Product,
@@ -144,6 +148,21 @@ def _standard_norm(graph: Running[Tensor], step: StandardNorm) -> Tensor:
     return operations.to_compute(operations.rms_norm(value, None, step.epsilon))
 
 
+def _activate(graph: Running[Tensor], step: Activate) -> Tensor:
+    operations, value = graph.operations, graph.values[step.value]
+    if not step.width:
+        return operations.activation(value, step.activation)
+    first, second = operations.split(value, (step.width,) * 2, axis=2)
+    return operations.multiply(first, operations.activation(second, step.activation))
+
+
+def _centered_norm(graph: Running[Tensor], step: CenteredNorm) -> Tensor:
+    operations, weight = graph.operations, graph.weights[step.weight.name]
+    normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
+    positive = operations.activation(normed, "relu")
+    return positive if step.mask is None else operations.multiply(positive, graph.values[step.mask])
+
+
 #: What gives the output of each kind of step.
 ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     EncoderAttention: _attention,
@@ -157,5 +176,13 @@ ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     StandardNorm: _standard_norm,
     Gather: lambda graph, step: graph.operations.gather_rows(graph.values[step.value], graph.values[step.rows]),
     DropFirst: lambda graph, step: graph.operations.split(graph.values[step.value], (1, step.rows), axis=1)[1],
+    Activate: _activate,
+    CenteredNorm: _centered_norm,
+    DepthwiseConvolution: lambda graph, step: graph.operations.depthwise_convolution(
+        graph.values[step.value], graph.weights[step.weight.name]
+    ),
+    LocalAttention: lambda graph, step: graph.operations.local_attention(
+        step, graph.values[step.value], graph.values[step.relative], graph.weights[step.scale.name]
+    ),
     Unfold: lambda graph, step: graph.operations.unfold(step, graph.values[step.value]),
 }

@@ -159,3 +159,50 @@ class StandardNorm(Step):
     factor: float
     epsilon: float
     standard: tuple[WeightSpec, WeightSpec] | None = None
+
+
+@dataclass(frozen=True)
+class Activate(Step):
+    """output = activation(value) of each element or, with the `width` of a half, the first half of value times the
+    activation of its second."""
+
+    value: str = field(metadata=READS)
+    activation: str
+    width: int = 0
+
+
+@dataclass(frozen=True)
+class CenteredNorm(Step):
+    """output = max(0, a layer norm of value without a bias); rows are multiplied by the input `mask` [1, rows, 1] where
+    there is one: 0 behind a sound's end."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+    epsilon: float
+    mask: str | None = field(default=None, metadata=READS)
+
+
+@dataclass(frozen=True)
+class DepthwiseConvolution(Step):
+    """output[t] = sum of weight[:, k] value[t - W + 1 + k], column by column, zeros before the first row; the weight is
+    [C, W]."""
+
+    value: str = field(metadata=READS)
+    weight: WeightSpec
+
+
+@dataclass(frozen=True)
+class LocalAttention(Step):
+    """Attention of each row to itself and the `past` - 1 rows before it, of which a row at distance d has the score
+    cap tanh((q k + q r[d]) / cap), r being rows [1, >= past, n D] of the value `relative`.
+
+    `value` [1, rows, 3 n D] holds query, key and value heads. Queries are multiplied by softplus of the weight `scale`
+    [D] and by 1 / (sqrt(D) ln 2), keys by ln(1 + e) / ln 2 (Gemma 4).
+    """
+
+    value: str = field(metadata=READS)
+    relative: str = field(metadata=READS)
+    heads: int
+    past: int
+    cap: float
+    scale: WeightSpec

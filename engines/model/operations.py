@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from edgellm.engines.model.encoder_steps import Unfold
+from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
 from edgellm.engines.model.steps import Experts
 
@@ -68,7 +68,7 @@ class Operations(Protocol[Tensor]):
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
         "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
-        "relu_squared" max(x, 0)^2; "sigmoid"; "tanh"."""
+        "relu" max(x, 0), and "relu_squared" its square; "sigmoid"; "tanh"."""
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
@@ -224,6 +224,12 @@ class Operations(Protocol[Tensor]):
 
     def unfold(self, step: Unfold, x: Tensor) -> Tensor:
         """What each place of a convolution reads of x (see `Unfold`)."""
+
+    def depthwise_convolution(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each column of x [1, T, C] convolved with its own of `weight` [C, W] (see `DepthwiseConvolution`)."""
+
+    def local_attention(self, step: LocalAttention, x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
+        """What rows [1, T, 3 n D] get of those before them: [1, T, n D] (see `LocalAttention`)."""
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""

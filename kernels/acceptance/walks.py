@@ -110,7 +110,8 @@ def accept_chains(
         accepted.ids[slots[accepts], node] = drafted[accepts]
         rejected = slots[~accepts]
         if rejected.size:
-            residual = _residual(p[~accepts], q[~accepts])
+            left = np.maximum(p[~accepts] - q[~accepts], np.float32(0))
+            residual = np.where(left.any(axis=1, keepdims=True), left, p[~accepts])
             accepted.ids[rejected, node] = draws(rejected, node, RESIDUAL_STREAM).by_weight(residual)
         slots = slots[accepts]
         if not slots.size:
@@ -123,9 +124,3 @@ def _passes_test(p: np.ndarray, q: np.ndarray, drafted: np.ndarray, uniform: np.
     columns = np.where(inside, drafted, 0)
     p_of_draft, q_of_draft = p[rows, columns], q[rows, columns]
     return inside & (p_of_draft > 0) & (uniform * q_of_draft <= p_of_draft)
-
-
-def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """max(p - q, 0) [n, V] float32; p where that is nothing."""
-    residual = np.maximum(p - q, np.float32(0))
-    return np.where(residual.any(axis=1, keepdims=True), residual, p)

@@ -12,12 +12,12 @@ import pytest
 from command_line import Edgellm
 
 from edgellm import LLM, SamplingParams
+from edgellm.commands.eval import SHOWN_DIFFERENCES
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.evaluation.inputs import text_windows
 from edgellm.evaluation.measures import perplexity
-from edgellm.evaluation.report import SHOWN_DIFFERENCES
 
 TEXT = "The quick brown fox jumps over the lazy dog, and nobody has seen it since then. " * 2
 

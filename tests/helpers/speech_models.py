@@ -16,7 +16,7 @@ from edgellm.media.audio import AudioEncoder
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
-CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral")}
+CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral", "gemma4")}
 CHECKPOINT = CHECKPOINTS["qwen3_asr"]
 
 
@@ -39,14 +39,23 @@ def encoded_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(scope="session")
 def speech_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The engine directory of the golden model, whose prompts are cut into chunks of 32 tokens."""
-    path = tmp_path_factory.mktemp("speech") / "qwen3_asr"
-    build_engine_directory(CHECKPOINT, path, EngineLimits(2, 32, 400), [])
-    return path
+    return _built("qwen3_asr", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def voxtral_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of Voxtral."""
-    path = tmp_path_factory.mktemp("speech") / "voxtral"
-    build_engine_directory(CHECKPOINTS["voxtral"], path, EngineLimits(2, 32, 400), [])
+    return _built("voxtral", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def gemma4_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Gemma 4, which sees, too."""
+    return _built("gemma4", tmp_path_factory, {"max_image_patches": 54})
+
+
+def _built(name: str, tmp_path_factory: pytest.TempPathFactory, images: dict[str, int] | None = None) -> Path:
+    path = tmp_path_factory.mktemp("speech") / name
+    limits = {"max_batch": 2, "prefill_chunk": 32, "kv_capacity": 400}
+    build_engine_directory(CHECKPOINTS[name], path, EngineLimits(2, 32, 400) if images is None else limits | images, [])
     return path

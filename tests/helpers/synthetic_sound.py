@@ -10,6 +10,8 @@ import numpy as np
 RATE = 16000
 #: One of two windows and more, one shorter than the shortest, one of a whole window.
 SECONDS = (5.3, 0.3, 2.0)
+#: One of whose last four frames two are there: Gemma 4 makes a row of four.
+HALF_ROW = 0.63
 QUESTION = "What?"
 #: Of features and samples every so many-th is stored.
 SPARSE = 499

@@ -18,9 +18,9 @@ from http_server import ServerProcess, running, wait_for
 from edgellm.asynchronous import AsyncLLM
 from edgellm.errors import RequestError
 from edgellm.http.app import Service
+from edgellm.http.connections import Notifier, handed_socket
 from edgellm.http.fields import ServedModel
 from edgellm.http.guard import Guard
-from edgellm.http.systemd import Notifier, handed_socket
 from edgellm.opened_model import SHIPPED_MODEL
 
 #: Starts a program as systemd does: its number stands in LISTEN_PID, the socket {socket} is its descriptor 3.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from golden_vision import golden_config
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import vision_shape
 from edgellm.multimodal.vision_layout import (
+    fraction_bounds,
     interpolation_taps,
     patch_coordinates,
     rotary_rows,
@@ -119,3 +121,9 @@ def test_padded_windows_see_a_row() -> None:
 def test_an_impossible_grid_is_refused(name: str, grid: tuple[int, int, int], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         vision_layout(golden_config(name), grid, np.zeros((25, 32), np.float32))
+
+
+def test_bounds_of_nearest_positions_are_those_of_torch() -> None:
+    """The digest is that of `torch.arange(1 / side, 1.0, 1 / side)` for the sides 1 to 100, float32, on x86."""
+    bounds = b"".join(fraction_bounds(side).tobytes() for side in range(1, 101))
+    assert hashlib.sha256(bounds).hexdigest() == "1306654517efe2f22693198800029d9aa20226bd70081c02423c8a52dfe5a007"

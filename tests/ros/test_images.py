@@ -12,7 +12,7 @@ from synthetic_images import synthetic_image
 
 from edgellm.errors import ImageError
 from edgellm.multimodal.image_input import read_image
-from edgellm.ros.images import image_of
+from edgellm.ros.answering import image_of
 
 PIXELS = synthetic_image(5, 7)
 #: Values in the order of the encoding's name.

@@ -68,6 +68,21 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
     assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
 
 
+def test_gemma_4_is_asked_in_words_and_goes_on_from_what_it_wrote(gemma4_engines: Path) -> None:
+    with LLM(gemma4_engines, backend="numpy", drafting=None) as other:
+        ids = other._runtime.prompt_ids(transcription_request("gemma4", (SPEECH, RATE), "en", "EdgeLLM", "So"))
+        text = other.tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.startswith(
+            f"<bos><turn>user\n<|audio>{'<|audio|>' * 75}<audio|>Write down what is said in English,"
+        )
+        assert text.endswith("Names and words to expect: EdgeLLM\n<turn>assistant\nSo")
+        stream = SpeechStream(other, RATE, **SHORT)
+        for part in np.array_split(SPEECH, 3):
+            found = stream.hear(part)
+        assert found.response.usage.reused_tokens == 13 + 4 * 12  # chunks of rows that are final
+        assert stream.finish().text == other.transcribe((SPEECH, RATE), **SHORT).text
+
+
 def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
     """As mistral-common writes transcription requests."""
     with LLM(voxtral_engines, backend="numpy", drafting=None) as other:

@@ -27,7 +27,7 @@ from random_checkpoint import SHAPES
 from random_model import random_prompt, random_runner, shape_directory
 from round_bench import CAPACITY, CHUNK, PROMPT_TOKENS
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues

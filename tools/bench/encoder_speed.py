@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.platform import load_tensorrt

@@ -28,7 +28,7 @@ from as_device import one_of, parse
 from device_limits import read_around
 from provenance import provenance
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, Kept, LinearWeights, NormedInput

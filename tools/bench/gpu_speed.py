@@ -44,7 +44,7 @@ from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
 from random_model import WEIGHTS, RandomDirectory, loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.device.boards import BOARDS
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig

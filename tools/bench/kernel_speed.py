@@ -35,7 +35,7 @@ from probes import weight_bytes
 from provenance import provenance
 from random_model import loop_milliseconds, random_runner, shape_directory
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels

@@ -26,7 +26,7 @@ from provenance import provenance, report
 from random_gguf import MIXTURES
 from random_model import loop_milliseconds, random_prompt, random_runner, shape_directory
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 

@@ -31,7 +31,7 @@ from kernel_speed import LLAMA, Bench
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice

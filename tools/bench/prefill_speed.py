@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
 from provenance import provenance
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt

@@ -14,7 +14,7 @@ from probes import enqueue_replaced
 from random_model import WEIGHTS, RandomDirectory, random_prompt, shape_directory
 from simulated_acceptance import ForcedAcceptance
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.drafters import candidate_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory

@@ -11,7 +11,7 @@ from random_model import RandomDirectory, random_prompt, random_runner
 from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
-from edgellm.device.gpu_timer import gpu_milliseconds
+from edgellm.device.limits import gpu_milliseconds
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 

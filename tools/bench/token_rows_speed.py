@@ -101,7 +101,7 @@ def main() -> None:
         else:
             values = random.integers(0, 1 << 14, shape, np.uint16).view(np.float16)
             save_file({NAME: values}, path / "model.safetensors")
-        config: Any = SimpleNamespace(token_row_size=options.elements, vocab_size=VOCABULARY)
+        config: Any = SimpleNamespace(token_row_size=options.elements, vocab_size=VOCABULARY, media={}, padding_id=0)
         zeros, dtype = np.zeros if gpu is None else gpu.zeros, "bfloat16" if options.packed else "float16"
         place = "float16" if gpu is None else dtype
         backend: Any = SimpleNamespace(compute_dtype=dtype, zeros=lambda shape, _: zeros(shape, place))

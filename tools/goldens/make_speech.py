@@ -1,5 +1,5 @@
-"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR and a Voxtral of a few thousand random weights, by
-transformers.
+"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR, a Voxtral and a Gemma 4 that sees, too, of a few
+thousand random weights, by transformers.
 
     python tools/goldens/make_speech.py tests/goldens/speech
 
@@ -8,7 +8,8 @@ windows are of two seconds, Voxtral's of 0.8. `expected.safetensors` has for eac
 every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder and projector make of it;
 the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
 `synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled` from 44,100 to 16,000 Hz
-by soxr.
+by soxr. Gemma 4's rows are divided by what its language model multiplies by; it has both of a prompt of a picture and
+a sound of `HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ import numpy as np
 import soxr
 import torch
 from golden_folders import VERSIONS, draw_tensors, whole, write_folders
+from PIL import Image
 from safetensors.torch import save_file
-from synthetic_sound import QUESTION, RATE, SECONDS, SPARSE, places, sound
+from synthetic_images import synthetic_image
+from synthetic_sound import HALF_ROW, QUESTION, RATE, SECONDS, SPARSE, places, sound
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma4AudioFeatureExtractor,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4Processor,
+    Gemma4VideoProcessor,
     PreTrainedTokenizerFast,
     Qwen3ASRConfig,
     Qwen3ASRFeatureExtractor,
@@ -34,6 +42,7 @@ from transformers import (
     VoxtralProcessor,
     WhisperFeatureExtractor,
 )
+from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4_images
 
 HIDDEN, VOCABULARY, _SEED = 32, 272, 3838
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
@@ -81,6 +90,33 @@ _VOXTRAL_TEMPLATE = """<s>{%- for message in messages -%}
 {%- if message.role == 'user' %}[INST]{% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"""
+
+
+_GEMMA4_NAMES = ("image_token", "boi_token", "eoi_token", "audio_token", "boa_token", "eoa_token")
+_GEMMA4_SPECIAL = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
+_GEMMA4_ID = {each: 259 + index for index, each in enumerate(_GEMMA4_SPECIAL)}
+_GEMMA4_TEXT = {
+    **{**_TEXT, "model_type": "gemma4_text", "layer_types": ["sliding_attention", "full_attention"]},
+    **{"global_head_dim": 16, "sliding_window": 24, "final_logit_softcapping": 8.0, "hidden_size_per_layer_input": 8},
+    **{"vocab_size_per_layer_input": VOCABULARY, "eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 258},
+}
+#: Layers of 2 heads, rows that see a third of themselves and four behind.
+_GEMMA4_ENCODER = {
+    **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [16, 4]},
+    **{"output_proj_dims": 24, "attention_logit_cap": 2.0},
+}
+_GEMMA4_TOWER = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 32},
+}
+_GEMMA4_IMAGES = {"max_soft_tokens": 6, "patch_size": 4, "pooling_kernel_size": 3}
+#: The published numbers of tokens are more than a golden file has room for.
+gemma4_images._SUPPORTED_SOFT_TOKENS = (6, *gemma4_images._SUPPORTED_SOFT_TOKENS)
+_GEMMA4_TEMPLATE = """<bos>{%- for message in messages -%}<turn>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{%- if part.type == 'audio' %}<|audio|>{% elif part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<turn>model
+{% endif %}"""
 
 
 def make_tokenizer(special: list[str], words: list[AddedToken], **named: object) -> PreTrainedTokenizerFast:
@@ -182,6 +218,51 @@ def make_voxtral(directory: Path) -> None:
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
 
 
+@torch.no_grad()
+def make_gemma4(directory: Path) -> None:
+    """The same of Gemma 4, by its processor and the whole model."""
+    special = ["<bos>", "<eos>", "<pad>", *_GEMMA4_SPECIAL, "<|video|>"]
+    names = {"extra_special_tokens": dict(zip(_GEMMA4_NAMES, _GEMMA4_SPECIAL, strict=True))}
+    tokenizer = make_tokenizer(special, [], bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", **names)
+    images = gemma4_images.Gemma4ImageProcessorPil(**_GEMMA4_IMAGES)
+    extractor = Gemma4AudioFeatureExtractor(feature_size=_GEMMA4_ENCODER["subsampling_conv_channels"][0])
+    processor = Gemma4Processor(extractor, images, tokenizer, Gemma4VideoProcessor(), chat_template=_GEMMA4_TEMPLATE)
+    ids = {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"}
+    ids |= {"audio_token_id": "<|audio|>", "boa_token_id": "<|audio>", "eoa_token_index": "<audio|>"}
+    config = Gemma4Config(
+        text_config=_GEMMA4_TEXT,
+        audio_config=_GEMMA4_ENCODER,
+        vision_config=_GEMMA4_TOWER,
+        vision_soft_tokens_per_image=6,
+        **{name: _GEMMA4_ID[text] for name, text in ids.items()},
+    )
+    Gemma4ForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
+    with whole(directory) as complete:
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = Gemma4ForConditionalGeneration.from_pretrained(complete, **options).eval()
+    expected, sounds = dict[str, torch.Tensor](), [sound(seconds) for seconds in SECONDS]
+    text = f"<bos><turn>user\n{'<|audio|>' * len(SECONDS)}{QUESTION}\n<turn>model\n"
+    given = processor(text=[text], audio=sounds, return_tensors="pt", add_special_tokens=False)
+    features, mask = given["input_features"], given["input_features_mask"]
+    found = model.model.get_audio_features(features, mask, return_dict=True)
+    for index in range(len(SECONDS)):
+        expected[f"features{index}"] = features[index][mask[index]].T.flatten()[::SPARSE].clone()
+        rows = found.pooler_output[index][found.attention_mask[index]] * HIDDEN**-0.5
+        expected[f"rows{index}"] = rows.flatten()[::13].clone()
+    picture = Image.fromarray(synthetic_image(30, 44))
+    text = f"<bos><turn>user\n<|image|><|audio|>{QUESTION}\n<turn>model\n"
+    both = processor(
+        text=[text], images=[[picture]], audio=[sound(HALF_ROW)], return_tensors="pt", add_special_tokens=False
+    )
+    for name, inputs in {"": given, "both_": both}.items():
+        logits = model(**inputs).logits[0]
+        expected[f"{name}token_ids"] = inputs["input_ids"][0]
+        expected[f"{name}logits"] = logits.gather(1, torch.from_numpy(places(*logits.shape)))
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+
+
 def _logits(
     model: Qwen3ASRForConditionalGeneration | VoxtralForConditionalGeneration,
     token_ids: torch.Tensor,
@@ -202,4 +283,4 @@ def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {"qwen3_asr": make, "voxtral": make_voxtral})
+    write_folders(__doc__, {"qwen3_asr": make, "voxtral": make_voxtral, "gemma4": make_gemma4})

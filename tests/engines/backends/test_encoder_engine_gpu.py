@@ -41,6 +41,9 @@ pytestmark = pytest.mark.gpu
 
 #: Of all elements together. NumPy with every operand of a product rounded to the dtype is within a third of these.
 TOLERANCE = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
+#: Taking means off leaves small numbers: results rounded to the compute dtype alone, as `rounded_arithmetic` does, are
+#: 2.6 times the tolerance away there, and half of it in other models.
+STANDARDIZED = 2
 #: Of the largest embedding, as for TensorRT's encoders.
 LARGEST = {"float16": 0.01, "bfloat16": 0.08}
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -139,6 +142,7 @@ class OnDevice:
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
     config = MODELS[name]
+    tolerance = TOLERANCE[dtype] * (STANDARDIZED if config.standardized else 1)
     for grid in grids_of(config):
         shape, tokens = shape_of(config, grid), config.token_count(grid)
         arrays = random_encoder(config, grid, shape)
@@ -148,7 +152,7 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
         for output, values in expected.items():
             difference = relative(found.values(output, tokens), values[0, :tokens])
             print(f"{name} {grid} {output} {kind} {dtype}: {difference:.3%}")
-            assert difference < TOLERANCE[dtype], output
+            assert difference < tolerance, output
 
 
 @DTYPES

@@ -17,8 +17,8 @@ from packed_weights import GGUF_FORMATS, random_of, random_packed
 
 from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.numpy_ranks import piece
+from edgellm.engines.backends.rank_memory import RankedArray
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
-from edgellm.engines.backends.ranked_arrays import RankedArray
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import EngineError

@@ -416,7 +416,9 @@ def test_gemma_4() -> None:
     text = without(GEMMA_4_E2B, "architectures", "tie_word_embeddings", "torch_dtype")
     whole = {"text_config": text, "vision_config": {}, "audio_config": {}, "torch_dtype": "bfloat16"}
     whole |= {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True}
-    assert replace(decoder_config(whole), family="gemma4_text", bos_token_id=None) == config
+    read = decoder_config(whole)
+    assert read.audio_token_id == 258881
+    assert replace(read, family="gemma4_text", bos_token_id=None, audio_token_id=None) == config
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from expert_cases import ACTIVATIONS, ROUTINGS, random_layer, random_scores
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
-from edgellm.engines.backends.numpy_experts import mixed
+from edgellm.engines.backends.numpy_nonlinear import mixed
 from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.model.config import Mixture
 from edgellm.kernels import nvrtc

@@ -17,7 +17,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.block_codes import BLOCK_CODES, block_codes, block_levels, unblock
 from edgellm.kernels.quantization.device_layout import device_layout, tail_bytes, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes
-from edgellm.kernels.quantization.shuffle import shuffle
+from edgellm.kernels.quantization.turn import shuffle
 
 pytestmark = pytest.mark.gpu
 
