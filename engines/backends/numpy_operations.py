@@ -27,7 +27,8 @@ from edgellm.engines.backends.ranks import Exchange, Rank
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.operations import Operations
-from edgellm.kernels.decode.heads_twin import pairs_apart
+from edgellm.engines.model.steps import Norm
+from edgellm.kernels.decode.heads_twin import pairs_apart, rms_norm, square_sums
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates, ScanGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, scan_gates, take_columns
@@ -157,6 +158,14 @@ class NumpyOperations(Operations[np.ndarray]):
         for each in others:
             total += each
         return total
+
+    def square_sums(self, x: np.ndarray, widths: Sequence[int], counted: Sequence[bool]) -> np.ndarray:
+        return square_sums(self.split(x, [*widths, x.shape[-1] - sum(widths)], axis=x.ndim - 1)[:-1], counted)
+
+    def rms_norm_of_ranks(
+        self, x: np.ndarray, weight: np.ndarray, squares: np.ndarray, whole: int, norm: Norm
+    ) -> np.ndarray:
+        return rms_norm(x, weight, norm.epsilon, norm.offset, squares / np.float32(whole))
 
     def assemble(self, x: np.ndarray) -> np.ndarray:
         return np.concatenate(self._rank.all(x), axis=-1)

@@ -84,6 +84,14 @@ def piece(whole: Any, cut: Cut) -> Any:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=cut.axis)
 
 
+def _put_back(own: np.ndarray, whole: np.ndarray, cut: Cut) -> None:
+    """Give an array its cut."""
+    before, first = (slice(None),) * cut.axis, 0
+    for begin, end in cut.ranges:
+        whole[(*before, slice(begin, end))] = own[(*before, slice(first, first + end - begin))]
+        first += end - begin
+
+
 class RankedEngine:
     """The engines of all ranks as one: each is bound to its parts, the first alone gives out what there is."""
 
@@ -98,15 +106,16 @@ class RankedEngine:
     ) -> None:
         self.shape = engines[0].shape
         self._engines, self._shards, self._run, self._weight_piece = engines, shards, run, weight_piece
-        # Adapters change where they are, and some are no views: they are copied anew for each step.
+        # Adapters change where they are, and some are no views: they are copied anew for each step. So are states and
+        # outputs of several ranges, which are copied back.
         self._copies: dict[tuple[int, str], tuple[np.ndarray, np.ndarray, Cut]] = {}
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `NumpyEngine.bind`."""
         arrays = cast(Mapping[str, np.ndarray], bindings)
         for rank, (engine, shard) in enumerate(zip(self._engines, self._shards, strict=True)):
-            outputs = shard.program.outputs if rank else {}
-            engine.bind({name: self._own(rank, name, array) for name, array in arrays.items() if name not in outputs})
+            others = shard.program.outputs.keys() - shard.cuts.keys() if rank else ()
+            engine.bind({name: self._own(rank, name, array) for name, array in arrays.items() if name not in others})
 
     def _own(self, rank: int, name: str, array: np.ndarray) -> np.ndarray:
         shard = self._shards[rank]
@@ -126,3 +135,7 @@ class RankedEngine:
             np.copyto(own, piece(array, cut))
         with one_blas_thread() if self._engines[0].is_small else nullcontext():
             self._run([engine.run for engine in self._engines])
+        for (rank, name), (own, array, cut) in self._copies.items():
+            program = self._shards[rank].program
+            if name in program.states or name in program.outputs:
+                _put_back(own, array, cut)

@@ -165,11 +165,12 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str, cut: Cut | No
     """The runs of rows of a weight, or of a cut of it, each of one format."""
     runs, found, first = list[list[StoredWeight]](), list[_Prepared](), 0
     for name, shape in spec.parts:
+        own, first = cut and cut.within(first, shape[0]), first + shape[0]
+        if own is not None and not own.ranges:  # an expert of another rank
+            continue
         part = checkpoint.stored(name, shape)
-        if part is not None and cut is not None:
-            own = cut.within(first, shape[0])
+        if part is not None and own is not None:
             part = columns_of(part, *own.ranges[0]) if own.axis else rows_of(part, own.ranges)
-        first += shape[0]
         if part is not None and runs and may_fuse(runs[-1][0], part):
             runs[-1].append(part)
         elif part is not None:

@@ -37,6 +37,10 @@ class RankWeights:
     def __init__(self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout]) -> None:
         """`packed` are the layouts of the packed weights as one GPU has them."""
         config, limits = directory.config, directory.limits
+        if config.is_recurrent:
+            raise EngineError(
+                "recurrent layers are shared by ranks of the NumPy backend alone: take one GPU, or --backend numpy"
+            )
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
         self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * (config.hidden_size + config.rotary_columns)
         decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])

@@ -32,7 +32,7 @@ from edgellm.engines.directories.engine_parts import (
     is_weight_file,
 )
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
-from edgellm.engines.families.audio_encoders import read_audio
+from edgellm.engines.families.audio_encoders import read_audio, without_lost_ears
 from edgellm.engines.families.drafts import read_draft
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.families.mtp import has_packed_head, read_mtp
@@ -223,7 +223,7 @@ def read_inputs(
         for spec in token_table(config):
             if (read_packed := checkpoint.reader(spec.name, spec.shape)) is not None:
                 read_packed(np.zeros(1, np.int32))  # which finds rows that are packed together
-        config = with_delta_products(config, checkpoint)
+        config = with_delta_products(without_lost_ears(config, checkpoint), checkpoint)
         audio = read_audio(checkpoint) if "audio" in config.media else None
         weights = _weight_files(checkpoint, "", published)
         if not (source / "tokenizer.json").exists():

@@ -22,7 +22,7 @@ from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_program, read_gemma4_audio
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, convolved
-from edgellm.engines.model.config import LARGEST_DEPTH, WeightSpec
+from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig, WeightSpec
 from edgellm.engines.model.encoder_steps import EncoderAttention, Unfold
 from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
@@ -46,6 +46,7 @@ _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
 _LARGEST_CHUNK = 4096
 #: What begins the tensors of the encoder of images beside Gemma 4's.
 _IMAGES = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("vision_tower", "embed_vision"))
+_EARS = tuple(f"{outer}{name}." for outer in ("model.", "") for name in ("audio_tower", "embed_audio"))
 #: Rows are kept in so many bytes at most: those of a quarter of an hour and more.
 AUDIO_CACHE_BYTES = 64 << 20
 
@@ -64,6 +65,14 @@ def read_audio(checkpoint: Checkpoint) -> AudioConfig:
         found = f"the weights of the encoder of speech do not fit config.json: {counted(problems)}"
         raise CheckpointError(f"{checkpoint.path}: {found}\nTake config.json and weights of one and the same model")
     return config
+
+
+def without_lost_ears(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """The same, which hears nothing where a release of Gemma 4 was made without the tensors that hear."""
+    is_deaf = checkpoint.config.get("model_type") == "gemma4" and not any(
+        name.startswith(_EARS) for name in checkpoint.tensors
+    )
+    return replace(config, audio_token_id=None) if is_deaf else config
 
 
 def _read_conformer(checkpoint: Checkpoint) -> ConformerConfig:

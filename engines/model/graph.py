@@ -35,9 +35,10 @@ from edgellm.engines.model.steps import (
     Reshape,
     Scale,
     SideBySide,
+    SquareSums,
     Stateful,
 )
-from edgellm.kernels.decode.contract import TOKEN_SHARE
+from edgellm.kernels.decode.contract import SQUARE_SUMS, TOKEN_SHARE
 
 #: Raise this when the network of a program changes though the program does not: plans are then rebuilt.
 NETWORK_VERSION = 3
@@ -164,8 +165,9 @@ class ProgramGraph(Generic[Tensor]):
 
     def _experts(self, step: Experts) -> Tensor:
         operations, weights = self.operations, self.weights
-        if step.keep is not None:
-            self._keep(step.keep, operations.to_compute(self.values[step.residual]))
+        residual = None if step.residual is None else self.to_residual(self.values[step.residual])
+        if step.keep is not None and residual is not None:
+            self._keep(step.keep, operations.to_compute(residual))
         x = operations.to_compute(self._input(step.given))
         scores = operations.to_float32(self._linear(x, step.router))
         correction = None if step.correction is None else weights[step.correction.name]
@@ -188,7 +190,7 @@ class ProgramGraph(Generic[Tensor]):
             y = operations.add(y, self.to_residual(of_all))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
-        return operations.add(self.to_residual(self.values[step.residual]), y) if step.adds else y
+        return y if residual is None else operations.add(residual, y)
 
     def _attention(self, step: Attention) -> Tensor | None:
         operations, given = self.operations, self.values
@@ -327,8 +329,17 @@ class ProgramGraph(Generic[Tensor]):
 
     def _norm_parts(self, step: NormParts) -> Tensor:
         width = self._program.kinds[step.value][0][-1]
-        rest = width - sum(norm.weight.shape[0] for norm in step.norms)
-        return self.normed_parts(self.values[step.value], step.norms, rest)
+        widths = [norm.weight.shape[0] for norm in step.norms]
+        x, rest = self.values[step.value], width - sum(widths)
+        if step.squares is None:
+            return self.normed_parts(x, step.norms, rest)
+        *parts, behind = self.operations.split(x, [*widths, rest], axis=2)
+        sums = self.operations.split(self.values[step.squares], [1] * SQUARE_SUMS, axis=2)
+        normed = [
+            self.operations.rms_norm_of_ranks(part, self.weights[norm.weight.name], squares, whole, norm)
+            for part, norm, squares, whole in zip(parts, step.norms, sums, step.wholes, strict=False)
+        ]
+        return self.operations.concatenate([*normed, behind], axis=2)
 
     def _token_inputs(self, step: TokenInputs) -> Tensor:
         operations, (width,) = self.operations, step.norm.weight.shape
@@ -348,6 +359,7 @@ _RUN: dict[type, Callable[[ProgramGraph[Any], Any], Any]] = {
     NormLinear: ProgramGraph._norm_linear,
     LinearResidual: ProgramGraph._linear_residual,
     Reduce: lambda graph, step: graph.operations.reduce(graph.values[step.value]),
+    SquareSums: lambda graph, step: graph.operations.square_sums(graph.values[step.value], step.widths, step.counted),
     Assemble: lambda graph, step: graph.operations.assemble(graph.values[step.value]),
     AddResidual: ProgramGraph._linear_residual,
     Experts: ProgramGraph._experts,

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.recurrent_steps import GatedDelta, ShortConvolution
-from edgellm.engines.model.steps import Experts
+from edgellm.engines.model.steps import Experts, Norm
 
 Tensor = TypeVar("Tensor")
 
@@ -84,6 +84,12 @@ class Operations(Protocol[Tensor]):
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have, added in the order of ranks: the same bits on each."""
+
+    def square_sums(self, x: Tensor, widths: Sequence[int], counted: Sequence[bool]) -> Tensor:
+        """What `SquareSums` says, [B, T, `SQUARE_SUMS`] in float32."""
+
+    def rms_norm_of_ranks(self, x: Tensor, weight: Tensor, squares: Tensor, whole: int, norm: Norm) -> Tensor:
+        """`rms_norm` of a rank's columns x of `whole` columns, of which `squares` [B, T, 1] is the sum of squares."""
 
     def assemble(self, x: Tensor) -> Tensor:
         """What all ranks have side by side along the last axis."""

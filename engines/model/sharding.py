@@ -6,13 +6,15 @@ columns of what comes behind. What enters a layer is on every rank, and so are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Program, kept_states
+from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.steps import (
     Add,
     AddResidual,
@@ -22,8 +24,10 @@ from edgellm.engines.model.steps import (
     Linear,
     LinearResidual,
     NormLinear,
+    NormParts,
     Reduce,
     Scale,
+    SquareSums,
     Step,
 )
 
@@ -68,7 +72,7 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
     The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
     ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
     an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. Raises EngineError
-    that names what cannot be shared: recurrent layers, norms of all heads together, and Gemma 4's own steps.
+    that names what cannot be shared, Gemma 4's own steps and norms of all heads of a state space among it.
     """
     return _Sharding(program, rank, of).shard()
 
@@ -82,13 +86,21 @@ class _Sharding:
         self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
         self._split: set[str] = set()  # values of which each rank has its columns
         self._cuts: dict[str, Cut] = {}
+        recurrent = [step for step in reversed(program.steps) if isinstance(step, GatedDelta)]
+        self._rules = {name: step for step in recurrent for name in (step.value, step.output)}
+        self._projected = self._columns_of_recurrent()
 
     def shard(self) -> Shard:
         kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
             Scale: self._whole,
             Add: self._whole,
             NormLinear: self._norm_linear,
+            NormParts: self._norm_parts,
             Attention: self._attention,
+            ShortConvolution: self._convolution,
+            GatedDelta: self._rule,
+            SelectiveScan: self._rule,
+            GatedNorm: self._gated_norm,
             LinearResidual: self._linear_residual,
             Experts: self._experts,
         }
@@ -99,7 +111,8 @@ class _Sharding:
             if found is None:
                 raise EngineError(f"{step.title} cannot be shared by {self._of} GPUs: take one GPU")
             steps += found
-        program = replace(self._program, steps=tuple(steps))
+        outputs = self._program.outputs | kept_states(steps, self._program.shape)
+        program = replace(self._program, steps=tuple(steps), outputs=outputs)
         for name, each in program.adapted.items():
             cut = self._cuts.get(f"{name}.weight")
             (a, _), (b, _) = each.edge(program.shape.lora_slots, program.shape.lora_rank)
@@ -130,10 +143,29 @@ class _Sharding:
             inner = rows // (2 if step.gated else 1)
             begin, end = self._about(inner)
             ranges = tuple((start + begin, start + end) for start in range(0, rows, inner))
+        elif step.output in self._projected:
+            ranges = self._projected[step.output]
         else:
             return None
         self._split.add(step.output)
         return (replace(step, linear=self._rows(step.linear, ranges)),)
+
+    def _norm_parts(self, step: NormParts) -> Sequence[Step] | None:
+        """Norms of the queries and keys of all heads: ranks add the squares of their own."""
+        attention = self._attentions.get(step.output)
+        if attention is None or step.value != step.output or any(norm.bias is not None for norm in step.norms):
+            return None
+        heads, size = (self._queries(attention), self._heads(attention)), attention.heads[2]
+        cuts = [Cut(0, ((size * first, size * last),)) for first, last in heads]
+        counted = True, self._rank % max(1, self._of // attention.heads[1]) == 0  # the first that has these keys
+        pieces = [(norm, self._piece(norm.weight, cut)) for norm, cut in zip(step.norms, cuts, strict=True)]
+        norms, wholes = (replace(norm, weight=own) for norm, own in pieces), (n.weight.shape[0] for n in step.norms)
+        squares = f"{step.output}_squares"
+        return (
+            SquareSums(f"{squares}_part", step.value, tuple(cut.size for cut in cuts), counted),
+            Reduce(squares, f"{squares}_part"),
+            replace(step, norms=tuple(norms), squares=squares, wholes=tuple(wholes)),
+        )
 
     def _attention(self, step: Attention) -> Sequence[Step] | None:
         if step.norms_values:  # of Gemma 4 alone, whose other steps are not shared
@@ -143,6 +175,80 @@ class _Sharding:
         self._split.add(step.output)
         sinks = None if step.sinks is None else self._piece(step.sinks, Cut(0, ((first, last),)))
         return (replace(step, heads=(last - first, end - begin, step.heads[2]), sinks=sinks),)
+
+    def _columns_of_recurrent(self) -> dict[str, tuple[Range, ...]]:
+        """Of each value that is projected for recurrent layers, the columns that this rank takes."""
+        found: dict[str, set[Range]] = {}
+
+        def take(value: str, first: int, ranges: Iterable[Range]) -> None:
+            found.setdefault(value, set()).update((first + begin, first + end) for begin, end in ranges)
+
+        for step in self._program.steps:
+            if isinstance(step, ShortConvolution):
+                for part in range(3 if step.gated else 1):
+                    take(step.value, step.first + part * step.channels, self._channels(step))
+            elif isinstance(step, GatedDelta):
+                gates = 1 if isinstance(step, SelectiveScan) else 2
+                take(step.gates, step.first, self._value_heads(step, parts=gates))
+            elif isinstance(step, GatedNorm) and step.value in self._rules:
+                rule = self._rules[step.value]
+                take(step.gate, step.first, self._value_heads(rule, rule.sizes[1]))
+        return {value: tuple(sorted(ranges)) for value, ranges in found.items()}
+
+    def _place(self, value: str, column: int) -> int:
+        """Where a column of a projected value stands in what this rank has of it."""
+        return sum(min(end, column) - begin for begin, end in self._projected[value] if begin < column)
+
+    def _value_heads(self, rule: GatedDelta, width: int = 1, parts: int = 1) -> tuple[Range, ...]:
+        """This rank's value heads, of so many columns, in each of so many parts of the columns of all."""
+        heads = rule.heads[1]
+        first, last = self._equal(f"the {heads} value heads of layer {rule.index}", heads)
+        starts = range(0, parts * heads * width, heads * width)
+        return tuple((start + first * width, start + last * width) for start in starts)
+
+    def _channels(self, step: ShortConvolution) -> tuple[Range, ...]:
+        """This rank's channels: queries, keys and values of its heads, or x, B and C."""
+        rule = self._rules.get(step.output)
+        if rule is None:
+            return (self._about(step.channels),)
+        (key_heads, heads), (key_size, size) = rule.heads, rule.sizes
+        first, last = self._shared(f"the {key_heads} key heads of layer {rule.index}", key_heads)
+        keys, (values,) = (first * key_size, last * key_size), self._value_heads(rule, size)
+        parts = [(keys, key_heads * key_size)] * 2
+        parts.insert(0 if isinstance(rule, SelectiveScan) else 2, (values, heads * size))
+        starts = accumulate((width for _, width in parts), initial=0)
+        return tuple((start + begin, start + end) for start, ((begin, end), _) in zip(starts, parts, strict=False))
+
+    def _convolution(self, step: ShortConvolution) -> Sequence[Step]:
+        cut, state = Cut(0, self._channels(step)), step.state(self._program.shape)
+        self._cuts |= dict.fromkeys(state.names, replace(cut, axis=1))
+        kept = (*state.kept_names, step.output) if step.output in self._rules else state.kept_names
+        self._cuts |= dict.fromkeys(kept, replace(cut, axis=2))
+        self._split.add(step.output)
+        weight, bias = self._piece(step.weight, cut), step.bias and self._piece(step.bias, cut)
+        first = self._place(step.value, step.first)
+        return (replace(step, channels=cut.size, weight=weight, bias=bias, first=first),)
+
+    def _rule(self, step: GatedDelta) -> Sequence[Step]:
+        state, ((first, last),), key_heads = step.state(self._program.shape), self._value_heads(step), step.heads[0]
+        begin, end = self._shared(f"the {key_heads} key heads of layer {step.index}", key_heads)
+        self._cuts |= dict.fromkeys(state.names, Cut(1, ((first, last),)))
+        self._cuts[state.kept_names[-1]] = Cut(2, self._value_heads(step, parts=2))
+        self._split.add(step.output)
+        own = Cut(0, ((first, last),))
+        names = ("a_log", "dt_bias", "skip") if isinstance(step, SelectiveScan) else ("a_log", "dt_bias")
+        numbers: dict[str, Any] = {name: self._piece(getattr(step, name), own) for name in names}
+        heads = end - begin, last - first
+        return (replace(step, heads=heads, first=self._place(step.gates, step.first), **numbers),)
+
+    def _gated_norm(self, step: GatedNorm) -> Sequence[Step] | None:
+        rule, norm = self._rules.get(step.value), step.norm
+        if rule is None or (step.gates_first and step.heads % self._of):
+            return None
+        if step.gates_first:  # which has weights of all columns
+            norm = replace(norm, weight=self._piece(norm.weight, Cut(0, self._value_heads(rule, rule.sizes[1]))))
+        self._split.add(step.output)
+        return (replace(step, first=self._place(step.gate, step.first), heads=step.heads // self._of, norm=norm),)
 
     def _linear_residual(self, step: LinearResidual) -> Sequence[Step] | None:
         if step.value not in self._split or step.residual is None:
@@ -176,10 +282,14 @@ class _Sharding:
             starts = range(0, into.weight.shape[0], inner)  # of gate and up, or of one
             into = self._rows(into, tuple((start + begin, start + end) for start in starts))
             shared = into, self._columns(back), *gate
-        part, gate_up, down = f"{step.output}_part", own(step.gate_up), own(step.down)
-        adds = self._rank == 0
-        partial = replace(step, output=part, own=(first, last), adds=adds, gate_up=gate_up, down=down, shared=shared)
-        return partial, Reduce(step.output, part)
+        assert step.residual is not None
+        total, gate_up, down = f"{step.output}_sum", own(step.gate_up), own(step.down)
+        part = replace(step, output=f"{total}_part", residual=None, keep=None, own=(first, last), shared=shared)
+        return (
+            replace(part, gate_up=gate_up, down=down),
+            Reduce(total, part.output),
+            AddResidual(step.output, total, step.residual, keep=step.keep),
+        )
 
     def _about(self, count: int) -> Range:
         """This rank's of things that need not be shared equally."""
@@ -196,11 +306,14 @@ class _Sharding:
 
     def _heads(self, step: Attention) -> Range:
         """The key-value heads of this rank's query heads."""
-        kv_heads = step.heads[1]
-        if self._of % kv_heads == 0:
-            first = self._rank * kv_heads // self._of
-            return first, first + 1
-        return self._equal(f"the {kv_heads} key-value heads of layer {step.index}", kv_heads)
+        return self._shared(f"the {step.heads[1]} key-value heads of layer {step.index}", step.heads[1])
+
+    def _shared(self, what: str, count: int) -> Range:
+        """This rank's of heads that several heads share: where there are fewer than ranks, several have the same."""
+        if self._of % count:
+            return self._equal(what, count)
+        first = self._rank * count // self._of
+        return first, first + 1
 
     def _rows(self, linear: Linear, ranges: tuple[Range, ...]) -> Linear:
         cut, bias = Cut(0, ranges), linear.bias

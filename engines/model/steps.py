@@ -209,12 +209,30 @@ class Normed(Step):
 
 
 @dataclass(frozen=True)
+class SquareSums(Step):
+    """output [.., `SQUARE_SUMS`] = the sum of the squares of each part of the value's columns, as wide as `widths` say
+    and part after part from the first on; 0 of those that are not `counted`, and behind the last."""
+
+    value: str = field(metadata=READS)
+    widths: tuple[int, ...]
+    counted: tuple[bool, ...]
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        from edgellm.kernels.decode.contract import SQUARE_SUMS  # NumPy, which the command line does without
+
+        return {self.output: (rows_like(kinds, self.value, SQUARE_SUMS), residual)}
+
+
+@dataclass(frozen=True, repr=False)
 class NormParts(Step):
     """output = value with its first columns normed: part after part, each as wide as the norm of `norms` that it gets;
-    the columns behind the last part stay as they are."""
+    the columns behind the last part stay as they are. Where ranks share the parts, `squares` are the sums of all of
+    them (see `SquareSums`), and `wholes` how wide each part is of all ranks together."""
 
     value: str = field(metadata=READS)
     norms: tuple[Norm, ...]
+    squares: str | None = field(default=None, metadata=READS | ADDED_LATER)
+    wholes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         return {self.output: kinds[self.value]}
@@ -325,11 +343,11 @@ class Experts(Step):
     the two layers `latent`, [L, H] and [H, L], experts take rows of the first's, and the second takes their sum.
 
     Where ranks share the experts, `own` are the first of this one's and the one behind its last: the matrices are of
-    these alone, and so is the sum; the residual is added by one rank, which `adds`.
+    these alone, and so is the output, a part of a sum of all ranks without a residual.
     """
 
     given: Input = field(metadata=READS)
-    residual: str = field(metadata=READS)
+    residual: str | None = field(metadata=READS)
     mixture: Mixture
     router: Linear
     gate_up: Linear
@@ -340,12 +358,11 @@ class Experts(Step):
     keep: Keep | None = field(default=None, metadata=ADDED_LATER)
     latent: tuple[Linear, ...] = field(default=(), metadata=ADDED_LATER)
     own: tuple[int, int] | None = field(default=None, metadata=ADDED_LATER)
-    adds: bool = field(default=True, metadata=ADDED_LATER)
 
     called: ClassVar[str] = "the mixture of experts {0.router.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = kinds[self.residual][0]
+        rows = kinds[self.given.value][0]
         return _kept(self.keep, rows) | {self.output: (rows, residual)}
 
 

@@ -29,6 +29,8 @@ MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 512
 MAX_LORA_RANK, MAX_LORA_PLACES, MAX_FUSED = 64, 8, 3
 #: The most parts of a row that one launch norms where they are: queries and keys.
 MAX_PARTS = 2
+#: Columns that the sums of the squares of such parts have where ranks add them: as many as these add at once.
+SQUARE_SUMS = 8
 #: What the sum of a token's own embeddings and of what is projected for them is multiplied by (Gemma 3n).
 TOKEN_SHARE = 0.5**0.5
 #: What a gated layer applies to its gate, and the number by which the kernels know it.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from edgellm.kernels.decode.contract import SQUARE_SUMS
 
 #: Of queries and of keys.
 _Both = tuple[np.ndarray, np.ndarray]
@@ -45,7 +49,19 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
     return np.concatenate((low * cosine - high * sine, high * cosine + low * sine, rest), axis=-1)
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray | np.float32, epsilon: float, offset: float = 0.0) -> np.ndarray:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis (Zhang and Sennrich 2019)."""
+def square_sums(parts: Sequence[np.ndarray], counted: Sequence[bool]) -> np.ndarray:
+    """[.., `SQUARE_SUMS`]: the sums of the squares of each of the parts [.., K], 0 where it is not counted."""
+    found = np.zeros((*parts[0].shape[:-1], SQUARE_SUMS), parts[0].dtype)
+    for place in np.flatnonzero(counted).tolist():
+        found[..., place] = np.square(parts[place]).sum(axis=-1)
+    return found
+
+
+def rms_norm(
+    x: np.ndarray, weight: np.ndarray | np.float32, epsilon: float, offset: float = 0.0, mean: np.ndarray | None = None
+) -> np.ndarray:
+    """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis (Zhang and Sennrich 2019); `mean`: that of
+    all columns [.., 1], where x are some of them."""
     factors = weight + np.float32(offset) if offset else weight
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)) * factors
+    mean = (x * x).mean(axis=-1, keepdims=True) if mean is None else mean
+    return x / np.sqrt(mean + np.float32(epsilon)) * factors

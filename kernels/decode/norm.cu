@@ -211,14 +211,20 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
 }
 
 // Parts of rows of float, `widths` columns each from where `values` points to, are normed where they are, not rounded. Grid
-// (parts, rows); what a thread writes it has read. The order of the sum depends on the width alone.
+// (parts, rows); what a thread writes it has read. The order of the sum depends on the width alone. Where ranks share the
+// parts, `squares` [rows, SQUARE_SUMS] are the sums of all their squares, and `wholes` how many there are, or 0 of a part that
+// another rank counts.
 struct NormParts {
     NormedInput parts[MOST_PARTS];
-    int widths[MOST_PARTS], next_early;
+    int widths[MOST_PARTS], next_early, wholes[MOST_PARTS];
+    float* squares;
 };
+constexpr int SQUARE_SUMS = HOST_SQUARE_SUMS;
+enum PartsOf { ONE_GPU, SQUARES, RANKS };
 static_assert(sizeof(NormParts) == HOST_NORM_PARTS_BYTES, "as the host's structure");
 
-template <typename T>
+// OF: one GPU's are normed; of ranks' the squares of this one's are added, or they are normed by the sums of all.
+template <typename T, int OF = ONE_GPU>
 __global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ NormParts arguments) {
     __shared__ float sums[WARPS];
     const NormedInput& part = arguments.parts[blockIdx.x];
@@ -228,14 +234,22 @@ __global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ No
     wait_for_previous_kernel();
     if (!arguments.next_early) launch_next_kernel();
     float squares = 0.f;
-    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+    for (int column = threadIdx.x * 8; OF != RANKS && column < width; column += THREADS * 8) {
         float eight[8];
         load8_float(values + column, eight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
     }
-    const float total = sum_of_warps(squares, sums);
-    const float factor = rsqrtf(total / static_cast<float>(width) + part.epsilon);
+    float* shared_squares = arguments.squares + static_cast<size_t>(blockIdx.y) * SQUARE_SUMS;
+    const float total = OF == RANKS ? __ldcg(shared_squares + blockIdx.x) : sum_of_warps(squares, sums);
+    const int whole = OF == ONE_GPU ? width : arguments.wholes[blockIdx.x];
+    if (OF == SQUARES) {
+        const int place = threadIdx.x == 0 ? blockIdx.x : gridDim.x + threadIdx.x - 1;  // behind the last part zeros
+        if (threadIdx.x == 0 || (blockIdx.x == 0 && place < SQUARE_SUMS))
+            shared_squares[place] = threadIdx.x == 0 && whole > 0 ? total : 0.f;
+        return;
+    }
+    const float factor = rsqrtf(total / static_cast<float>(whole) + part.epsilon);
     for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
         float eight[8], weight[8];
         load8_float(values + column, eight);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray, members
 from edgellm.kernels.decode import contract, geometries
@@ -50,6 +51,8 @@ class _NormParts(ctypes.Structure):
         ("parts", NormedArgument * contract.MAX_PARTS),
         ("widths", ctypes.c_int * contract.MAX_PARTS),
         ("next_early", ctypes.c_int),
+        ("wholes", ctypes.c_int * contract.MAX_PARTS),
+        *members("void* squares"),
     ]
 
 
@@ -59,7 +62,10 @@ _NORM_MACROS = (
     ("HOST_NORM_SUMS_BYTES", geometries.NORM_SUMS_BYTES),
     ("HOST_NORM_PARTS_BYTES", ctypes.sizeof(_NormParts)),
     ("HOST_NORM_MOST_PARTS", contract.MAX_PARTS),
+    ("HOST_SQUARE_SUMS", contract.SQUARE_SUMS),
 )
+#: Of norm_parts: what only adds squares.
+_SQUARES = "decode::SQUARES"
 
 
 def norm_kernel(name: str, kind: str) -> Kernel:
@@ -164,12 +170,23 @@ class CudaNorms:
         shared = geometries.norm_shared_bytes(width) if arranged is None else geometries.norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> Launch:
+    def norm_parts(self, parts, next_early=True, squares=None, wholes=()):
         """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
         `norm_linear`."""
+        return self._parts(parts, next_early, "" if squares is None else "decode::RANKS", squares, wholes)
+
+    def square_sums(self, parts, counted, squares, next_early=True):
+        """See `NumpyDecodeKernels.square_sums`; as for `norm_parts`."""
+        return self._parts(parts, next_early, _SQUARES, squares, counted)
+
+    def _parts(
+        self, parts: Sequence[NormedInput], next_early: bool, kind: str, squares: DeviceArray | None, wholes: Any
+    ) -> Launch:
+        """A launch of norm_parts of a kind."""
         values = parts[0].values
         if not 1 <= len(parts) <= contract.MAX_PARTS or any(
-            each.weight is None or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
+            (each.weight is None and kind != _SQUARES)
+            or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
             for each in parts
         ):
             raise KernelError(
@@ -181,6 +198,10 @@ class CudaNorms:
             (NormedArgument * contract.MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
             (ctypes.c_int * contract.MAX_PARTS)(*(each.columns for each in parts)),
             next_early,
+            (ctypes.c_int * contract.MAX_PARTS)(*wholes),
+            *addresses(squares),
         )
-        kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
+        if squares is not None:
+            check_room("squares", squares, rows_of(values), contract.SQUARE_SUMS)
+        kernel, grid = norm_kernel("norm_parts", self._type + (kind and f", {kind}")), (len(parts), rows_of(values), 1)
         return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from inspect import signature
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
-from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm
+from edgellm.kernels.decode.heads_twin import heads_made_ready, rms_norm, square_sums
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
@@ -192,12 +192,28 @@ class NumpyDecodeKernels:
         write(output, _added(before, normed, factor))
 
     @launched
-    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> None:
+    def norm_parts(
+        self, parts: Sequence[NormedInput], next_early: bool = True, squares: np.ndarray | None = None, wholes: Any = ()
+    ) -> None:
         """Each part, columns of one array [R, C] float32, is normed where it is, not rounded; other columns stay.
 
-        No two parts have a column in common."""
-        for part in parts:
-            selected_columns(part)[...] = normalized(part)
+        No two parts have a column in common. Where ranks share them, `squares` [R, `SQUARE_SUMS`] are the sums of the
+        squares of all, of which each has `wholes` columns."""
+        for place, part in enumerate(parts):
+            x = selected_columns(part)
+            if squares is None or part.weight is None:
+                x[...] = normalized(part)
+                continue
+            mean = rows_of(squares)[:, place, None] / np.float32(wholes[place])
+            x[...] = rms_norm(x, part.weight, part.epsilon, part.offset, mean)
+
+    @launched
+    def square_sums(
+        self, parts: Sequence[NormedInput], counted: Sequence[bool], squares: np.ndarray, next_early: bool = True
+    ) -> None:
+        """`squares` [R, `SQUARE_SUMS`] float32 = the sums of the squares of each of the parts, columns of one array
+        [R, C] float32 as they are; 0 of those that are not `counted`, and behind the last."""
+        write(squares, square_sums([selected_columns(part) for part in parts], counted))
 
     def insert_columns(self, columns: np.ndarray, rows: np.ndarray) -> NumpyLaunch:
         """The first columns of `rows` [R, C] become `columns` [R, width], both float32."""

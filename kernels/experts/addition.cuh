@@ -5,7 +5,8 @@
 
 namespace experts {
 
-// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] (null: none) and its weights [rows] (null: 1).
+// outputs [rows, chosen, width], weights [rows, chosen]; shared [rows, width] (null: none) and its weights [rows] (null: 1);
+// residual [rows, width] (null: 0).
 struct Addition {
     const float *outputs, *weights, *shared, *shared_weights;
     const void* residual;
@@ -15,7 +16,8 @@ struct Addition {
 };
 
 __device__ __forceinline__ void add_weighted(float4& total, float weight, const float* values) {
-    const float4 own = __ldcg(reinterpret_cast<const float4*>(values));
+    float4 own = __ldcg(reinterpret_cast<const float4*>(values));
+    if (weight == 0.f) own = make_float4(0.f, 0.f, 0.f, 0.f);  // other ranks' have never been written
     total.x = fmaf(weight, own.x, total.x), total.y = fmaf(weight, own.y, total.y);
     total.z = fmaf(weight, own.z, total.z), total.w = fmaf(weight, own.w, total.w);
 }
@@ -23,7 +25,7 @@ __device__ __forceinline__ void add_weighted(float4& total, float weight, const 
 // output = residual + scale (the sum of outputs times weights, in order), of four columns of a row.
 template <typename T> __device__ __forceinline__ void add_four(const Addition& given, int row, int column) {
     const size_t place = static_cast<size_t>(row) * given.width + column;
-    float4 total = make_float4(0.f, 0.f, 0.f, 0.f), before;
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f), before = total;
 #pragma unroll 8
     for (int number = 0; number < given.chosen; ++number) {
         const size_t pair = static_cast<size_t>(row) * given.chosen + number;
@@ -33,7 +35,8 @@ template <typename T> __device__ __forceinline__ void add_four(const Addition& g
         const float weight = given.shared_weights == nullptr ? 1.f : __ldcg(given.shared_weights + row);
         add_weighted(total, weight, given.shared + place);
     }
-    if (given.residual_float) {
+    if (given.residual == nullptr) {
+    } else if (given.residual_float) {
         before = __ldcg(reinterpret_cast<const float4*>(static_cast<const float*>(given.residual) + place));
     } else {
         const uint2 packed = __ldcg(reinterpret_cast<const uint2*>(static_cast<const T*>(given.residual) + place));

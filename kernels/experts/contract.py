@@ -69,7 +69,8 @@ class Activation(NamedTuple):
 class Routed(NamedTuple):
     """`expert_ids` int32 [R, k], rising in each row, and `expert_weights` float32 [R, k]. `shared_weights` float32 [R]
     is the share of the expert that every row goes through, None where that is 1 or there is no such expert. A row with
-    NaN among its scores has weights of NaN."""
+    NaN among its scores has weights of NaN. Of an id -1, which no expert has, nothing is multiplied, and where a weight
+    is 0 nothing is added, whatever stands there."""
 
     expert_ids: OwnArray
     expert_weights: OwnArray
@@ -78,20 +79,23 @@ class Routed(NamedTuple):
 
 class Choice(NamedTuple):
     """A choice of experts: how, by scores, and where it goes. `correction` float32 [E]. `shared`: rows [R, H] and the
-    gate [1, H] of the expert that every row goes through, compute: sigmoid of their product is its share."""
+    gate [1, H] of the expert that every row goes through, compute: sigmoid of their product is its share. With the
+    first of a rank's `own` experts and the one behind its last, ids count from the first, and those of others are -1
+    with a weight of 0."""
 
     routing: Routing
     routed: Routed
     correction: OwnArray | None = None
     shared: tuple[OwnArray, OwnArray] | None = None
+    own: tuple[int, int] | None = None
 
 
 class Addition(NamedTuple):
-    """`output` [R, N] float32 = residual [R, N] + scale (sum over k in order of weight times what each of a row's
-    experts gives, then the shared weight, if there is one, times `shared` [R, N] float32)."""
+    """`output` [R, N] float32 = residual [R, N] (None: 0) + scale (sum over k in order of weight times what each of a
+    row's experts gives, then the shared weight, if there is one, times `shared` [R, N] float32)."""
 
     routed: Routed
-    residual: OwnArray
+    residual: OwnArray | None
     output: OwnArray
     scale: float = 1.0
     shared: OwnArray | None = None

@@ -6,6 +6,10 @@ namespace experts {
 
 template <typename T, typename G, int KIND, typename Pairs>
 __device__ __forceinline__ void multiply_pairs(const Product& given, const Pairs& pairs, char* shared) {
+    if (is_of_others(given)) {
+        if constexpr (KIND == SUMS) add_finished<T, G::UNIT>(given, pairs);
+        return;
+    }
     const Linear linear = layer_of<T>(given, pairs.count);
     const GroupOutput<T, KIND, Pairs> output{given, pairs};
     char* staged = shared + G::SUMS_BEGIN;

@@ -107,6 +107,9 @@ __device__ __forceinline__ bool find_group(const Product& given, Group& group) {
     return group.count > 0;
 }
 
+// Whether no expert is here that the block's pair chose: another rank has it.
+__device__ __forceinline__ bool is_of_others(const Product& given) { return __ldcg(given.expert_ids + blockIdx.y) < 0; }
+
 // The layer of the expert of the block's pair, for the rows of its group.
 template <typename T> __device__ __forceinline__ Linear layer_of(const Product& given, int count) {
     const int expert = min(max(__ldcg(given.expert_ids + blockIdx.y), 0), given.experts - 1);

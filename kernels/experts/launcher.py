@@ -55,7 +55,7 @@ class _Choice(ctypes.Structure):
 
     _fields_ = members(
         "void* scores correction x gate ids weights shared",
-        "int experts chosen columns sigmoid normalized",
+        "int experts chosen columns sigmoid normalized first last",
         "float epsilon scale",
     )
 
@@ -127,7 +127,7 @@ class CudaExperts:
 
     def _choice(self, scores: DeviceArray, choice: Choice) -> tuple[int, _Choice, int]:
         """How many rows choose, by what, and how many experts a lane has."""
-        routing, routed, correction, shared = choice
+        routing, routed, correction, shared, own = choice
         rows, experts, chosen = scores.size // routing.experts, routing.experts, routing.chosen
         reason = experts_refusal(experts, chosen)
         if reason is not None or scores.dtype != "float32":
@@ -140,6 +140,7 @@ class CudaExperts:
         arguments = _Choice(
             *addresses(scores, correction, x, gate, routed.expert_ids, routed.expert_weights, routed.shared_weights),
             *(experts, chosen, 0 if x is None else x.shape[-1], routing.sigmoid, routing.normalized),
+            *(own or (0, experts)),
             *(routing.epsilon, routing.scale),
         )
         return rows, arguments, 1 << (-(-experts // 32) - 1).bit_length()
@@ -165,18 +166,19 @@ class CudaExperts:
     def _addition(self, outputs: DeviceArray, addition: Addition) -> tuple[_Addition, int]:
         """What is added, and of how many rows."""
         routed, residual, output, scale, shared = addition
-        width, chosen = residual.shape[-1], routed.expert_weights.shape[-1]
+        before = output if residual is None else residual
+        width, chosen = before.shape[-1], routed.expert_weights.shape[-1]
         rows = routed.expert_weights.size // chosen
-        if width % 8 or residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":
+        if width % 8 or before.dtype not in ("float32", self.dtype) or output.dtype != "float32":
             raise KernelError(
-                f"a residual {residual.dtype} {list(residual.shape)} gets no experts' sum of {output.dtype}; expected "
+                f"a residual {before.dtype} {list(before.shape)} gets no experts' sum of {output.dtype}; expected "
                 f"float32 or {self.dtype} in eights, and float32"
             )
-        for name, array, columns in (("outputs", outputs, chosen * width), ("residual", residual, width)):
+        for name, array, columns in (("outputs", outputs, chosen * width), ("residual", before, width)):
             check_room(name, array, rows, columns)
         check_room("output", output, rows, width)
         arrays = addresses(outputs, routed.expert_weights, shared, routed.shared_weights, residual, output)
-        return _Addition(*arrays, chosen, width, residual.dtype == "float32", scale), rows
+        return _Addition(*arrays, chosen, width, before.dtype == "float32", scale), rows
 
     def _product(
         self,
@@ -231,7 +233,8 @@ class CudaExperts:
         kernel = packed_rows_kernel(f"expert_{kind}", self.dtype, way, own, _PRODUCT_MACROS, "experts/packed_rows.cu")
         needed = way.shared_bytes(own.block_bytes, columns, most, normed=False)
         count = experts.experts  # of which rows that choose evenly have pairs of about so many:
-        groups = pairs if most == 1 else min(pairs, math.ceil(count * (1 - (1 - chosen / count) ** rows)))
+        rest = max(0, 1 - chosen / count)  # of a rank's experts there may be fewer than a row chooses
+        groups = pairs if most == 1 else min(pairs, math.ceil(count * (1 - rest**rows)))
         # A few more than there is room for would wait until others have ended, and take as long again.
         blocks = max(1, min(way.grid(height, gpu)[0], way.blocks * gpu.multiprocessors // groups))
         return most, (kernel, blocks, needed)

@@ -8,6 +8,10 @@ namespace packed {
 template <typename T, typename G, int KIND, typename Pairs>
 __device__ __forceinline__ void multiply_pairs(const experts::Product& given, const Pairs& pairs, char* shared) {
     using Output = experts::GroupOutput<T, KIND, Pairs>;
+    if (experts::is_of_others(given)) {
+        if constexpr (KIND == experts::SUMS) experts::add_finished<T, G::UNIT>(given, pairs);
+        return;
+    }
     const Linear linear = experts::layer_of<T>(given, pairs.count);
     const Output output{given, pairs};
     Source<G> stream(linear, shared);

@@ -13,13 +13,14 @@ using decode::warp_sum;
 constexpr unsigned FULL_WARP = decode::FULL_WARP;
 
 // scores [rows, experts]; correction [experts] (null: none); x [rows, columns] and gate [columns] of T, of the expert that
-// every row goes through (null: there is none), whose share is `shared` [rows].
+// every row goes through (null: there is none), whose share is `shared` [rows]. Experts from `first` to before `last` have ids
+// that count from the first; others' are -1, and their weights 0.
 struct Choice {
     const float *scores, *correction;
     const void *x, *gate;
     int* ids;
     float *weights, *shared;
-    int experts, chosen, columns, sigmoid, normalized;
+    int experts, chosen, columns, sigmoid, normalized, first, last;
     float epsilon, scale;
 };
 static_assert(sizeof(Choice) == HOST_CHOICE_BYTES, "as the host's structure");
@@ -81,8 +82,10 @@ template <typename T, int EACH> __device__ __forceinline__ void choose_of_row(co
         if (!is_chosen) continue;
         float weight = (given.normalized ? score[i] / divisor : score[i]) * given.scale;
         if (is_nan) weight = __uint_as_float(0x7fffffffu);
-        given.ids[static_cast<size_t>(row) * given.chosen + place] = i * 32 + lane;
-        given.weights[static_cast<size_t>(row) * given.chosen + place] = weight;
+        const int expert = i * 32 + lane;
+        const bool is_own = expert >= given.first && expert < given.last;
+        given.ids[static_cast<size_t>(row) * given.chosen + place] = is_own ? expert - given.first : -1;
+        given.weights[static_cast<size_t>(row) * given.chosen + place] = is_own ? weight : 0.f;
     }
     if (given.gate == nullptr) return;
     const T *x = static_cast<const T*>(given.x) + static_cast<size_t>(row) * given.columns, *gate = static_cast<const T*>(given.gate);

@@ -30,8 +30,11 @@ class NumpyExperts:
     @launched
     def choose(self, scores: np.ndarray, choice: Choice) -> None:
         """What each row of `scores` [R, E] float32 chooses."""
-        routing, routed, correction, shared = choice
+        routing, routed, correction, shared, own = choice
         ids, weights = chosen_experts(rows_of(scores), routing, correction)
+        if own is not None:
+            is_own = (own[0] <= ids) & (ids < own[1])
+            ids, weights = np.where(is_own, ids - own[0], -1), np.where(is_own, weights, 0)
         write(routed.expert_ids, ids)
         write(routed.expert_weights, weights)
         if shared is not None and routed.shared_weights is not None:
@@ -81,13 +84,15 @@ class NumpyExperts:
         """The `addition` of what is in `outputs` [R, k N] float32."""
         routed, residual, output, scale, shared = addition
         weights = rows_of(routed.expert_weights)
-        each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(residual).shape, np.float32)
+        each, total = outputs.reshape(*weights.shape, -1), np.zeros(rows_of(output).shape, np.float32)
         for place in range(weights.shape[1]):
-            total += weights[:, place, None] * each[:, place]
+            own = weights[:, place, None]
+            total += np.where(own == 0, 0, own * each[:, place])
         if shared is not None:
             share = 1 if routed.shared_weights is None else routed.shared_weights.reshape(-1, 1)
             total += share * rows_of(shared)
-        write(output, rows_of(residual) + np.float32(scale) * total)
+        total *= np.float32(scale)
+        write(output, total if residual is None else rows_of(residual) + total)
 
     def sort(self, expert_ids: np.ndarray, experts: int, sorted_pairs: SortedPairs) -> NumpyLaunch:
         """`sorted_pairs` of `expert_ids` [R, k] int32. A pair whose id no expert has is in none of the tiles."""
@@ -199,7 +204,7 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _products(x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights) -> np.ndarray:
-    """[R, k, N] of x [R, k or 1, K], each by its row's k-th expert."""
+    """[R, k, N] of x [R, k or 1, K], each by its row's k-th expert, NaN where that is none."""
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     check_pairs(*ids.shape)
     weight, bias = experts.linear.weight, experts.linear.bias
@@ -209,8 +214,9 @@ def _products(x: np.ndarray, expert_ids: np.ndarray, experts: ExpertWeights) -> 
         weight = weight.values()
     matrices = weight.reshape(experts.experts, *experts.shape)
     biases = None if bias is None else bias.reshape(experts.experts, -1)
-    found, given = np.empty((*ids.shape, experts.shape[0]), np.float32), np.broadcast_to(x, (*ids.shape, x.shape[-1]))
-    for expert in np.unique(ids).tolist():
+    found = np.full((*ids.shape, experts.shape[0]), np.nan, np.float32)
+    given = np.broadcast_to(x, (*ids.shape, x.shape[-1]))
+    for expert in np.unique(ids[ids >= 0]).tolist():
         own = ids == expert
         layer = LinearWeights(matrices[expert], None if biases is None else biases[expert])
         found[own] = product(given[own], layer)

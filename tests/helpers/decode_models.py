@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,16 @@ from gpu_device import cuda_device
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.steps.launching import StepKernels
 from edgellm.engines.backends.steps.table import kernel_choice
+from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.adapted_projections import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, DraftBlock, DraftConfig, Mixture
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.states import decoder_states, state_edge
@@ -222,6 +227,16 @@ def random_model(
         for name in ("k_cache", "v_cache") if config.rows_layer(index) == index else ():
             arrays[f"{name}_{index}"] = random.standard_normal((batch, heads, rows, size), np.float32)
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What operations compute of a program."""
+    bindings: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
+    for spec in (own for own in model_program(config, shape).weights.values() if own.experts):
+        parts = np.split(bindings[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
+        bindings[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
+    ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
+    return bindings
 
 
 def random_adapters(config: DecoderConfig, taken: list[int | None], places: int, rank: int) -> dict[str, np.ndarray]:

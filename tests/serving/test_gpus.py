@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_families import MIXTURES, RECURRENT
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.device.proof import compared_tokens
 from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.errors import RequestError
 from edgellm.opened_model import SHIPPED_MODEL
@@ -56,6 +60,27 @@ def test_tokens_are_those_of_one_and_the_same_drafted_plain_and_again(one: LLM, 
     assert (answers(two, GREEDY), answers(two, DRAWN)) == (found, drawn)
     two.use_drafting(TREE)
     assert answers(two, GREEDY) == found
+
+
+@pytest.mark.parametrize(
+    "name", ["granite4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmoe", "qwen3_5", "lfm2_moe"))]
+)
+def test_experts_and_recurrent_layers_are_those_of_one_drafted_and_plain(
+    name: str, make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path: Path
+) -> None:
+    """With norms of all heads, too; states are committed by what was accepted."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **(MIXTURES | RECURRENT)[name])
+    limits = EngineLimits(2, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, [], draft=tiny_draft)
+    found, tree = [], DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    short = [replace(params, max_tokens=8) for params in (GREEDY, DRAWN)]
+    for gpus in (1, 2):
+        with LLM(tmp_path / "engines", backend="numpy", gpus=gpus, drafting=tree) as llm:
+            drafted = [answers(llm, params) for params in short]
+            llm.use_drafting(None)
+            assert [answers(llm, params) for params in short] == drafted
+            found.append(drafted)
+    assert found[0] == found[1]
 
 
 def test_conversations_go_on_from_their_rows(one: LLM, two: LLM) -> None:

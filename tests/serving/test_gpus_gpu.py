@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
+from tiny_families import FAMILIES, MIXTURES, TOLERANCES
 
 from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
@@ -143,6 +144,29 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
         monkeypatch.setattr(RankStreams, "_run", run)
         with pytest.raises(EngineError, match=r"rank 1 of 2 \(GPU \d\) has failed"):
             llm.generate("The blue cup", max_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_moe", "olmo2"])
+def test_experts_and_norms_of_all_heads_are_shared(
+    places: None, name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Tokens of one GPU up to near ties; drafted as plain, and the same again."""
+    family = (MIXTURES | FAMILIES)[name] | {"max_position_embeddings": 1024}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, "float16")
+    found = []
+    for gpus in (1, 2, 2):
+        with LLM(tmp_path / "engines", backend="tensorrt", gpus=gpus, drafting=None) as llm:
+            found.append(answers(llm, GREEDY))
+            prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+            llm.use_drafting(DRAFTINGS["suffix"])
+            assert answers(llm, GREEDY) == found[-1], gpus
+    assert found[1] == found[2]
+    with open_runner("numpy", EngineDirectory.open(tmp_path / "engines")) as runner:
+        logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, found[0], strict=True)]
+    compared = compared_tokens(found[0], found[1], logits, TOLERANCES["float16"])
+    print(f"\n{name}: {compared}")
+    assert not compared["faults"], (name, compared)
 
 
 def test_packed_weights_give_the_tokens_of_their_dense_twin(places: None, tmp_path: Path) -> None:

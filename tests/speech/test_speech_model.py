@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoder_models import EncoderBackend
+from safetensors.numpy import load_file, save_file
 from speech_models import CHECKPOINT, CHECKPOINTS, TOLERANCE, encoded_frames, expected_speech
 from synthetic_images import synthetic_image
 from synthetic_sound import HALF_ROW, QUESTION, RATE, SECONDS, SPARSE, places, sound, wav
@@ -245,6 +246,19 @@ def test_sounds_and_markers_must_match_and_other_models_take_none(llm: LLM) -> N
         pytest.raises(RequestError, match="this model has no encoder of speech: send text only"),
     ):
         other.chat(message(heard(SOUNDS[1])))
+
+
+def test_gemma_4_is_built_without_ears_where_a_release_left_them_out(tmp_path: Path) -> None:
+    """As releases do that are made for text and images."""
+    checkpoint = shutil.copytree(CHECKPOINTS["gemma4"], tmp_path / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    kept = {name: values for name, values in tensors.items() if "audio" not in name}
+    assert len(kept) < len(tensors)
+    (checkpoint / "model.safetensors").unlink()
+    save_file(kept, checkpoint / "model.safetensors")
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 32, 64), [])
+    directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.audio is None and "audio" not in directory.config.media
 
 
 @pytest.mark.parametrize(

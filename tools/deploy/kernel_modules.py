@@ -49,6 +49,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [column_kernel(name, kind) for name in ("insert_columns", "token_inputs", "token_gate")]
     kernels += [norm_kernel("norm_residual", f"{kind}, true")]
+    kernels += [norm_kernel("norm_parts", f"{kind}, decode::{of}") for of in ("SQUARES", "RANKS")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "cap_rows", "norm_residual", "norm_parts")]
     both, of_windows = (False, True), ((128, True, False), (256, False, False), (256, True, True))
     attentions = [(size, AttentionKind(shares)) for size in (64, 128, 256) for shares in both]

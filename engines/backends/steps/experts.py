@@ -30,7 +30,6 @@ from edgellm.engines.model.steps import (
     LinearResidual,
     NormLinear,
     Reduce,
-    Scale,
     SideBySide,
     Step,
 )
@@ -60,7 +59,8 @@ COUNTERS = "expert_counters"
 @dataclass(frozen=True)
 class ChooseExperts(Step):
     """output = the ids of the experts that each row goes through by its `scores`; `shares` get its shares of them, and
-    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`."""
+    with a `gate` [1, H] `shared_shares` its share of the shared expert, by what is `given`. Where ranks share the
+    experts, ids count from the first of this rank's `own`, and others' are -1, with shares of 0."""
 
     shares: str = field(metadata=_WRITTEN)
     shared_shares: str = field(metadata=_WRITTEN)
@@ -69,6 +69,7 @@ class ChooseExperts(Step):
     mixture: Mixture
     correction: WeightSpec | None = None
     gate: Linear | None = None
+    own: tuple[int, int] | None = None
 
     @property
     def title(self) -> str:
@@ -145,11 +146,12 @@ class GateUpExperts(_OfExperts):
 
 @dataclass(frozen=True)
 class DownExperts(_OfExperts):
-    """output = residual + scale * (the products of each of a row's experts and its own part of the `value`, times the
-    row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`, if it has a gate)."""
+    """output = residual, if there is one, + scale * (the products of each of a row's experts and its own part of the
+    `value`, times the row's `shares`, added in order, then what the `shared` one gives, times `shared_shares`, if it
+    has a gate)."""
 
     shares: str = field(metadata=READS)
-    residual: str = field(metadata=READS)
+    residual: str | None = field(default=None, metadata=READS)
     shared: str | None = field(default=None, metadata=READS)
     shared_shares: str | None = field(default=None, metadata=READS)
     scale: float = 1.0
@@ -161,7 +163,7 @@ class DownExperts(_OfExperts):
         return f"{self.output}_products"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        rows = kinds[self.residual][0]
+        rows = (*kinds[self.ids][0][:-1], self.matrix[0])
         kept: Edge = {} if self.keep is None else {self.keep.target: (rows, "compute")}
         return kept | {self.output: (rows, residual)}
 
@@ -174,11 +176,7 @@ def for_kernels(program: Program) -> Program:
         program = with_sums(program)
     if Experts not in kinds:
         return program
-    # Of a rank's own experts there are no kernels.
-    each = (
-        _steps_of(step, program) if isinstance(step, Experts) and step.own is None else (step,)
-        for step in program.steps
-    )
+    each = (_steps_of(step, program) if isinstance(step, Experts) else (step,) for step in program.steps)
     return replace(program, steps=tuple(chain.from_iterable(each)))
 
 
@@ -189,7 +187,9 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
     mixture, (shared_inner, shared_output, shared_shares) = step.mixture, shared
     gate = step.shared[2] if len(step.shared) == 3 else None
     scored = NormLinear(scores, (step.given,), step.router, keep=Keep(given))
-    choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate)
+    choice = ChooseExperts(ids, shares, shared_shares, scores, given, mixture, step.correction, gate, step.own)
+    if step.own is not None:
+        mixture = replace(mixture, experts=step.own[1] - step.own[0])
     is_dense = step.router.weight.name not in program.packed and step.router.name not in program.adapted
     is_normed = len(step.given.norms) == 1 and step.given.norms[0].bias is None
     if step_rows(step, program) <= MAX_ROUTED_ROWS and is_dense and is_normed:
@@ -210,15 +210,13 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
 
 
 def _latent_steps(step: Experts, given: str, ids: str, shares: str, inner: str, shared_inner: str) -> Iterator[Step]:
-    """What follows the choice where experts have a width of their own: their sum begins at zero, and is added behind
-    the layer that leads back from it; what the expert of all tokens gives was added before."""
-    names = "latent_sums", "latent", "latent_zero", "latent_total", "latent_back"
-    sums, into, zero, total, back = (f"{step.output}_{name}" for name in names)
+    """What follows the choice where experts have a width of their own: their sum is added behind the layer that leads
+    back from it; what the expert of all tokens gives was added before."""
+    sums, into, total, back = (f"{step.output}_latent_{name}" for name in ("sums", "input", "total", "back"))
     yield NormLinear(sums, (Input(given),), step.latent[0])
     yield SideBySide(into, (sums,))  # in the compute dtype
-    yield Scale(zero, into, 0.0)
     yield GateUpExperts(inner, into, ids, step.gate_up, step.mixture)
-    yield DownExperts(total, inner, ids, step.down, step.mixture, shares, zero)
+    yield DownExperts(total, inner, ids, step.down, step.mixture, shares)
     yield LinearResidual(step.output, shared_inner, step.shared[1], step.residual, step.scale, step.keep)
     yield NormLinear(back, (Input(total),), step.latent[1])
     yield Add(step.output, step.output, back)
@@ -306,8 +304,9 @@ class DownPairs(_Pairs):
         return found
 
     def launches(self, step: DownExperts, run: Launching, next_early: bool) -> list[Any]:
-        kept = [] if step.keep is None else [run.copy_kept(step.keep, run.array(step.residual))]
-        return [*kept, *self._added(step, run)]
+        if step.keep is None or step.residual is None:
+            return self._added(step, run)
+        return [run.copy_kept(step.keep, run.array(step.residual)), *self._added(step, run)]
 
     def _added(self, step: DownExperts, run: Launching) -> list[Any]:
         """The launches but for what is kept."""
@@ -325,9 +324,9 @@ def weights_of(step: GateUpExperts | DownExperts, run: Launching) -> ExpertWeigh
 
 def addition_of(step: DownExperts, run: Launching) -> Addition:
     """What the products of a row's experts are added to."""
-    shared = None if step.shared is None else run.array(step.shared)
+    residual, shared = (None if name is None else run.array(name) for name in (step.residual, step.shared))
     routed = _routed(run, step.ids, step.shares, step.shared_shares)
-    return Addition(routed, run.array(step.residual), run.array(step.output), step.scale, shared)
+    return Addition(routed, residual, run.array(step.output), step.scale, shared)
 
 
 def _chosen(step: ChooseExperts, run: Launching) -> tuple[Array, Choice]:
@@ -336,7 +335,7 @@ def _chosen(step: ChooseExperts, run: Launching) -> tuple[Array, Choice]:
     correction = None if step.correction is None else array(step.correction.name)
     shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
     routed = _routed(run, step.output, step.shares, None if step.gate is None else step.shared_shares)
-    return array(step.scores), Choice(step.mixture.routing, routed, correction, shared)
+    return array(step.scores), Choice(step.mixture.routing, routed, correction, shared, step.own)
 
 
 def _routed(run: Launching, ids: str, shares: str, shared_shares: str | None) -> Routed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from edgellm.engines.backends.steps.implementation import Implementation
@@ -13,8 +13,8 @@ from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import READS, AddResidual, Assemble, Keep, Reduce, Step
-from edgellm.kernels.decode.contract import NormedInput
+from edgellm.engines.model.steps import READS, AddResidual, Assemble, Keep, Reduce, SquareSums, Step
+from edgellm.kernels.decode.contract import MAX_PARTS, NormedInput
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,22 @@ class SumOfRanks(Implementation[SumRanks]):
         residual = None if step.residual is None else run.array(step.residual)
         kept = [] if step.keep is None or residual is None else [run.copy_kept(step.keep, residual)]
         return [*kept, run.kernels.rank.sum(run.array(step.value), run.array(step.output), residual, step.scale)]
+
+
+class SquaresOfParts(Implementation[SquareSums]):
+    """Adds the squares of parts of rows."""
+
+    def refusal(self, step: SquareSums, program: Program, limit: int) -> str | None:
+        eights = len(step.widths) <= MAX_PARTS and not any(width % 8 for width in step.widths)
+        return None if eights else f"up to {MAX_PARTS} parts have squares, of widths in eights, not {step.widths}"
+
+    def launches(self, step: SquareSums, run: Launching, next_early: bool) -> list[Any]:
+        values, ends = run.array(step.value), accumulate(step.widths)
+        parts = [
+            NormedInput(values, None, first=end - width, width=width)
+            for end, width in zip(ends, step.widths, strict=True)
+        ]
+        return [run.kernels.few.square_sums(parts, step.counted, run.array(step.output), next_early)]
 
 
 class AddNormed(Implementation[AddResidual]):

@@ -23,7 +23,7 @@ from edgellm.engines.backends.steps.experts import (
 from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
-from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SumOfRanks, SumRanks
+from edgellm.engines.backends.steps.ranks import AddNormed, JoinColumns, SquaresOfParts, SumOfRanks, SumRanks
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices, UpdateSpaces
 from edgellm.engines.backends.steps.rows import AddRows, NormPartsInPlace, RowsSideBySide, ScaleRows, TokenInputsInPlace
 from edgellm.engines.backends.steps.sorted_experts import DownSorted, GateUpSorted
@@ -44,6 +44,7 @@ from edgellm.engines.model.steps import (
     NormParts,
     Scale,
     SideBySide,
+    SquareSums,
     Step,
 )
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, low_words
@@ -70,6 +71,7 @@ TABLE: dict[type[Step], tuple[Implementation[Any], ...]] = {
     GateUpExperts: (GateUpSorted(), GateUpPairs()),
     DownExperts: (DownSorted(), DownPairs()),
     SumRanks: (SumOfRanks(),),
+    SquareSums: (SquaresOfParts(),),
     AddResidual: (AddNormed(),),
     Assemble: (JoinColumns(),),
 }

@@ -22,6 +22,7 @@ from decode_models import (
     SCALED,
     TREE,
     Loaded,
+    computed,
     draft_shape,
     random_adapters,
     random_draft,
@@ -32,17 +33,14 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
 from edgellm.engines.backends import kernel_engine
-from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.steps import table
 from edgellm.engines.backends.steps.attention import FewTokens
 from edgellm.engines.backends.steps.experts import for_kernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.backends.steps.table import TABLE, choose, kernel_choice
-from edgellm.engines.checkpoints.weights import ExpertMatrices
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.encoder_steps import Product
-from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
@@ -62,16 +60,6 @@ ADAPTED = [
     EngineShape("verify", 2, 8, 48, 48, 8, "base", 3, 8),
     EngineShape("prefill", 1, 8, 48, 48, 1, "base", 3, 8),
 ]
-
-
-def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What operations compute of a program."""
-    bindings: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
-    for spec in (own for own in model_program(config, shape).weights.values() if own.experts):
-        parts = np.split(bindings[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
-        bindings[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
-    ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
-    return bindings
 
 
 def launched(
@@ -394,7 +382,7 @@ def test_every_kind_of_step_that_models_hold_has_an_implementation() -> None:
         for features in ((), (1, 2)):
             programs = [model_program(replace(config, feature_layers=features), shape) for shape in base]
             programs += [segment.program for segment in segments_of(programs[-1])]
-            if config in (LLAMA, SCALED["gemma2"]):
+            if config in (LLAMA, SCALED["gemma2"], SCALED["olmo2"]):
                 programs += [sharded(programs[0], 0, 2).program]
             found |= {type(step) for program in programs for step in for_kernels(program).steps}
     for draft in DRAFTS.values():

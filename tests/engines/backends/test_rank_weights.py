@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 from golden_files import golden_folder
 from golden_sequences import Sequences
+from mxfp4_checkpoints import write_mxfp4
 from packed_weights import GGUF_FORMATS, random_of, random_packed
+from tiny_families import MIXTURES
 
 from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.numpy_ranks import piece
+from edgellm.engines.backends.packed_loading import _prepare
 from edgellm.engines.backends.rank_memory import RankedArray
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.checkpoints.weights import ExpertMatrices, load_numpy_weights
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights, embedding_name
@@ -62,7 +66,14 @@ def seen(array: DeviceArray) -> np.ndarray:
     return np.frombuffer(buffer, np.dtype(array.dtype)).reshape(array.shape).copy()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_biases_head_dim_10", "phi3_partial_tied"])
+def _dense(weight: Any) -> np.ndarray:
+    """Experts' matrices as one."""
+    if isinstance(weight, ExpertMatrices):
+        return np.concatenate([weight.of(expert) for expert in range(len(weight._parts))])
+    return weight
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_biases_head_dim_10", "phi3_partial_tied", "olmo2", "qwen3_moe"])
 def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
     """But for its table of embeddings, which the first rank has whole."""
     config = replace(Sequences(GOLDENS / name).config, dtype="float32")
@@ -72,7 +83,7 @@ def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
     specs = decoder_weights(config)
     told: list[tuple[int, int]] = []
     with Checkpoint.open(GOLDENS / name) as checkpoint:
-        whole = load_numpy_weights(checkpoint, specs)
+        whole = {name: _dense(weight) for name, weight in load_numpy_weights(checkpoint, specs).items()}
         loaded = parts.load(checkpoint, ranks, lambda *each: told.append(each))  # type: ignore[arg-type]
     table = embedding_name(config)
     np.testing.assert_array_equal(seen(loaded[0][table]), whole[table])
@@ -93,7 +104,23 @@ def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
         assert own["engine scratch"] == 9
         assert own["KV caches"] * heads == plan.items["KV caches"] * max(1, heads // 2)
         assert plan.items["LoRA adapters"] / 2 < own["LoRA adapters"] < plan.items["LoRA adapters"]
-        assert own["weights"] < 0.75 * plan.items["weights"]
+        assert own["weights"] < 0.75 * sum(array.nbytes for array in whole.values())
+
+
+def test_a_rank_reads_its_own_packed_experts_alone(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "model", **MIXTURES["gpt_oss"])
+    with Checkpoint.open(write_mxfp4(source, tmp_path)[0]) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        layouts = packed_layouts(checkpoint, decoder_weights(config), "bfloat16")
+        directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="bfloat16", draft=None)
+        parts = RankWeights(directory, 2, layouts)
+        for spec in (spec for spec in decoder_weights(config) if spec.experts):
+            (whole,) = _prepare(checkpoint, spec, "bfloat16")
+            found = [_prepare(checkpoint, spec, "bfloat16", parts._held[rank][spec.name]) for rank in range(2)]
+            for (own,), layouts_of_rank in zip(found, parts.layouts, strict=True):
+                assert own.layout.shape == layouts_of_rank[spec.name].shape
+            together = [codes.unpacked() for (own,) in found for codes in own.codes]
+            np.testing.assert_array_equal(np.concatenate(together), np.concatenate([c.unpacked() for c in whole.codes]))
 
 
 def test_pieces_of_cuts_are_found_wherever_tensors_are_parted() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decode_models import RECURRENT, TREE, computed, random_model
 from golden_files import golden_folder, largest_difference
 from golden_sequences import Sequences
 
@@ -18,6 +19,7 @@ from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import NumpyRanks, RankedEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -28,16 +30,17 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = golden_folder("decoder")
 #: Each with something of its own: sinks and biases of experts, a gate of the head, windows, norms behind, heads shared
-#: by several ranks, biases, fused projections, a tied head, features that rounding shows.
+#: by several ranks, biases, fused projections, a tied head, features that rounding shows, recurrent layers, norms
+#: of all heads.
 SHARED = [
     *(("gpt_oss", 2), ("qwen3_moe", 2), ("granitemoe", 2), ("gemma2", 2), ("gemma3", 2), ("cwm_window_5", 2)),
     *(("llama_biases_head_dim_10", 4), ("qwen2_yarn", 3), ("phi3_partial_tied", 4), ("starcoder2", 3), ("minicpm", 3)),
+    *(("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("lfm2", 3), ("lfm2_moe", 2), ("olmo2", 2), ("olmo2", 4)),
 ]
 REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
-    ("olmo2", 2, "the step NormParts to qkv cannot be shared by 2 GPUs: take one GPU"),
-    ("lfm2", 3, r"the linear layer model\.layers\.0\.conv\.in_proj cannot be shared by 3 GPUs"),
+    ("qwen3_5_text_narrow", 2, "the 3 value heads of layer 1 cannot be shared equally by 2 GPUs"),
     ("gemma4_plain", 2, "the attention of layer 0 cannot be shared"),
     ("nemotron_h_latent", 2, "whose experts have a width of their own, is not shared: take one GPU"),
 ]
@@ -104,14 +107,45 @@ def test_no_rank_adds_its_residuals_alone(ranks: int) -> None:
         assert "qkv" in name or len(places) == len(wanted), name  # of one key-value head all have the same
 
 
-def test_experts_are_whole_and_one_rank_adds_the_residual() -> None:
+def test_experts_are_whole_and_their_sums_are_parts() -> None:
     config = Sequences(GOLDENS / "qwen3_moe").config
     program = decoder_program(config, EngineShape("decode", 1, 1, 8, 8))
     own = [[step for step in sharded(program, rank, 2).program.steps if isinstance(step, Experts)] for rank in (0, 1)]
     count, size = config.mixture.experts, config.mixture.size
     for rank, steps in enumerate(own):
-        assert {(step.own, step.adds) for step in steps} == {((count // 2 * rank, count // 2 * (rank + 1)), rank == 0)}
+        assert {(step.own, step.residual) for step in steps} == {((count // 2 * rank, count // 2 * (rank + 1)), None)}
         assert {step.gate_up.weight.shape for step in steps} == {(count * size, config.hidden_size)}
+
+
+@pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [*((name, 2) for name in RECURRENT), ("gated_delta_nets", 4), ("short_convolutions", 4)]
+)
+def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: str, ranks: int, phase: str) -> None:
+    """And what steps keep for their commit; key heads that several ranks have are written by each, alike."""
+    config, batch = RECURRENT[family], 1 if phase == "prefill" else 3
+    parents: Sequence[int | None] = {"decode": (None,), "verify": TREE}.get(phase, (None, *range(7)))
+    shape = EngineShape(phase, batch, len(parents), 48, 48, len(parents) if phase == "verify" else 1)
+    arrays, program = random_model(config, batch, 48, [5, 0, 19][:batch], tuple(parents)), model_program(config, shape)
+    random = np.random.default_rng(1)
+    arrays |= {name: random.standard_normal(size, np.float32) for name, (size, _) in program.states.items()}
+    given = {"last_token_ids": [[5]], "state_tokens": [6]}
+    given["node_parents"] = [[-1 if parent is None else parent for parent in parents]] * batch
+    arrays |= {name: np.array(own, np.int32) for name, own in given.items() if name in program.inputs}
+    expected, bound = computed(config, shape, arrays), {name: array.copy() for name, array in arrays.items()}
+    bound |= {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
+    with closing(NumpyRanks(ranks, config)) as backend:
+        engine = backend.load_engine(shape)
+        engine.bind(bound)
+        engine.enqueue()
+    for name in (*program.outputs, *program.states):
+        np.testing.assert_allclose(bound[name], expected[name], atol=5e-5, rtol=5e-5, err_msg=name)
+
+
+def test_norms_of_all_heads_of_a_state_space_are_refused() -> None:
+    config = replace(RECURRENT["state_spaces"], delta_heads=(1, 4, 24, 16))
+    with pytest.raises(EngineError, match="the step GatedNorm to recalled cannot be shared by 2 GPUs"):
+        NumpyRanks(2, config)
 
 
 def test_adapters_are_shared_as_their_layers_are(make_adapter: Callable[..., Path], tmp_path: Path) -> None:

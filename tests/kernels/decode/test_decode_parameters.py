@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.decode.contract import (
+    SQUARE_SUMS,
     AddedTo,
     AttentionStep,
     AttentionWeights,
@@ -90,6 +91,24 @@ def test_parts_are_normed_where_they_are():
     FEW.norm_parts([part._replace(values=x) for part in parts])()
     np.testing.assert_allclose(x[:, :32], np.concatenate(expected, axis=1), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(x[:, 32:], before[:, 32:])
+
+
+def test_parts_that_ranks_share_are_normed_by_the_squares_of_all():
+    """Two ranks, which have the same second part: the first one alone counts it."""
+    whole, weights, squares = normal(3, 56), (normal(32), normal(8)), np.full((2, 3, SQUARE_SUMS), np.nan, np.float32)
+    parts = whole[:, :32], whole[:, 32:40]
+    expected = [normed(NormedInput(x, weight, 1e-3, 1.0)) for x, weight in zip(parts, weights, strict=True)]
+    ranks = [np.concatenate((whole[:, 16 * rank : 16 * rank + 16], whole[:, 32:]), axis=1) for rank in range(2)]
+    for rank, x in enumerate(ranks):
+        own = [NormedInput(x, None, first=0, width=16), NormedInput(x, None, first=16, width=8)]
+        FEW.square_sums(own, (True, rank == 0), squares[rank])()
+    assert not squares[:, :, 2:].any()
+    for rank, x in enumerate(ranks):
+        own = NormedInput(x, weights[0][16 * rank : 16 * rank + 16], 1e-3, 1.0, 0, 16)
+        FEW.norm_parts([own, NormedInput(x, weights[1], 1e-3, 1.0, 16, 8)], squares=squares.sum(0), wholes=(32, 8))()
+        np.testing.assert_allclose(x[:, :16], expected[0][:, 16 * rank : 16 * rank + 16], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(x[:, 16:24], expected[1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(x[:, 24:], whole[:, 40:])
 
 
 def test_columns_of_gemma4():

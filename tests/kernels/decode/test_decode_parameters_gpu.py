@@ -10,7 +10,7 @@ from decode_models import TOLERANCE
 from device_bits import from_bits, relative, to_bits
 
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput, padded_columns
+from edgellm.kernels.decode.contract import SQUARE_SUMS, Kept, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
@@ -177,6 +177,19 @@ def test_parts_are_normed_where_they_are(bench: Bench, dtype, early, widths) -> 
     np.testing.assert_array_equal(found[:, -16:], values[:, -16:])
     for row in (0, 20, 36):
         np.testing.assert_array_equal(normed(uploaded(values[row : row + 1])), found[row : row + 1])
+    # Of a rank that counts all: the sums of squares, by which the same are normed.
+    held, sums = uploaded(values), bench.gpu.empty((rows, SQUARE_SUMS), "float32")
+    own, first = [], 0
+    for (weight, _), width in zip(weights, widths, strict=True):
+        own.append(NormedInput(held, weight, EPSILON, 1.0, first, width))
+        first += width
+    squares = np.zeros((rows, SQUARE_SUMS), np.float32)
+    FEW.square_sums([part._replace(values=values, weight=None) for part in parts], [True] * len(widths), squares)()
+    for counted in (False, True):
+        bench.few.square_sums([part._replace(weight=None) for part in own], [counted] * len(widths), sums, early)()
+        np.testing.assert_allclose(bench.gpu.download(sums), squares * counted, rtol=1e-5)
+    bench.few.norm_parts(own, early, sums, widths)()
+    np.testing.assert_array_equal(bench.gpu.download(held), found)
 
 
 @DTYPES

@@ -20,6 +20,7 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.experts.contract import Activation, Addition, Choice, ExpertWeights, Routed, Routing
 from edgellm.kernels.experts.launcher import CudaExperts, counter_words
 from edgellm.kernels.experts.twin import NumpyExperts, activated
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -217,6 +218,52 @@ def test_a_row_has_the_same_bits_among_any_others(gpu, kind: str) -> None:
     np.testing.assert_allclose(total, expected, rtol=2e-5, atol=2e-5)
     for rows in (slice(0, 1), slice(1, 3), slice(3, 11), slice(11, 27), slice(27, 91), slice(199, 200)):
         np.testing.assert_array_equal(computed(rows)[1], total[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 65])
+@pytest.mark.parametrize("kind", ["dense", "int4"])
+def test_a_rank_multiplies_and_adds_its_own_experts_alone(gpu, kind: str, rows: int) -> None:
+    """Of others' pairs nothing is written, nor added of what stands there; its own have the bits of all experts."""
+    (first, last), hidden, size, routing = (2, 5), 512, 128, Routing(EXPERTS, CHOSEN)
+    kernels, scores = CudaExperts(gpu.kernel_module, "float16"), device_copy(gpu, random_scores(routing, rows)[0])
+    whole, own = (routed_on(gpu, rows, CHOSEN) for _ in range(2))
+    kernels.choose(scores, Choice(routing, whole))()
+    kernels.choose(scores, Choice(routing, own, own=(first, last)))()
+    ids, weights = gpu.download(whole.expert_ids), gpu.download(whole.expert_weights)
+    is_own = (ids >= first) & (ids < last)
+    np.testing.assert_array_equal(gpu.download(own.expert_ids), np.where(is_own, ids - first, -1))
+    np.testing.assert_array_equal(gpu.download(own.expert_weights), np.where(is_own, weights, 0))
+    x = device_copy(gpu, to_bits(np.random.default_rng(4).standard_normal((rows, hidden), np.float32), "float16"))
+    found = []
+    for routed, begin, end in ((whole, 0, EXPERTS), (own, first, last)):
+        layers = []
+        for height, columns in ((2 * size, hidden), (hidden, size)):
+            weight, part = (
+                random_layer(EXPERTS, height, columns, "float16", kind, height),
+                (begin * height, end * height),
+            )
+            cut = weight.rows(*part) if isinstance(weight, PackedWeight) else weight[slice(*part)].copy()
+            layers.append(on_gpu(gpu, cut, None, end - begin, "float16"))
+        inner, outputs = gpu.empty((rows, CHOSEN * size), "float16"), gpu.empty((rows, CHOSEN * hidden), "float32")
+        gpu.upload(outputs, np.full(outputs.shape, np.nan, np.float32))
+        kernels.gate_up(x, routed.expert_ids, layers[0], Activation(), inner)()
+        kernels.down(inner, routed.expert_ids, layers[1], outputs)()
+        total = gpu.empty((rows, hidden), "float32")
+        kernels.add(outputs, Addition(routed, None, total, 0.5))()
+        products, added, expected = gpu.download(outputs), gpu.download(total), np.zeros((rows, hidden), np.float32)
+        on_host = Routed(gpu.download(routed.expert_ids), gpu.download(routed.expert_weights))
+        NumpyExperts().add(products, Addition(on_host, None, expected, 0.5))()
+        np.testing.assert_allclose(added, expected, rtol=2e-5, atol=2e-5)
+        found.append(products.reshape(rows, CHOSEN, hidden))
+        if rows <= MAX_TILED_ROWS:  # the same in one launch, twice
+            counters, sums = gpu.zeros((rows, counter_words(hidden)), "uint32"), gpu.empty(outputs.shape, "float32")
+            for _ in range(2):
+                gpu.upload(total, np.full(total.shape, np.nan, np.float32))
+                kernels.down_add(inner, layers[1], sums, Addition(routed, None, total, 0.5), counters)()
+                np.testing.assert_array_equal(gpu.download(total), added)
+                assert not gpu.download(counters).any()
+    np.testing.assert_array_equal(found[1][is_own], found[0][is_own])
+    assert np.isnan(found[1][~is_own]).all()
 
 
 def test_a_captured_step_serves_any_choice(gpu) -> None:
