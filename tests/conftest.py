@@ -18,6 +18,7 @@ from gpu_turns import gpu_turn
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -52,6 +53,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 def interrupts() -> None:
     """Take Ctrl-C as a terminal's program does, also where the tests were started with it ignored (nohup, `&`)."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_for_a_worker() -> Iterator[None]:
+    """Where there are several workers they have the cores: OpenBLAS's threads of each, and of what it starts, wait for
+    those of the others without sleeping, which was a tenth of the processor time of all tests."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with one_blas_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENBLAS_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

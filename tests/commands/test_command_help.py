@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -85,38 +86,48 @@ def test_commands_of_other_programs_name_ours(edgellm: Edgellm) -> None:
         assert code == 2 and named is not None and named[1] in COMMANDS, err
 
 
-#: What shows how a line goes on, in a shell that has read what `--show-completion` says in it.
+#: What shows how each line goes on, behind "begin", in a shell that has read what `--show-completion` says in it.
 _COMPLETING = {
-    "bash": 'script=$(edgellm --show-completion); eval "$script"; COMP_WORDS=({line}); '
-    '[[ "{line}" != *" " ]] || COMP_WORDS+=(""); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); '
-    '_edgellm_completion edgellm; printf "%s\\n" "${{COMPREPLY[@]}}"',
-    "fish": 'edgellm --show-completion | source; complete -C "{line}"',
+    "bash": 'script=$(edgellm --show-completion); eval "$script"; for line in {lines}; do COMP_WORDS=($line); '
+    '[[ "$line" != *" " ]] || COMP_WORDS+=(""); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); '
+    'echo begin; _edgellm_completion edgellm; printf "%s\\n" "${{COMPREPLY[@]}}"; done',
+    "fish": "edgellm --show-completion | source; for line in {lines}; echo begin; complete -C $line; end",
 }
 #: zsh completes in its editor alone.
 _ZSH = (
     b'setopt no_list_ambiguous; autoload -Uz compinit; compinit -u; eval "$(edgellm --show-completion)"; echo be""gin\n'
 )
+#: Ctrl-U, which empties the line in zsh's editor, and a command that says so.
+_NEXT_LINE = b'\x15echo be""gin\n'
 
 
-def typed_in_zsh(line: str, expected: set[str]) -> str:
-    """What a terminal shows where a line is typed in zsh, and the tabulator pressed, until all that is expected is
-    there, or half a minute later."""
+def typed_in_zsh(lines: Mapping[str, set[str]]) -> list[str]:
+    """What a terminal shows where each line is typed in zsh, and the tabulator pressed, until all that is expected
+    is there, or half a minute later."""
     process, terminal = pty.fork()
     if process == 0:
         os.execvp("zsh", ["zsh", "-f", "-i"])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-    shown, until, typed = "", time.monotonic() + 30, [_ZSH, line.encode() + b"\t"]
-    try:
-        while time.monotonic() < until and not (typed == [] and expected <= words_of(shown.rpartition("begin")[2])):
-            if typed and ("begin" in shown or len(typed) == 2):
-                os.write(terminal, typed.pop(0))
+    found: list[str] = []
+
+    def shown_until(is_there: Callable[[str], bool]) -> str:
+        shown, until = "", time.monotonic() + 30
+        while time.monotonic() < until and not is_there(shown):
             if select.select([terminal], [], [], 0.2)[0]:
                 shown += os.read(terminal, 1 << 16).decode(errors="replace")
+        return shown
+
+    try:
+        for before, (line, expected) in zip([_ZSH, *[_NEXT_LINE] * len(lines)], lines.items(), strict=False):
+            os.write(terminal, before)
+            shown_until(lambda shown: "begin" in shown)
+            os.write(terminal, line.encode() + b"\t")
+            found.append(shown_until(lambda shown, expected=expected: expected <= words_of(shown)))
     finally:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
         os.close(terminal)
-    return shown.rpartition("begin")[2]
+    return found
 
 
 def words_of(text: str) -> set[str]:
@@ -134,22 +145,24 @@ def test_shells_complete_commands_options_and_their_values(
     (tmp_path / "edgellm").chmod(0o755)
     for name, value in {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-
-    def completed(line: str, expected: set[str]) -> set[str]:
-        if shell == "zsh":
-            return words_of(typed_in_zsh(line, expected))
-        told = [shell, "-c", _COMPLETING[shell].format(line=line)]
-        return words_of(subprocess.run(told, capture_output=True, text=True, check=True, timeout=60).stdout)
-
-    for line, expected in {
+    lines = {
         "edgellm gen": {"generate"},
         "edgellm cache ": set(CACHE),
         "edgellm generate --max-t": {"--max-tokens"},
         "edgellm cache verify --mo": {"--model"},
         "edgellm serve --backend ": {"auto", "numpy", "tensorrt"},
-    }.items():
-        assert expected <= completed(line, expected), line
-    assert "numpy" not in completed("edgellm serve --backend t", {"tensorrt"})
+        "edgellm serve --backend t": {"tensorrt"},
+    }
+    if shell == "zsh":
+        shown = typed_in_zsh(lines)
+    else:
+        told = [shell, "-c", _COMPLETING[shell].format(lines=" ".join(f"'{line}'" for line in lines))]
+        said = subprocess.run(told, capture_output=True, text=True, check=True, timeout=60).stdout
+        shown = said.split("begin\n")[1:]
+    found = dict(zip(lines, map(words_of, shown), strict=True))
+    for line, expected in lines.items():
+        assert expected <= found[line], line
+    assert "numpy" not in found["edgellm serve --backend t"]
 
 
 def test_completion_is_installed_for_the_shell_that_asks(tmp_path: Path) -> None:

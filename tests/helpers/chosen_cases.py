@@ -130,6 +130,8 @@ QUARTERED = (
     "engines/quantization/test_quantizer.py::test_every_family_computes_nearly_what_it_did",
     "engines/speculation/test_constrained_equality.py",
     "engines/speculation/test_drafted_answers.py",
+    "engines/speculation/test_eagle_equality.py::test_one_slot",
+    "engines/speculation/test_eagle_equality.py::test_slots_of_different_lengths_and_samplings",
     "engines/speculation/test_given_rounds.py",
     "engines/speculation/test_recurrent_rounds.py",
     "engines/speculation/test_suffix_answers.py",

@@ -111,8 +111,20 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     assert stack <= 64
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("linear", "sm_87"), ("gate_up", "sm_90")])
-@pytest.mark.parametrize("tiling", PACKED_TILINGS[:3], ids=named)
+LINEAR, GATE_UP = ("linear", "sm_87"), ("gate_up", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("tiling", "name", "architecture"),
+    [
+        *((tiling, *asked) for tiling, asked in zip(PACKED_TILINGS, (LINEAR, GATE_UP, LINEAR), strict=False)),
+        *(
+            pytest.param(tiling, *asked, marks=pytest.mark.slow)
+            for tiling, asked in zip(PACKED_TILINGS, (GATE_UP, LINEAR, GATE_UP), strict=False)
+        ),
+    ],
+    ids=lambda value: named(value) if isinstance(value, PromptTiling) else None,
+)
 def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
     """But for some of what places of copies are found by, once in 128 columns."""
     layout = DeviceLayout(WeightFormat("int4", 128, False, "float16"), 4096, 4096, small=True)
