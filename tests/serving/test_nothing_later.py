@@ -126,6 +126,6 @@ def test_what_is_left_is_captured_while_nobody_waits(
         while any(each.planned for each in steps) and time.monotonic() < until:
             time.sleep(0.01)
         captured = backend.made.counts[CAPTURED]
-        assert captured > 100 and not any(each.planned for each in steps)
+        assert captured > 50 and not any(each.planned for each in steps)
         assert len(llm.generate([5, 6], PARAMS).token_ids) == 20
         assert backend.made.counts[CAPTURED] == captured

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 from tools.docs.draw_chat import COLUMNS, PROMPT, QUESTIONS, conversation, drawn
-from tools.docs.draw_speeds import DECODING, DRAFTING, bars
+from tools.docs.draw_speeds import bars, figures
 
 
 def texts(picture: str) -> list[str]:
@@ -18,8 +17,7 @@ def texts(picture: str) -> list[str]:
 
 def test_the_chart_of_speeds_is_that_of_the_result_files(repository: Path) -> None:
     shown = texts((repository / "docs" / "pages" / "pictures" / "speeds.svg").read_text(encoding="utf-8"))
-    decoding, drafting = (json.loads(path.read_text(encoding="utf-8")) for path in (DECODING, DRAFTING))
-    expected = bars(decoding, drafting)
+    expected = bars(*figures())
     assert [bar.label for bar in expected] == shown[-2 * len(expected) :: 2]
     assert [f"{bar.speed:,.0f} ({bar.note})" for bar in expected] == shown[-2 * len(expected) + 1 :: 2]
     assert any("simulated" in line for line in shown)

@@ -60,7 +60,7 @@ _MULTIPLIES = {
     if (HOST_AHEAD && KIND == experts::SUMS) wait_for_previous_kernel();
     if (HOST_ASKS == 1 && KIND == experts::GATED) ask_for_downs(given);
 """,
-    "    if constexpr (KIND == experts::SUMS) experts::add": """
+    "\n    if constexpr (KIND == experts::SUMS) experts::add": """
     if (HOST_ASKS == 2 && KIND == experts::GATED) ask_for_downs(given);
     if constexpr (KIND == experts::SUMS) experts::add""",
     "    if (!G::LATE) launch_next_kernel();\n    wait_for_previous_kernel();\n": """

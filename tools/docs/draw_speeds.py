@@ -74,11 +74,16 @@ def chart(rows: Sequence[Bar], lines: Sequence[str]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+def figures() -> tuple[Any, Any]:
+    """What was recorded of decoding and of drafting."""
+    return json.loads(DECODING.read_bytes()), json.loads(lzma.decompress(DRAFTING.read_bytes()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("picture", type=Path, help="the SVG file to write")
     picture = parser.parse_args().picture
-    decoding, drafting = json.loads(DECODING.read_bytes()), json.loads(lzma.decompress(DRAFTING.read_bytes()))
+    decoding, drafting = figures()
     machine = drafting["machine"].split(" (")[0]
     lines = [
         "Tokens per second: Llama-3.2-1B's shapes, random fp16 weights, batch 1",
