@@ -52,8 +52,7 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        added = (step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual)))
-        residuals = {residual for residual in added if residual is not None}
+        residuals = {step.adds_to for step in program.steps if step.adds_to is not None}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -152,9 +151,9 @@ class ProgramGraph(Generic[Tensor]):
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
             residual = operations.gather_rows(residual, values["last_token_ids"])
-        if isinstance(step, LinearResidual):
+        if step.multiplies is not None:
             y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
-            y = self._linear(y, step.linear)
+            y = self._linear(y, step.multiplies)
         y = self.to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
