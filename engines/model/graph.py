@@ -290,9 +290,7 @@ class ProgramGraph(Generic[Tensor]):
             given[step.value],
             given[step.gates],
             given[matrices],
-            weights[step.a_log.name],
-            weights[step.dt_bias.name],
-            weights[step.skip.name] if isinstance(step, SelectiveScan) else None,
+            tuple(weights[getattr(step, name).name] for name in step.numbers),
             given.get("node_parents"),
             given.get("state_tokens"),
         )
