@@ -20,8 +20,8 @@ from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOC
 from edgellm.engines.directories.engine_directory import (
     PREPROCESSOR_FILES,
     WEIGHT_INDEX,
-    ModelSource,
     BuiltParts,
+    ModelSource,
     description_bytes,
     published_file_names,
 )

@@ -35,6 +35,8 @@ from edgellm.engines.model.steps import (
 Range = tuple[int, int]
 #: A rank, and of how many.
 Share = tuple[int, int]
+#: A projected value, and which of its columns from such a one on a step takes.
+_Taken = tuple[str, int, Iterable[Range]]
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class _Sharding:
 
     def _columns_of_recurrent(self) -> dict[str, tuple[Range, ...]]:
         """Of each value that is projected for recurrent layers, the columns that this rank takes."""
-        kinds: dict[type, Callable[[Any], tuple[str, Iterable[Range]]]] = {
+        kinds: dict[type, Callable[[Any], _Taken]] = {
             ShortConvolution: self._convolved,
             GatedDelta: self._gates_of_rule,
             SelectiveScan: self._gates_of_rule,
@@ -187,22 +189,22 @@ class _Sharding:
         found: dict[str, set[Range]] = {}
         for step in self._program.steps:
             if (taken := kinds.get(type(step))) is not None:
-                value, ranges = taken(step)
+                value, first, ranges = taken(step)
                 for begin, end in ranges:
-                    found.setdefault(value, set()).add((step.first + begin, step.first + end))
+                    found.setdefault(value, set()).add((first + begin, first + end))
         return {value: tuple(sorted(ranges)) for value, ranges in found.items()}
 
-    def _convolved(self, step: ShortConvolution) -> tuple[str, Iterable[Range]]:
+    def _convolved(self, step: ShortConvolution) -> _Taken:
         starts = range(0, (3 if step.gated else 1) * step.channels, step.channels)
         own = self._channels(step)
-        return step.value, [(start + begin, start + end) for start in starts for begin, end in own]
+        return step.value, step.first, [(start + begin, start + end) for start in starts for begin, end in own]
 
-    def _gates_of_rule(self, step: GatedDelta) -> tuple[str, Iterable[Range]]:
-        return step.gates, self._value_heads(step, parts=step.gate_parts)
+    def _gates_of_rule(self, step: GatedDelta) -> _Taken:
+        return step.gates, step.first, self._value_heads(step, parts=step.gate_parts)
 
-    def _gates_of_norm(self, step: GatedNorm) -> tuple[str, Iterable[Range]]:
+    def _gates_of_norm(self, step: GatedNorm) -> _Taken:
         rule = self._rules.get(step.value)
-        return step.gate, () if rule is None else self._value_heads(rule, rule.sizes[1])
+        return step.gate, step.first, () if rule is None else self._value_heads(rule, rule.sizes[1])
 
     def _place(self, value: str, column: int) -> int:
         """Where a column of a projected value stands in what this rank has of it."""
