@@ -151,9 +151,9 @@ class ProgramGraph(Generic[Tensor]):
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
             residual = operations.gather_rows(residual, values["last_token_ids"])
-        if step.multiplies is not None:
+        if step.linear is not None:
             y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
-            y = self._linear(y, step.multiplies)
+            y = self._linear(y, step.linear)
         y = self.to_residual(y)
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)

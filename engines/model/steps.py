@@ -350,6 +350,7 @@ class AddResidual(Step):
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = None
     factor: WeightSpec | None = None
+    linear: ClassVar[None] = None
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
