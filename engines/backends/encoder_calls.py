@@ -331,14 +331,13 @@ def _residual_refusal(step: LinearResidual, limit: int) -> str | None:
 
 
 def _norm_linear_refusal(step: NormLinear, limit: int) -> str | None:
-    norms = [norm for given in step.inputs for norm in given.norms]
     if step.keep is not None or step.selects:
         return "encoders keep and choose no rows"
-    if norms and len(step.inputs) + len(norms) > 2:
+    if step.norms and len(step.inputs) + len(step.norms) > 2:
         return "inputs side by side are taken as they are"
     if (step.gated or step.activation is not None) and (refusal := _activation_refusal(step.activation, step.gated)):
         return refusal
-    return next((refusal for refusal in map(_norm_refusal, norms) if refusal is not None), None)
+    return next((refusal for refusal in map(_norm_refusal, step.norms) if refusal is not None), None)
 
 
 def _activation_refusal(activation: str | None, gated: bool) -> str | None:

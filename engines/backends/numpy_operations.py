@@ -275,7 +275,9 @@ class NumpyOperations(Operations[np.ndarray]):
             take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
         return output, inputs
 
-    def update_matrices(self, step, rows, projected, matrices, a_log, dt_bias, skip, parents, tokens):
+    def update_matrices(self, step, rows, projected, matrices, numbers, parents, tokens):
+        a_log, dt_bias, *skips = numbers
+        skip = skips[0] if skips else None
         if skip is None:
             gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
         else:

@@ -20,6 +20,7 @@ from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOC
 from edgellm.engines.directories.engine_directory import (
     PREPROCESSOR_FILES,
     WEIGHT_INDEX,
+    BuiltParts,
     ModelSource,
     description_bytes,
     published_file_names,
@@ -142,8 +143,8 @@ class BuildInputs:
         draft = None if self.draft is None else (self.draft, below(_DRAFT_PREFIX))
         vision = None if self.vision is None else (self.vision, below(_VISION_PREFIX) or None)
         adapters = {name: (rank, below(f"{_LORA_PREFIX}{name}/")) for name, rank in self.adapter_ranks.items()}
-        parts = draft, adapters, vision, tool_format, source
-        return description_bytes(self.config, dtype, attention, limits, own, *parts)
+        parts = BuiltParts(draft, adapters, vision)
+        return description_bytes(self.config, dtype, attention, limits, own, parts, tool_format, source)
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, foreign_model
@@ -371,20 +371,27 @@ def adapter_names(path: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
+class BuiltParts(NamedTuple):
+    """What a description says of the parts beside a model: the configuration and the files of the draft head, rank and
+    files of each LoRA adapter, the vision encoder's configuration and its own files, if it has any."""
+
+    draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None
+    adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]]
+    vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None
+
+
 def description_bytes(
     config: DecoderConfig,
     dtype: str,
     attention: str,
     limits: EngineLimits,
     files: Mapping[str, FileDigest],
-    draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
-    adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
-    vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None = None,
-    tool_format: str | None = None,
-    source: ModelSource | None = None,
+    parts: BuiltParts,
+    tool_format: str | None,
+    source: ModelSource | None,
 ) -> bytes:
-    """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
-    and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
+    """The content of `edgellm.json`; `files` are those of the model itself."""
+    draft, adapters, vision = parts
     values: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "created_with": edgellm_version(),

@@ -1,5 +1,5 @@
 """Heads for multi-token prediction that ship inside a checkpoint, whose tensors' names begin with "mtp.": Qwen3.5's and
-Nemotron-H's (3.5 Lightning).
+Nemotron-H's (3 Super, 3.5 Lightning).
 
 `transformers` leaves these out when it saves a model, and `config.json` still speaks of them: no tensor at all is no
 head, some of them are a fault.

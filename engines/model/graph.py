@@ -52,8 +52,7 @@ class ProgramGraph(Generic[Tensor]):
         self._program = program
         self._steps = [(_RUN[type(step)], step) for step in program.steps]
         self.to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
-        added = (step.residual for step in program.steps if isinstance(step, (LinearResidual, AddResidual)))
-        residuals = {residual for residual in added if residual is not None}
+        residuals = {step.adds_to for step in program.steps if step.adds_to is not None}
         self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
@@ -152,7 +151,7 @@ class ProgramGraph(Generic[Tensor]):
             self._keep(step.keep, operations.to_compute(residual))
         if step.selects:
             residual = operations.gather_rows(residual, values["last_token_ids"])
-        if isinstance(step, LinearResidual):
+        if step.linear is not None:
             y = operations.gather_rows(y, values["last_token_ids"]) if step.selects else y
             y = self._linear(y, step.linear)
         y = self.to_residual(y)
@@ -291,9 +290,7 @@ class ProgramGraph(Generic[Tensor]):
             given[step.value],
             given[step.gates],
             given[matrices],
-            weights[step.a_log.name],
-            weights[step.dt_bias.name],
-            weights[step.skip.name] if isinstance(step, SelectiveScan) else None,
+            tuple(weights[getattr(step, name).name] for name in step.numbers),
             given.get("node_parents"),
             given.get("state_tokens"),
         )

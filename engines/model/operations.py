@@ -161,14 +161,13 @@ class Operations(Protocol[Tensor]):
         rows: Tensor,
         projected: Tensor,
         matrices: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor | None,
+        numbers: tuple[Tensor, ...],
         parents: Tensor | None,
         tokens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What the step computes of `rows` [B, T, 2 Hk Dk + Hv Dv]: the output [B, T, Hv Dv], and g, then beta, of each
-        value head, [B, T, 2 Hv]; both float32. With `skip` [Hv] it is a `SelectiveScan`.
+        value head, [B, T, 2 Hv]; both float32. `numbers` [Hv] each are the step's own, a_log and dt_bias, and of a
+        `SelectiveScan` skip.
 
         b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.

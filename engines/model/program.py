@@ -15,7 +15,7 @@ from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection,
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import PRESENT, Edge, is_recurrent, kept_edge, state_edge
-from edgellm.engines.model.steps import Attention, Stateful, Step, stateful
+from edgellm.engines.model.steps import Attention, Experts, Stateful, Step, stateful
 from edgellm.kernels.quantization.row_runs import PackedLayout
 
 
@@ -44,6 +44,11 @@ class Program:
     def attentions(self) -> tuple[Attention, ...]:
         """The steps that have KV rows."""
         return tuple(step for step in self.steps if isinstance(step, Attention))
+
+    @cached_property
+    def mixtures(self) -> tuple[Experts, ...]:
+        """The mixtures of experts."""
+        return tuple(step for step in self.steps if isinstance(step, Experts))
 
     @cached_property
     def stateful(self) -> tuple[Stateful, ...]:

@@ -59,6 +59,11 @@ class GatedDelta(Stateful):
     first: int
     a_log: WeightSpec
     dt_bias: WeightSpec
+    #: The fields that have a number for each value head, and the parts of so many columns that `gates` has of these.
+    numbers: ClassVar[tuple[str, ...]] = ("a_log", "dt_bias")
+    gate_parts: ClassVar[int] = 2
+    #: Whether in `value` what heads store stands before, not behind, the keys and queries.
+    stores_first: ClassVar[bool] = False
 
     def state(self, shape: EngineShape) -> DeltaMatrix:
         return DeltaMatrix(self.index, self.heads, self.sizes)
@@ -79,6 +84,9 @@ class SelectiveScan(GatedDelta):
     """
 
     skip: WeightSpec
+    numbers: ClassVar[tuple[str, ...]] = ("a_log", "dt_bias", "skip")
+    gate_parts: ClassVar[int] = 1
+    stores_first: ClassVar[bool] = True
 
     def state(self, shape: EngineShape) -> SpaceMatrix:
         return SpaceMatrix(self.index, self.heads, self.sizes)

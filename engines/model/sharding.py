@@ -35,6 +35,8 @@ from edgellm.engines.model.steps import (
 Range = tuple[int, int]
 #: A rank, and of how many.
 Share = tuple[int, int]
+#: A projected value, and which of its columns from such a one on a step takes.
+_Taken = tuple[str, int, Iterable[Range]]
 
 
 @dataclass(frozen=True)
@@ -178,22 +180,31 @@ class _Sharding:
 
     def _columns_of_recurrent(self) -> dict[str, tuple[Range, ...]]:
         """Of each value that is projected for recurrent layers, the columns that this rank takes."""
+        kinds: dict[type, Callable[[Any], _Taken]] = {
+            ShortConvolution: self._convolved,
+            GatedDelta: self._gates_of_rule,
+            SelectiveScan: self._gates_of_rule,
+            GatedNorm: self._gates_of_norm,
+        }
         found: dict[str, set[Range]] = {}
-
-        def take(value: str, first: int, ranges: Iterable[Range]) -> None:
-            found.setdefault(value, set()).update((first + begin, first + end) for begin, end in ranges)
-
         for step in self._program.steps:
-            if isinstance(step, ShortConvolution):
-                for part in range(3 if step.gated else 1):
-                    take(step.value, step.first + part * step.channels, self._channels(step))
-            elif isinstance(step, GatedDelta):
-                gates = 1 if isinstance(step, SelectiveScan) else 2
-                take(step.gates, step.first, self._value_heads(step, parts=gates))
-            elif isinstance(step, GatedNorm) and step.value in self._rules:
-                rule = self._rules[step.value]
-                take(step.gate, step.first, self._value_heads(rule, rule.sizes[1]))
+            if (taken := kinds.get(type(step))) is not None:
+                value, first, ranges = taken(step)
+                for begin, end in ranges:
+                    found.setdefault(value, set()).add((first + begin, first + end))
         return {value: tuple(sorted(ranges)) for value, ranges in found.items()}
+
+    def _convolved(self, step: ShortConvolution) -> _Taken:
+        starts = range(0, (3 if step.gated else 1) * step.channels, step.channels)
+        own = self._channels(step)
+        return step.value, step.first, [(start + begin, start + end) for start in starts for begin, end in own]
+
+    def _gates_of_rule(self, step: GatedDelta) -> _Taken:
+        return step.gates, step.first, self._value_heads(step, parts=step.gate_parts)
+
+    def _gates_of_norm(self, step: GatedNorm) -> _Taken:
+        rule = self._rules.get(step.value)
+        return step.gate, step.first, () if rule is None else self._value_heads(rule, rule.sizes[1])
 
     def _place(self, value: str, column: int) -> int:
         """Where a column of a projected value stands in what this rank has of it."""
@@ -215,7 +226,7 @@ class _Sharding:
         first, last = self._shared(f"the {key_heads} key heads of layer {rule.index}", key_heads)
         keys, (values,) = (first * key_size, last * key_size), self._value_heads(rule, size)
         parts = [(keys, key_heads * key_size)] * 2
-        parts.insert(0 if isinstance(rule, SelectiveScan) else 2, (values, heads * size))
+        parts.insert(0 if rule.stores_first else 2, (values, heads * size))
         starts = accumulate((width for _, width in parts), initial=0)
         return tuple((start + begin, start + end) for start, ((begin, end), _) in zip(starts, parts, strict=False))
 
@@ -236,8 +247,7 @@ class _Sharding:
         self._cuts[state.kept_names[-1]] = Cut(2, self._value_heads(step, parts=2))
         self._split.add(step.output)
         own = Cut(0, ((first, last),))
-        names = ("a_log", "dt_bias", "skip") if isinstance(step, SelectiveScan) else ("a_log", "dt_bias")
-        numbers: dict[str, Any] = {name: self._piece(getattr(step, name), own) for name in names}
+        numbers: dict[str, Any] = {name: self._piece(getattr(step, name), own) for name in step.numbers}
         heads = end - begin, last - first
         return (replace(step, heads=heads, first=self._place(step.gates, step.first), **numbers),)
 

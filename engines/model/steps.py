@@ -108,6 +108,11 @@ class Step:
         return getattr(self, "linear", None)
 
     @property
+    def adds_to(self) -> str | None:
+        """The residual that its output is a sum with, if it is one."""
+        return getattr(self, "residual", None)
+
+    @property
     def title(self) -> str:
         """The step in a few words, for messages."""
         return self.called.format(self)
@@ -261,6 +266,13 @@ class NormLinear(Step):
     into: str | None = field(default=None, metadata=ADDED_LATER | READS)
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
+    #: Whether inputs may have to be normed, rounded or put side by side before they are multiplied.
+    prepares: ClassVar[bool] = True
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """Those of its inputs."""
+        return tuple(norm for given in self.inputs for norm in given.norms)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         of_keep = kinds[self.inputs[-1].value][0]
@@ -286,8 +298,21 @@ class LinearResidual(Step):
     factor: WeightSpec | None = field(default=None, metadata=ADDED_LATER)
     gated: ClassVar[bool] = False
     activation: ClassVar[None] = None
+    through: ClassVar[None] = None
+    into: ClassVar[None] = None
+    prepares: ClassVar[bool] = False
 
     called: ClassVar[str] = "the linear layer {0.linear.name}"
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """Its value, as it is."""
+        return (Input(self.value),)
+
+    @property
+    def norms(self) -> tuple[Norm, ...]:
+        """That of what it gives, if there is one."""
+        return () if self.norm is None else (self.norm,)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
@@ -325,6 +350,7 @@ class AddResidual(Step):
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = None
     factor: WeightSpec | None = None
+    linear: ClassVar[None] = None
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])

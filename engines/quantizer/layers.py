@@ -43,13 +43,13 @@ def linears(program: Program, experts: int | None = None) -> list[Linear]:
 
 def experts_of(program: Program) -> list[tuple[Linear, Linear]]:
     """`expert_linears` of the mixture in a layer; none where it has none."""
-    return [pair for step in program.steps if isinstance(step, Experts) for pair in expert_linears(step)]
+    return [pair for step in program.mixtures for pair in expert_linears(step)]
 
 
 def router_patterns(config: DecoderConfig) -> list[str]:
     """Patterns, as compressed-tensors matches them, of what chooses experts and stays dense."""
-    steps = [step for index in range(config.num_layers) for step in layer_program(config, index, 1).steps]
-    layers = [each for step in steps if isinstance(step, Experts) for each in (step.router, *step.shared[2:])]
+    programs = (layer_program(config, index, 1) for index in range(config.num_layers))
+    layers = [each for own in programs for step in own.mixtures for each in (step.router, *step.shared[2:])]
     modules = (linear.weight.parts[0][0].removesuffix(".weight") for linear in layers)
     return [f"re:.*{each}$" for each in dict.fromkeys(name.split(".", 3)[3].replace(".", "[.]") for name in modules)]
 

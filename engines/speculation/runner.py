@@ -51,10 +51,9 @@ class DecodingRunner:
         self,
         backend: Backend,
         config: DecoderConfig,
-        draft: DraftConfig | None,
         limits: EngineLimits,
         checkpoint: Checkpoint,
-        draft_checkpoint: Checkpoint | None,
+        draft: tuple[DraftConfig, Checkpoint] | None = None,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
@@ -65,14 +64,16 @@ class DecodingRunner:
         if draft is None and backend.fixed_shapes:
             rounds = given_shapes(limits, adapters is not None, backend.takes_any_key_range)
         self._engines, self._steps = LoadedEngines(backend, rounds), CapturedSteps(backend)
-        self.base = BaseEngineRunner(backend, config, limits, checkpoint, progress, draft, adapters, vision_memory)
+        more = progress, None if draft is None else draft[0], adapters, vision_memory
+        self.base = BaseEngineRunner(backend, config, limits, checkpoint, *more)
         self.draft: Drafter
-        if draft is None or draft_checkpoint is None:
+        if draft is None:
             self.draft = NoDrafter(backend, limits, config, given_limits(limits, GIVEN_NODES))
         else:
             beside = self.base, self._engines, self._steps
-            kind = EagleDraftEngineRunner if draft.block is None else BlockDraftEngineRunner
-            self.draft = kind(backend, draft, limits, draft_checkpoint, *beside)
+            draft_config, draft_checkpoint = draft
+            kind = EagleDraftEngineRunner if draft_config.block is None else BlockDraftEngineRunner
+            self.draft = kind(backend, draft_config, limits, draft_checkpoint, *beside)
         self.base.feature_user = self.draft
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         #: Take a plain step, and begin one before it is known which tokens it may choose; see `BaseEngineRunner`. What
@@ -103,11 +104,11 @@ class DecodingRunner:
         base, limits, more = directory.config, directory.limits, (progress, adapters, vision_memory)
         with closing(directory.checkpoint()) as base_files:
             if not drafts:
-                return cls(backend, base, None, limits, base_files, None, *more)
+                return cls(backend, base, limits, base_files, None, *more)
             config, draft = directory.model_config("draft"), directory.draft
             assert isinstance(config, DraftConfig) and draft is not None
             with closing(draft.checkpoint()) as draft_files:
-                return cls(backend, base, config, limits, base_files, draft_files, *more)
+                return cls(backend, base, limits, base_files, (config, draft_files), *more)
 
     def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
         """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any

@@ -30,7 +30,7 @@ def make_runner(name: str, kv_cache: str = "compute", slots: int = 1) -> Decodin
         limits = EngineLimits(slots, prefill_chunk=16, kv_capacity=400, kv_cache=kv_cache)
         rows = 0 if config.window is None else config.window + limits.window_step + 1 - config.window % 2
         limits = replace(limits, window_rows=rows)
-        return DecodingRunner(NumpyBackend(config), config, None, limits, checkpoint, None)
+        return DecodingRunner(NumpyBackend(config), config, limits, checkpoint)
 
 
 def expected(name: str) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from edgellm.engines.backends.steps import launching
 from edgellm.engines.backends.steps.implementation import (
@@ -90,13 +90,11 @@ class _AnyLinear(Implementation[Any]):
         return found | {JOINED_INPUTS: ((joined,), "compute")}
 
     def joins(self, step: Layer, run: Launching) -> bool:
-        if not isinstance(step, NormLinear):
-            return False
         linear = LinearWeights(run.array(step.linear.weight.name))
         is_one = len(step.inputs) == len(linear.runs) == 1
         return is_one and self._is_inside(step, run, linear) and not self._ends_apart(step, run, linear)
 
-    def _ends_apart(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+    def _ends_apart(self, step: Layer, run: Launching, linear: LinearWeights) -> bool:
         """Whether a step's activation, or what puts its columns into wider rows, is a launch of its own."""
         if step.into is not None:  # adapters have as many columns as their layer
             return step.linear.name in run.program.adapted
@@ -104,7 +102,7 @@ class _AnyLinear(Implementation[Any]):
             return step.activation is not None and len(linear.runs) > 1
         return step.through is None or len(linear.runs) > 1 or not self._is_inside(step, run, linear)
 
-    def _is_inside(self, step: NormLinear, run: Launching, linear: LinearWeights) -> bool:
+    def _is_inside(self, step: Layer, run: Launching, linear: LinearWeights) -> bool:
         """Whether the kernel that multiplies inputs prepares them, too."""
         rows = step_rows(step, run.program)
         if rows > self.prepared_rows or not prepares_inside(step, run.program):
@@ -241,7 +239,7 @@ class FewRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         rows, ranks = step_rows(step, program), padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
-        if isinstance(step, NormLinear) and (step.gated or prepares_inside(step, program)):
+        if step.gated or prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
             return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
@@ -351,16 +349,15 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
         return refused
     if (columns := step.linear.weight.shape[1]) % 8:
         return f"widths must be multiples of 8, not {columns}"
-    norms = [step.norm] if isinstance(step, LinearResidual) else [each for given in step.inputs for each in given.norms]
-    layer_norms = [norm for norm in norms if norm is not None and norm.bias is not None]
-    if layer_norms and (len(norms) > 1 or (isinstance(step, NormLinear) and len(step.inputs) > 1)):
+    layer_norms = [norm for norm in step.norms if norm.bias is not None]
+    if layer_norms and (len(step.norms) > 1 or len(step.inputs) > 1):
         return "layer norms are of whole inputs, not of parts side by side"
     if any((width := norm.weight.shape[0]) > MAX_NORM_WIDTH for norm in layer_norms):
         return f"layer norms take up to {MAX_NORM_WIDTH} columns, not {width}"
     if step.activation is None:
         return None
-    gates = isinstance(step, NormLinear) and step.through is not None
-    if gates and any(given.norms for given in step.inputs):
+    gates = step.through is not None
+    if gates and step.norms:
         return "gates of other rows take inputs without norms"
     if step.activation not in (GATE_ACTIVATIONS if step.gated or gates else ACTIVATIONS):
         return f"the activation {step.activation} has no kernel{' with a gate' if step.gated or gates else ''}"
@@ -373,9 +370,9 @@ def _keeps_apart(step: LinearResidual) -> bool:
     return step.selects or step.norm is not None
 
 
-def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
+def prepares_inside(step: Layer, program: Program) -> bool:
     """Whether one kernel norms the inputs of a linear layer, or rounds one without norms, and multiplies them."""
-    if isinstance(step, LinearResidual):
+    if not step.prepares:
         return False
     if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
         norms = [given.norms for given in step.inputs]
@@ -403,9 +400,9 @@ def _has_runs(step: Layer, program: Program) -> bool:
 
 def _norm_bytes(step: Layer) -> int:
     """Shared memory of the launches that norm a layer's inputs."""
-    return norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
+    return norm_shared_bytes(step.linear.weight.shape[1]) if step.prepares else 0
 
 
 def _norm_count(step: Layer) -> int:
     """Launches that bring the inputs of a layer together, where it does not norm them itself."""
-    return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0
+    return sum(max(1, len(given.norms)) for given in step.inputs) if step.prepares else 0

@@ -193,9 +193,8 @@ def _possible(step: Step, program: Program, limit: int) -> tuple[list[Implementa
 
 def most_rows(program: Program) -> int:
     """The most rows of its steps that multiply or attend."""
-    return max(
-        step_rows(step, program) for step in program.steps if step.multiplies is not None or isinstance(step, Attention)
-    )
+    multiplying = (step for step in program.steps if step.multiplies is not None)
+    return max(step_rows(step, program) for step in (*multiplying, *program.attentions))
 
 
 def adapter_words(program: Program) -> int:

@@ -154,7 +154,7 @@ def test_trees_give_the_tokens_of_plain_decoding(golden: GoldenModel, kv_cache: 
     config = golden.config
     with Checkpoint.open(golden.path) as checkpoint:
         own = limits(config, 14, 160, kv_cache)
-        runner = DecodingRunner(NumpyBackend(config), config, None, own, checkpoint, None)
+        runner = DecodingRunner(NumpyBackend(config), config, own, checkpoint)
     plain = runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait().tolist()
     while len(plain) < 90:
         plain += take_step(runner, 1, None).wait()[0]

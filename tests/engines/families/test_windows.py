@@ -60,7 +60,7 @@ def test_windows_without_the_rows_that_they_need_are_refused() -> None:
         assert limits.window_step == 64
         for rows, problem in ((0, "it is 0, expected at least 69"), (68, "it is 68, expected at least 69")):
             with pytest.raises(EngineError, match=problem):
-                DecodingRunner(NumpyBackend(config), config, None, replace(limits, window_rows=rows), checkpoint, None)
+                DecodingRunner(NumpyBackend(config), config, replace(limits, window_rows=rows), checkpoint)
         short = EngineLimits(prefill_chunk=5, kv_capacity=5, window_rows=128)
         with pytest.raises(EngineError, match="it is 128, expected 0: no window is shorter than the context"):
-            DecodingRunner(NumpyBackend(config), config, None, short, checkpoint, None)
+            DecodingRunner(NumpyBackend(config), config, short, checkpoint)
