@@ -235,7 +235,8 @@ def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str
     backend.part = lambda memory, offset, shape, kind: DeviceArray(memory.pointer + offset, shape, kind, memory)
     backend.upload = lambda array, values: np.copyto(view(array), values)
     backend.download = lambda array: read.append(array.size) or view(array)
-    return {name: view(array) for name, array in backend.load_weights(checkpoint, specs).items()}, read
+    # Copies: a view does not keep the memory, which goes with the arrays.
+    return {name: view(array).copy() for name, array in backend.load_weights(checkpoint, specs).items()}, read
 
 
 @pytest.mark.parametrize("dtype", NAMES)
