@@ -18,7 +18,8 @@ from edgellm.device.boards import Board, board_of
 from edgellm.device.forecast import EDGE_MICROSECONDS, REACHED, engine_costs, seconds
 from edgellm.device.sensors import sensor_facts, sensors_in_words
 from edgellm.engines.backends.device_layouts import gpu_layouts
-from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.directories.description import edgellm_version
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.kernels.compilations import usable_cores
 from edgellm.kernels.gpu import find_gpu

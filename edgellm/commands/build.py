@@ -24,7 +24,8 @@ from edgellm.engines.building.planning import add_targets, refresh_plans
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES, EngineDirectory
+from edgellm.engines.directories.description import DESCRIPTION_NAME
+from edgellm.engines.directories.engine_directory import DTYPES, EngineDirectory
 from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.config import DRAFT_WEIGHTS, HEADS, MTP
 from edgellm.engines.model.memory_plan import available_memory

@@ -22,7 +22,8 @@ from edgellm.device.proof import checked, made_by, proof
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
-from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.directories.description import edgellm_version
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.memory_plan import recurrent_bytes

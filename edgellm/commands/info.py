@@ -21,7 +21,8 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
-from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
+from edgellm.engines.directories.description import ModelSource
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.engines.families.audio_encoders import audio_memory

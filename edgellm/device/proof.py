@@ -19,7 +19,8 @@ from edgellm.device.forecast import multiply_adds
 from edgellm.device.sensors import sensor_facts, sensors_in_words
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.directories.description import edgellm_version
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER
 from edgellm.engines.quantizer.options import QuantizationOptions
 from edgellm.engines.quantizer.quantizer import quantize_checkpoint

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.building.gguf_folder import NO_ENCODER, encoder_beside, read_metadata, several_encoders
 from edgellm.engines.checkpoints.weight_files import is_gguf_file
-from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource, file_folder
+from edgellm.engines.directories.description import ModelSource
+from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.gguf.encoders import takes_images

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, read_index
-from edgellm.engines.directories.engine_directory import ModelSource
+from edgellm.engines.directories.description import ModelSource
 from edgellm.engines.errors import explained
 from edgellm.engines.formats.digests import current_digest, file_blocks
 from edgellm.engines.formats.small_files import ordinary_bytes

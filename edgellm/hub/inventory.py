@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, file_folder
+from edgellm.engines.directories.description import DESCRIPTION_NAME
+from edgellm.engines.directories.engine_directory import EngineDirectory, file_folder
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean

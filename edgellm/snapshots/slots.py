@@ -13,7 +13,8 @@ from weakref import WeakSet
 import numpy as np
 
 from edgellm.engines.backends.base import Transfer
-from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.directories.description import edgellm_version
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.states import Edge, is_recurrent
 from edgellm.engines.runners.media import PromptMedia, before_span
 from edgellm.engines.runners.sampling_state import SamplingValues

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
-from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
+from edgellm.engines.directories.description import edgellm_version
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import PlanError
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.digests import hash_bytes

@@ -33,7 +33,8 @@ from edgellm.engines.building.planning import FOR_SPACE, Progress, build_into, c
 from edgellm.engines.building.plans import BuildReport, PlanBytes, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES, ModelSource, write_description
+from edgellm.engines.directories.description import ModelSource, write_description
+from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, explained
 from edgellm.engines.formats.digests import copy_hashed, remember_digest
 from edgellm.engines.formats.small_files import size_limit

@@ -13,7 +13,7 @@ from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME
+from edgellm.engines.directories.description import DESCRIPTION_NAME
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK

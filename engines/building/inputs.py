@@ -17,14 +17,8 @@ from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, VOCABULARY_FILE
-from edgellm.engines.directories.engine_directory import (
-    PREPROCESSOR_FILES,
-    WEIGHT_INDEX,
-    BuiltParts,
-    ModelSource,
-    description_bytes,
-    published_file_names,
-)
+from edgellm.engines.directories.description import BuiltParts, ModelSource, description_bytes
+from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,

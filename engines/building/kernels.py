@@ -13,12 +13,8 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.building.plans import BuildReport, BuiltKernels
 from edgellm.engines.building.targets import Target
-from edgellm.engines.directories.engine_directory import (
-    DESCRIPTION_NAME,
-    EngineDirectory,
-    edgellm_version,
-    write_description,
-)
+from edgellm.engines.directories.description import DESCRIPTION_NAME, edgellm_version, write_description
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER, with_kernels
 from edgellm.engines.errors import BuildError, EngineError, explained
 from edgellm.engines.formats.digests import hash_file

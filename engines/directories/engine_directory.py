@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, foreign_model
+from edgellm.engines.directories.description import (
+    DESCRIPTION_NAME,
+    DRAFT_KEY,
+    FORMAT_VERSION,
+    LORA_KEY,
+    SOURCE_KEY,
+    TOOL_KEY,
+    VISION_KEY,
+    ModelSource,
+    edgellm_version,
+)
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
@@ -33,7 +42,6 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.kernel_folders import (
     KERNELS_FOLDER,
     KERNELS_KEY,
-    description_data,
     digest_without_kernels,
     kernel_differences,
     parse_kernels,
@@ -45,23 +53,19 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
-from edgellm.engines.formats.strict_formats import ADDED_LATER, JSONObject, plain_values
+from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.model.audio import HEARD_ON_HOST, AudioConfig
-from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig, Mixture
+from edgellm.engines.model.config import HEADS, DecoderConfig, Mixture
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.model.rotary import context_bounds
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
-from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.errors import shown
 from edgellm.kernels.gpu import GPU
 from edgellm.kernels.kept import KeptKernels
 from edgellm.kernels.user_paths import printable, user_cache_directory
 
-DESCRIPTION_NAME = "edgellm.json"
-FORMAT_VERSION = 1
 DTYPES = ("float16", "bfloat16", "float32")
 ATTENTION_SETTINGS = ("auto", "native", "composed")
 
@@ -83,22 +87,6 @@ _PARTS = {
     "audio": ("encoder of speech", "from a CHECKPOINT that has one"),
 }
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
-_DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, _SOURCE_KEY = "draft", "lora", "vision", "tool_format", "source"
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a checkpoint comes from: the hub's `repository` ORG/NAME, the `revision` that was asked for, the `commit`
-    (40 hexadecimal digits) that it was then and, of a GGUF file, its name there."""
-
-    repository: str
-    revision: str
-    commit: str
-    file: str = field(default="", metadata=ADDED_LATER)
-
-    def __str__(self) -> str:
-        name = f"{self.repository}:{self.file}" if self.file else self.repository
-        return f"{name}, revision {self.revision}, commit {self.commit}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,79 +359,13 @@ def adapter_names(path: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
-class BuiltParts(NamedTuple):
-    """What a description says of the parts beside a model: the configuration and the files of the draft head, rank and
-    files of each LoRA adapter, the vision encoder's configuration and its own files, if it has any."""
-
-    draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None
-    adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]]
-    vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None
-
-
-def description_bytes(
-    config: DecoderConfig,
-    dtype: str,
-    attention: str,
-    limits: EngineLimits,
-    files: Mapping[str, FileDigest],
-    parts: BuiltParts,
-    tool_format: str | None,
-    source: ModelSource | None,
-) -> bytes:
-    """The content of `edgellm.json`; `files` are those of the model itself."""
-    draft, adapters, vision = parts
-    values: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
-        "created_with": edgellm_version(),
-        "config": plain_values(config),
-        "dtype": dtype,
-        "attention": attention,
-        "limits": plain_values(limits),
-        "files": _file_values(files),
-    }
-    if draft is not None:
-        values[_DRAFT_KEY] = {"config": plain_values(draft[0]), "files": _file_values(draft[1])}
-    if adapters:
-        values[_LORA_KEY] = {name: {"rank": rank, "files": _file_values(own)} for name, (rank, own) in adapters.items()}
-    if vision is not None:
-        values[_VISION_KEY] = {"config": plain_values(vision[0])}
-        if vision[1] is not None:
-            values[_VISION_KEY]["files"] = _file_values(vision[1])
-    if tool_format is not None:
-        values[_TOOL_KEY] = tool_format
-    if source is not None:
-        values[_SOURCE_KEY] = plain_values(source)
-    return description_data(values)
-
-
-def _file_values(files: Mapping[str, FileDigest]) -> dict[str, Any]:
-    def value(digest: FileDigest) -> dict[str, Any]:
-        section = {"section": digest.section} if digest.section else {}
-        return {"sha256": digest.sha256, "size": digest.size, **section}
-
-    return {name: value(digest) for name, digest in files.items()}
-
-
-def write_description(path: Path, data: bytes) -> None:
-    """Write `edgellm.json` into a directory, whole or not at all; raises OSError."""
-    write_atomically(path / DESCRIPTION_NAME, data)
-
-
-def edgellm_version() -> str:
-    """The installed version of EdgeLLM."""
-    try:
-        return metadata.version("edgellm")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _parse(path: Path, data: bytes) -> EngineDirectory:
     advice = "Build the directory again: edgellm build --force CHECKPOINT ENGINE_DIR"
     values = JSONObject.parse(data, str(path / DESCRIPTION_NAME), EngineDirectoryError, advice)
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, _SOURCE_KEY, KERNELS_KEY)
+    values.refuse_other_keys(*_KEYS, DRAFT_KEY, LORA_KEY, VISION_KEY, TOOL_KEY, SOURCE_KEY, KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
@@ -453,15 +375,15 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
     if (problem := limits.window_problem(config)) is not None:
         raise values.object("limits").error(f"'window_rows': {problem}")
-    if _DRAFT_KEY in values.values:
-        draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
+    if DRAFT_KEY in values.values:
+        draft = parse_draft(path / DRAFT_FOLDER, values.object(DRAFT_KEY))
     features = draft.config.feature_layers if draft else (config.num_layers,) if config.is_embedding else ()
     block = None if draft is None else draft.config.block
     if (draft is None) == limits.has_draft or config.feature_layers != features:
         raise values.error("'draft', 'limits' and 'config' disagree on whether there is a draft, or on its features")
     if limits.draft_block != (0 if block is None else block.size) or (block and limits.draft_steps >= block.size):
         raise values.error("'draft' and 'limits' disagree on the block that the draft fills")
-    vision = parse_vision(path, values.object(_VISION_KEY)) if _VISION_KEY in values.values else None
+    vision = parse_vision(path, values.object(VISION_KEY)) if VISION_KEY in values.values else None
     if (vision is None) == bool(limits.image_rows) or list(limits.image_rows) != sorted(set(limits.image_rows)):
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
@@ -471,7 +393,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     files = parse_files(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     check_agreement(values, config, draft, None if vision is None else vision.config)
-    adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
+    adapters = parse_adapters(path / LORA_FOLDER, values.object(LORA_KEY)) if LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
         adapter.rank > limits.max_lora_rank for adapter in adapters.values()
     ):
@@ -488,8 +410,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         description_sha256=digest_without_kernels(data, values.values),
         draft=draft,
         vision=vision,
-        tool_format=values.get(_TOOL_KEY, "str") if _TOOL_KEY in values.values else None,
-        source=values.object(_SOURCE_KEY).dataclass(ModelSource) if _SOURCE_KEY in values.values else None,
+        tool_format=values.get(TOOL_KEY, "str") if TOOL_KEY in values.values else None,
+        source=values.object(SOURCE_KEY).dataclass(ModelSource) if SOURCE_KEY in values.values else None,
         kernels=parse_kernels(values.object(KERNELS_KEY), parse_digests) if KERNELS_KEY in values.values else {},
     )
 

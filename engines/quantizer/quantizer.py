@@ -19,7 +19,8 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
+from edgellm.engines.directories.description import DESCRIPTION_NAME
+from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError, explained
 from edgellm.engines.families.embedding import checkpoint_decoder_config
 from edgellm.engines.formats.digests import copy_hashed

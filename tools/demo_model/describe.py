@@ -13,12 +13,8 @@ from edgellm.engines.building.builder import BuildSettings, read_build
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config, write_made_files
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
-from edgellm.engines.directories.engine_directory import (
-    EngineDirectory,
-    adapter_names,
-    described_file_names,
-    write_description,
-)
+from edgellm.engines.directories.description import write_description
+from edgellm.engines.directories.engine_directory import EngineDirectory, adapter_names, described_file_names
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.digests import current_digest

@@ -25,7 +25,8 @@ from edgellm.engines.backends.steps.linear import FewRows, ManyRows
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory
+from edgellm.engines.directories.description import DESCRIPTION_NAME
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
