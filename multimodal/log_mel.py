@@ -43,7 +43,7 @@ _BLOCK, _KEPT_BLOCKS = 200, 150
 class MelConfig:
     """How sound becomes features: its rate in Hz; samples of a Fourier transform, between frames, and of the shortest
     sound; mel bands; samples whose next multiple silence fills a sound up to; and samples of a frame where it is
-    shorter than the transform, as Gemma 4's, whose features are those of `_magnitudes`."""
+    shorter than the transform, as Gemma 4's, whose features are magnitudes."""
 
     rate: int
     transform: int
@@ -137,23 +137,21 @@ def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
     """
     length = mel.filled(len(samples))
     if mel.frame:
-        return _magnitudes(np.pad(samples.astype(np.float32), (mel.frame // 2, length - len(samples))), mel)
-    padded = np.pad(samples.astype(np.float32), (0, length - len(samples)))
-    mirrored, frames, blocks = np.pad(padded, mel.transform // 2, mode="reflect"), length // mel.hop, []
-    for first in range(0, frames, _BLOCK):
-        last = min(first + _BLOCK, frames) - 1
-        blocks.append(_logarithms(mirrored[first * mel.hop : last * mel.hop + mel.transform].tobytes(), mel))
-    logarithms = np.concatenate(blocks, axis=1)
+        padded = np.pad(samples.astype(np.float32), (mel.frame // 2, length - len(samples)))
+        return _frames(padded, (len(padded) - mel.frame - 1) // mel.hop + 1, mel)
+    half, silence = mel.transform // 2, np.zeros(length - len(samples), np.float32)
+    padded = np.concatenate((samples, silence), dtype=np.float32) if len(silence) else samples.astype(np.float32)
+    mirrored = np.concatenate((padded[half:0:-1], padded, padded[-2 : -half - 2 : -1]))
+    logarithms = _frames(mirrored, length // mel.hop, mel)
     return (np.maximum(logarithms, logarithms.max() - np.float32(_RANGE)) + 4) / 4
 
 
-def _magnitudes(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
-    """The magnitude of each transform in mel bands, of frames of which none ends after the sound, half a frame of
-    silence before it; its natural logarithm, a thousandth added."""
-    frames, blocks = (len(samples) - mel.frame - 1) // mel.hop + 1, []
+def _frames(samples: np.ndarray, frames: int, mel: MelConfig) -> np.ndarray:
+    """Logarithms [bins, frames] of so many frames of float32 samples, block by block."""
+    blocks, size = [], mel.frame or mel.transform
     for first in range(0, frames, _BLOCK):
         last = min(first + _BLOCK, frames) - 1
-        blocks.append(_logarithms(samples[first * mel.hop : last * mel.hop + mel.frame].tobytes(), mel))
+        blocks.append(_logarithms(samples[first * mel.hop : last * mel.hop + size].tobytes(), mel))
     return np.concatenate(blocks, axis=1)
 
 
@@ -167,12 +165,27 @@ def _logarithms(samples: bytes, mel: MelConfig) -> np.ndarray:
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
     spectrum = np.fft.rfft(frames * window, mel.transform)
     if mel.frame:
-        return np.asarray(np.log(mel_filters(mel) @ np.abs(spectrum).T + _GEMMA4["mel_floor"]).astype(np.float32))
-    bands = mel_filters(mel) @ (spectrum.real**2 + spectrum.imag**2).T
+        return np.asarray(np.log(_in_bands(np.abs(spectrum), mel) + _GEMMA4["mel_floor"]).astype(np.float32))
+    bands = _in_bands(spectrum.real**2 + spectrum.imag**2, mel)
     return np.asarray(np.log10(np.maximum(bands, 1e-10)).astype(np.float32))
 
 
+def _in_bands(values: np.ndarray, mel: MelConfig) -> np.ndarray:
+    """`mel_filters` times `values` [n, transform / 2 + 1] of n frames: [bins, n]. Of the few frequencies that a band
+    has alone: matrices so small keep BLAS's threads waiting for each other, tens of times as long on busy cores."""
+    starts, places, weights = _triangles(mel)
+    return np.add.reduceat(values.T[places] * weights[:, None], starts, axis=0)
+
+
 @lru_cache(maxsize=4)
+def _triangles(mel: MelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the bands one behind the other: where each begins among its frequencies, one at least, and their weights."""
+    filters = mel_filters(mel)
+    filled = filters > 0
+    filled[:, 0] |= ~filled.any(axis=1)
+    return np.flatnonzero(np.diff(np.nonzero(filled)[0], prepend=-1)), np.nonzero(filled)[1], filters[filled]
+
+
 def mel_filters(mel: MelConfig) -> np.ndarray:
     """Triangles [bins, transform / 2 + 1] float64 over the frequencies of a transform, of equal area, whose middles are
     evenly spaced on Slaney's mel scale; Gemma 4's of equal height, on that of O'Shaughnessy (1987)."""
