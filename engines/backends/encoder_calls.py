@@ -14,13 +14,18 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
+    Activate,
     AveragePool,
+    CenteredNorm,
     Clip,
     ClippedGate,
     DropFirst,
     EncoderAttention,
+    GatedConvolution,
     Gather,
+    LocalAttention,
     NormedHeads,
+    NormedResidual,
     Prepend,
     Product,
     ScaledResidual,
@@ -33,7 +38,9 @@ from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
 from edgellm.kernels.encoder.contract import (
     ACTIVATIONS,
+    MAX_HEAD_SIZE,
     MAX_NORM_WIDTH,
+    MAX_PAST,
     NO_ACTIVATION,
     WIDTH_STEP,
     activation_number,
@@ -263,6 +270,33 @@ class EncoderCalls:
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
         return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
+    def _activate(self, step: Activate, number: int) -> Place:
+        value = self._values[step.value]
+        output = self._buffer((value.shape[0], padded_width(value.shape[1])), "compute")
+        return self._call("activate", value, activation_number(step.activation), output)
+
+    def _centered_norm(self, step: CenteredNorm, number: int) -> Place:
+        value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
+        output = self._buffer((value.shape[0], step.weight.shape[0]), "compute")
+        return self._call("centered_norm", value, self._weight(step.weight), mask, step.epsilon, output)
+
+    def _normed_residual(self, step: NormedResidual, number: int) -> Place:
+        norm, output = step.norm, self._in_place(step.residual, number)
+        given = self._values[step.value], self._weight(norm.weight), norm.epsilon, norm.offset
+        return self._call("add_normed", *given, self._values[step.residual], step.share, output)
+
+    def _gated_convolution(self, step: GatedConvolution, number: int) -> Place:
+        value, (width, _), norm = self._values[step.value], step.weight.shape, step.norm
+        output = self._buffer((value.shape[0], width), "compute")
+        weights = self._weight(step.weight), self._weight(norm.weight)
+        return self._call("gated_convolution", value, *weights, norm.epsilon, output)
+
+    def _local_attention(self, step: LocalAttention, number: int) -> Place:
+        qkv, scale = self._values[step.value], self._weight(step.scale)
+        context = self._buffer((qkv.shape[0], step.heads * step.scale.shape[0]), "compute")
+        given = qkv, self._values[step.relative], step.first, step.past, step.cap
+        return self._call("local_attention", *given, scale, context)
+
     def _unfold(self, step: Unfold, number: int) -> Place:
         columns = padded_width(step.channels * math.prod(step.kernel))
         given = step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding
@@ -294,6 +328,11 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     NormedHeads: EncoderCalls._normed_heads,
     StandardNorm: EncoderCalls._standard_norm,
     Unfold: EncoderCalls._unfold,
+    Activate: EncoderCalls._activate,
+    CenteredNorm: EncoderCalls._centered_norm,
+    NormedResidual: EncoderCalls._normed_residual,
+    GatedConvolution: EncoderCalls._gated_convolution,
+    LocalAttention: EncoderCalls._local_attention,
 }
 
 
@@ -352,6 +391,13 @@ def _norm_refusal(norm: Norm) -> str | None:
     return _width_refusal(width) or (None if width <= MAX_NORM_WIDTH else f"norms take up to {MAX_NORM_WIDTH} columns")
 
 
+def _local_refusal(step: LocalAttention, limit: int) -> str | None:
+    size = step.scale.shape[0]
+    if step.past <= MAX_PAST and size <= MAX_HEAD_SIZE:
+        return None
+    return f"it takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {step.past} and {size}"
+
+
 def _width_refusal(width: int) -> str | None:
     return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
 
@@ -362,6 +408,13 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
     ClippedGate: lambda step, limit: _activation_refusal(step.activation, False),
     NormedHeads: lambda step, limit: heads_refusal(step.head_size),
+    Activate: lambda step, limit: _activation_refusal(step.activation, False),
+    CenteredNorm: lambda step, limit: (
+        None if step.weight.shape[0] <= MAX_HEAD_SIZE else f"{step.weight.shape[0]} channels, up to {MAX_HEAD_SIZE}"
+    ),
+    NormedResidual: lambda step, limit: _norm_refusal(step.norm),
+    GatedConvolution: lambda step, limit: _norm_refusal(step.norm),
+    LocalAttention: _local_refusal,
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
     Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import WeightSpec
@@ -61,6 +61,27 @@ def bounded_linear(
         NormLinear(output, (Input("bounded"),), linear),
         Clip(output, ((output, bounds(tower, name, "output")),)),
     ]
+
+
+def bounded_linears(tower: TowerWeights, folder: str, norm: Norm, rows: Mapping[str, int], columns: int) -> list[Step]:
+    """What "hidden", normed, gives by several clipped layers of a folder, each with its own bounds, under their names;
+    outputs are not clipped yet."""
+    steps: list[Step] = [Normed("normed", "hidden", norm)]
+    for name, count in rows.items():
+        steps.append(Clip("bounded", (("normed", bounds(tower, f"{folder}{name}", "input")),)))
+        steps.append(
+            NormLinear(name, (Input("bounded"),), tower.linear(f"{folder}{name}.linear", count, columns, False))
+        )
+    return steps
+
+
+def bounded_qkv(tower: TowerWeights, folder: str, norm: Norm, hidden: int, clipped: bool) -> list[Step]:
+    """Queries, keys and values of "hidden", normed, side by side as "qkv"."""
+    if not clipped:
+        joined = tower.linear(f"{folder}qkv_proj", {f"{name}.linear": hidden for name in QKV}, hidden, False)
+        return [NormLinear("qkv", (Input("hidden", (norm,)),), joined)]
+    steps = bounded_linears(tower, folder, norm, dict.fromkeys(QKV, hidden), hidden)
+    return [*steps, Clip("qkv", tuple((name, bounds(tower, f"{folder}{name}", "output")) for name in QKV))]
 
 
 def used_layers(config: VisionConfig) -> int:

@@ -21,6 +21,9 @@ _WARPS, _STAGES, _KEYS = 4, 2, 64
 _SIZES = (64, 80, 128)
 _ROW_MACROS = (("HOST_THREADS", _THREADS), ("HOST_TILE", _TILE), *ACTIVATION_MACROS)
 _NORM_MACROS = (("HOST_THREADS", _THREADS), ("HOST_MAX_HEAD_SIZE", MAX_HEAD_SIZE))
+#: Queries of a warp of `local_attention`.
+_QUERIES = 4
+_MACROS = {"norms.cu": _NORM_MACROS, "conformer.cu": (*_NORM_MACROS, ("HOST_QUERIES", _QUERIES))}
 
 
 def _padded(size: int) -> int:
@@ -55,8 +58,8 @@ def _stage_bytes(padded: int) -> int:
 def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
     """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
     kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
-    macros = _NORM_MACROS if file == "norms.cu" else _ROW_MACROS
-    return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), macros)
+    expression = f"encoder::{name}<{', '.join(kinds)}>"
+    return _kernel(file, name, expression, "_".join(map(str, arguments)), _MACROS.get(file, _ROW_MACROS))
 
 
 @lru_cache
@@ -144,6 +147,28 @@ class CudaEncoder(Launcher):
         kernel = row_kernel("rows.cu", "unfold", values.dtype, output.dtype)
         blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
         return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (packed,))
+
+    def centered_norm(self, values, weight, mask, epsilon, output):
+        sizes, packed = self._packed("centered_norm", values, weight, mask, epsilon, output)
+        return self._of_conformer("centered_norm", output.dtype, -(-sizes["R"] // (_THREADS // 32)), 0, packed)
+
+    def add_normed(self, values, weight, epsilon, offset, residual, share, output):
+        sizes, packed = self._packed("add_normed", values, weight, epsilon, offset, residual, share, output)
+        return self._of_conformer("add_normed", weight.dtype, sizes["R"], 4 * sizes["K"], packed)
+
+    def gated_convolution(self, values, weight, norm, epsilon, output):
+        sizes, packed = self._packed("gated_convolution", values, weight, norm, epsilon, output)
+        return self._of_conformer("gated_convolution", output.dtype, sizes["R"], 4 * sizes["K"], packed)
+
+    def local_attention(self, qkv, relative, first, past, cap, scale, context):
+        sizes, packed = self._packed("local_attention", qkv, relative, first, past, cap, scale, context)
+        warps = -(-sizes["R"] // _QUERIES) * (sizes["E"] // sizes["D"])
+        return self._of_conformer("local_attention", context.dtype, -(-warps // (_THREADS // 32)), 0, packed)
+
+    def _of_conformer(self, name: str, dtype: str, blocks: int, shared: int, packed: Any) -> Launch:
+        return Launch(
+            self._module, row_kernel("conformer.cu", name, dtype), (blocks, 1, 1), _THREADS, shared, (packed,)
+        )
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("product", values, weight, scale, output)

@@ -9,7 +9,8 @@ import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, checked_launch, launched, product
+from edgellm.kernels.decode.heads_twin import rms_norm
+from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, capped, checked_launch, launched, product
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels
 
 _check = Contracts(EncoderKernels, np.ndarray)
@@ -82,6 +83,48 @@ class NumpyEncoder:
         padded = np.pad(images, ((0, 0), (above, above), (left, left), (0, 0)))
         seen = np.lib.stride_tricks.sliding_window_view(padded, (down, across), (1, 2))[:, ::stride, ::stride]
         _write(output, seen.reshape(len(output), -1))
+
+    @checked_launch(_check)
+    def centered_norm(self, values, weight, mask, epsilon, output):
+        x = values[:, : len(weight)]
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + np.float32(epsilon)) * weight
+        np.maximum(x if mask is None else x * mask, 0, out=output)
+
+    @checked_launch(_check)
+    def add_normed(self, values, weight, epsilon, offset, residual, share, output):
+        np.copyto(output, residual + np.float32(share) * rms_norm(values, weight, epsilon, offset))
+
+    @checked_launch(_check)
+    def gated_convolution(self, values, weight, norm, epsilon, output):
+        taps, gate = weight.shape[1], values[:, len(weight) :]
+        padded = np.pad(values[:, : len(weight)] / (1 + np.exp(-gate)), ((taps - 1, 0), (0, 0)))
+        seen = np.lib.stride_tricks.sliding_window_view(padded, taps, 0)
+        np.copyto(output, activated(rms_norm((seen * weight).sum(axis=2), norm, epsilon), "silu"))
+
+    @checked_launch(_check)
+    def local_attention(self, qkv, relative, first, past, cap, scale, context):
+        """In blocks of as many queries as each sees rows, which see two blocks of rows together."""
+        rows, width, size = *context.shape, len(scale)
+        blocks = -(-rows // past)
+        heads = np.pad(qkv, ((0, blocks * past - rows), (0, 0))).reshape(blocks, past, 3, -1, size)
+        query, key, value = heads.transpose(2, 3, 0, 1, 4)  # [n, blocks, past, D] each
+        query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
+        before = ((0, 0), (1, 0), (0, 0), (0, 0))
+        key, value = (np.concatenate((np.pad(each, before)[:, :-1], each), axis=2) for each in (key, value))
+        scores = query @ key.swapaxes(2, 3) * np.float32(math.log(1 + math.e) / math.log(2))
+        ahead, behind = np.ogrid[:past, : 2 * past]
+        distance = ahead + past - behind
+        positions = relative[:past, first : first + width].reshape(past, -1, size).transpose(1, 2, 0)
+        of_distance = query @ positions[:, None]
+        scores += np.take_along_axis(of_distance, np.clip(distance, 0, past - 1)[None, None], axis=3)
+        scores = capped(scores, cap)
+        hidden = np.broadcast_to((distance < 0) | (distance >= past), (blocks, past, 2 * past)).copy()
+        hidden[0, :, :past] = True
+        scores[:, hidden] = -np.inf
+        weights = np.exp(scores - scores.max(axis=3, keepdims=True))
+        weights /= weights.sum(axis=3, keepdims=True)
+        np.copyto(context, (weights @ value).transpose(1, 2, 0, 3).reshape(-1, width)[:rows])
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

@@ -1,0 +1,170 @@
+// What stands between the linear layers of a conformer (Gulati et al. 2020) in Gemma 4's form: sums of a warp run over its
+// lanes' own elements first, so that a row's bits depend on its width and on the rows that it sees alone.
+#include "encoder/values.cuh"
+#include "shared/reductions.cuh"
+
+namespace encoder {
+
+constexpr unsigned MOST = HOST_MAX_HEAD_SIZE / 32, WARPS = THREADS / 32;  // elements of a head that a lane has
+constexpr int QUERIES = HOST_QUERIES;                                     // of a warp of local_attention
+
+template <int N> __device__ __forceinline__ void load_lane(const float* values, unsigned size, float (&target)[N]) {
+#pragma unroll
+    for (unsigned i = 0; i < N; ++i) {
+        const unsigned element = threadIdx.x % 32 + 32 * i;
+        target[i] = element < size ? __ldcg(values + element) : 0.f;
+    }
+}
+
+template <int N> __device__ __forceinline__ float dot(const float (&left)[N], const float (&right)[N]) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum = fmaf(left[i], right[i], sum);
+    return warp_sum(sum);
+}
+
+// A warp has a row.
+template <class Compute>
+__global__ void __launch_bounds__(THREADS) centered_norm(const __grid_constant__ CenteredNormArguments a) {
+    const size_t row = size_t(blockIdx.x) * WARPS + threadIdx.x / 32;
+    const Compute* weight = reinterpret_cast<const Compute*>(a.weight);
+    begin();
+    if (row >= a.R) return;
+    float values[MOST], sum = 0.f;
+    load_lane(a.values + row * a.S, a.K, values);
+#pragma unroll
+    for (unsigned i = 0; i < MOST; ++i) sum += values[i];
+    const float mean = warp_sum(sum) / float(a.K);
+#pragma unroll
+    for (unsigned i = 0; i < MOST; ++i) values[i] = threadIdx.x % 32 + 32 * i < a.K ? values[i] - mean : 0.f;
+    float factor = 1.f / sqrtf(dot(values, values) / float(a.K) + float(a.epsilon));
+    if (a.mask != nullptr) factor *= __ldcg(a.mask + row);
+#pragma unroll
+    for (unsigned i = 0; i < MOST; ++i) {
+        const unsigned column = threadIdx.x % 32 + 32 * i;
+        if (column >= a.K) continue;
+        const float normed[1] = {fmaxf(values[i] * factor * to_float(weight[column]), 0.f)};
+        store<Compute, 1>(reinterpret_cast<char*>(a.output), row * a.K + column, normed);
+    }
+}
+
+// A block has a row, a thread columns THREADS apart; that row in shared memory is read by the thread that has written it.
+template <class Compute>
+__global__ void __launch_bounds__(THREADS) add_normed(const __grid_constant__ AddNormedArguments a) {
+    extern __shared__ float row[];
+    __shared__ float partial[MAXIMUM_WARPS];
+    const Compute* weight = reinterpret_cast<const Compute*>(a.weight);
+    const size_t first = size_t(blockIdx.x) * a.K;
+    float squares = 0.f;
+    begin();
+    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
+        row[column] = __ldcg(a.values + first + column);
+        squares = fmaf(row[column], row[column], squares);
+    }
+    const float factor = 1.f / sqrtf(block_sum(squares, partial) / float(a.K) + float(a.epsilon));
+    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
+        const float normed = row[column] * factor * (to_float(weight[column]) + float(a.offset));
+        a.output[first + column] = fmaf(float(a.share), normed, __ldcg(a.residual + first + column));
+    }
+}
+
+// As above.
+template <class Compute>
+__global__ void __launch_bounds__(THREADS) gated_convolution(const __grid_constant__ GatedConvolutionArguments a) {
+    extern __shared__ float row[];
+    __shared__ float partial[MAXIMUM_WARPS];
+    const Compute *weight = reinterpret_cast<const Compute*>(a.weight), *norm = reinterpret_cast<const Compute*>(a.norm);
+    const unsigned absent = a.W - min(a.W, blockIdx.x + 1);  // rows before the first
+    float squares = 0.f;
+    begin();
+    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
+        float sum = 0.f;
+#pragma unroll 4
+        for (unsigned k = absent; k < a.W; ++k) {
+            const float* values = a.values + size_t(blockIdx.x + k + 1 - a.W) * a.S + column;
+            sum = fmaf(to_float(weight[column * a.W + k]), __ldcg(values) / (1.f + expf(-__ldcg(values + a.K))), sum);
+        }
+        row[column] = sum, squares = fmaf(sum, sum, squares);
+    }
+    const float factor = 1.f / sqrtf(block_sum(squares, partial) / float(a.K) + float(a.epsilon));
+    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
+        const float normed = row[column] * factor * to_float(norm[column]);
+        const float result[1] = {normed / (1.f + expf(-normed))};
+        store<Compute, 1>(reinterpret_cast<char*>(a.output), size_t(blockIdx.x) * a.K + column, result);
+    }
+}
+
+// A warp has QUERIES neighbouring rows of a head, and reads each row that some of them see once. A lane has, of each query,
+// the score of the row at its own distance.
+template <class Compute>
+__global__ void __launch_bounds__(THREADS) local_attention(const __grid_constant__ LocalAttentionArguments a) {
+    const unsigned lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32, past = a.past, count = a.E / a.D;
+    const unsigned head = warp % count, first = warp / count * QUERIES, begins = first < past ? 0 : first - past + 1;
+    const Compute* scales = reinterpret_cast<const Compute*>(a.scale);
+    const unsigned width = a.E, size = a.D, last = min(first + QUERIES, a.R);
+    begin();
+    if (first >= a.R) return;
+    const float* heads = a.qkv + size_t(head) * size;
+    float query[QUERIES][MOST], score[QUERIES] = {}, sums[QUERIES][MOST] = {};
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) load_lane(heads + size_t(first + q) * a.W, first + q < last ? size : 0, query[q]);
+#pragma unroll
+    for (unsigned i = 0; i < MOST; ++i) {
+        const float scale = lane + 32 * i < size ? to_float(scales[lane + 32 * i]) : 0.f;
+        const float factor = (fmaxf(scale, 0.f) + log1pf(expf(-fabsf(scale)))) * 1.44269504f / sqrtf(float(size));
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) query[q][i] *= factor;
+    }
+#pragma unroll 4
+    for (unsigned distance = 0; distance < past; ++distance) {
+        float position[MOST];
+        load_lane(a.relative + size_t(distance) * a.S + a.first + head * size, size, position);
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+            const float product = dot(query[q], position);
+            if (lane == distance) score[q] = product;
+        }
+    }
+#pragma unroll 4
+    for (unsigned row = begins; row < last; ++row) {
+        float key[MOST];
+        load_lane(heads + size_t(row) * a.W + width, size, key);
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+            const float product = dot(query[q], key) * 1.89463612f;  // ln(1 + e) / ln 2
+            if (lane == first + q - row) score[q] += product;
+        }
+    }
+    const float cap = a.cap;
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q) {
+        const bool is_seen = lane < past && lane <= first + q;
+        const float capped = is_seen ? cap * tanhf(score[q] / cap) : __int_as_float(0xff800000);
+        const float weight = expf(capped - warp_maximum(capped));
+        score[q] = weight / warp_sum(weight);
+    }
+#pragma unroll 4
+    for (unsigned row = begins; row < last; ++row) {
+        float value[MOST];
+        load_lane(heads + size_t(row) * a.W + 2 * width, size, value);
+#pragma unroll
+        for (int q = 0; q < QUERIES; ++q) {
+            const unsigned distance = first + q - row;  // of a row behind the query it is large
+            const float weight = __shfl_sync(ALL_LANES, score[q], distance % 32);
+            if (distance >= past) continue;
+#pragma unroll
+            for (unsigned i = 0; i < MOST; ++i) sums[q][i] = fmaf(weight, value[i], sums[q][i]);
+        }
+    }
+#pragma unroll
+    for (int q = 0; q < QUERIES; ++q)
+#pragma unroll
+        for (unsigned i = 0; i < MOST; ++i) {
+            const float result[1] = {sums[q][i]};
+            if (first + q < last && lane + 32 * i < size)
+                store<Compute, 1>(
+                    reinterpret_cast<char*>(a.context), size_t(first + q) * width + head * size + lane + 32 * i, result);
+        }
+}
+
+}  // namespace encoder
