@@ -289,7 +289,7 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
 def test_a_directory_of_another_encoder_is_refused(speech_engines: Path) -> None:
     directory = EngineDirectory.open(speech_engines)
     assert directory.audio is not None and directory.limits.audio_rows == directory.audio.window_rows == 26
-    with pytest.raises(EngineDirectoryError, match="windows of 26 rows and a width of 32, expected 13 and 32"):
+    with pytest.raises(EngineDirectoryError, match="runs of 26 rows and a width of 32, expected 13 and 32"):
         _ = replace(directory, limits=replace(directory.limits, audio_rows=13)).audio
     described = json.loads((speech_engines / "edgellm.json").read_text())
     del described["limits"]["audio_rows"]

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from encoder_cases import CASES, Case, activate, attention, heads, norm, nothing, values
+from encoder_cases import CASES, Case, activate, attention, heads, local_attention, norm, nothing, values
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.kernels.encoder.contract import ACTIVATIONS, activation_number, heads_refusal, padded_width
@@ -89,6 +89,45 @@ def test_standard_norms(name: str) -> None:
     y = factor * x if bias is None else (factor * x - bias) * scale
     expected = y / np.sqrt((y**2).mean(axis=1, keepdims=True) + epsilon)
     np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "centered_norm"])
+def test_norms_at_least_0(name: str) -> None:
+    x, weight, mask, epsilon, _ = wide(CASES[name])
+    x = x[:, : len(weight)] - x[:, : len(weight)].mean(axis=1, keepdims=True)
+    expected = np.maximum(x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight, 0)
+    expected = expected if mask is None else expected * mask
+    np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_is_added() -> None:
+    x, weight, epsilon, _, residual, share, _ = wide(CASES["added_norm"])
+    expected = residual + share * x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight
+    np.testing.assert_allclose(CASES["added_norm"].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "gated_convolution"])
+def test_gated_convolutions(name: str) -> None:
+    given, weight, norm, epsilon, _ = wide(CASES[name])
+    x, found = given[:, :300] / (1 + np.exp(-given[:, 300:])), CASES[name].run_twin(TWIN)
+    for row in range(len(x)):
+        summed = sum(weight[:, 4 - back] * x[row - back] for back in range(min(5, row + 1)))
+        normed = summed / np.sqrt((summed**2).mean() + epsilon) * norm
+        np.testing.assert_allclose(found[row], normed / (1 + np.exp(-normed)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "local_attention"])
+def test_local_attention(name: str) -> None:
+    given, positions, first, past, cap, scale, context = wide(CASES[name])
+    found, size, width = CASES[name].run_twin(TWIN), len(scale), context.shape[1]
+    for row in range(len(given)):
+        for column in range(0, width, size):
+            query, own = given[row, column : column + size] * np.log1p(np.exp(scale)), slice(column, column + size)
+            seen = np.arange(max(0, row - past + 1), row + 1)
+            keys = given[seen, width:][:, own] * np.log(1 + np.e) + positions[row - seen, first:][:, own] * np.log(2)
+            weights = np.exp(cap * np.tanh(keys @ query / (size**0.5 * cap * np.log(2) ** 2)))
+            total = weights @ given[seen, 2 * width :][:, own] / weights.sum()
+            np.testing.assert_allclose(found[row, own], total, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "attention"])
@@ -177,6 +216,10 @@ def test_places_of_convolutions(name: str) -> None:
         (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 1, 0, 0, nothing(3, 32))), "3 x 3 have 4 places each, not 3"),
         (Case("unfold", (values(9, 8), 9, 3, 3, 2, 2, 1, 0, 0, nothing(4, 40))), "9 channels of 8 columns"),
         (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 0, 0, 0, nothing(4, 32))), "strides and channels begin at 1"),
+        (local_attention(4, 1, 8, 33), "33 rows seen, columns 40 to 48 of 34 relative rows of 58; expected up to 32"),
+        (local_attention(4, 1, 136, 4), "expected whole heads of 136, up to 128"),
+        (Case("gated_convolution", (values(2, 24), values(16, 5), values(16), 1e-6, nothing(2, 16))), "of 24 columns"),
+        (Case("centered_norm", (values(2, 8), values(12), None, 1e-6, nothing(2, 12))), "rows of 8 columns"),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),
         (attention(64, 64, 2, 20), r"head sizes up to 128 \(multiples of 8\), not 20"),
         (attention(64, 64, 2, 136), "head sizes up to 128"),
