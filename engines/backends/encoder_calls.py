@@ -281,9 +281,9 @@ class EncoderCalls:
         return self._call("centered_norm", value, self._weight(step.weight), mask, step.epsilon, output)
 
     def _normed_residual(self, step: NormedResidual, number: int) -> Place:
-        norm, output = step.norm, self._in_place(step.residual, number)
-        given = self._values[step.value], self._weight(norm.weight), norm.epsilon, norm.offset
-        return self._call("add_normed", *given, self._values[step.residual], step.share, output)
+        output, weight = self._in_place(step.residual, number), self._weight(step.norm.weight)
+        given = self._values[step.value], weight, step.norm.epsilon, self._values[step.residual]
+        return self._call("add_normed", *given, step.share, output)
 
     def _gated_convolution(self, step: GatedConvolution, number: int) -> Place:
         value, (width, _), norm = self._values[step.value], step.weight.shape, step.norm
@@ -398,6 +398,10 @@ def _local_refusal(step: LocalAttention, limit: int) -> str | None:
     return f"it takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {step.past} and {size}"
 
 
+def _plain_norm_refusal(norm: Norm) -> str | None:
+    return "it norms by a weight alone" if norm.bias is not None or norm.offset else _norm_refusal(norm)
+
+
 def _width_refusal(width: int) -> str | None:
     return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
 
@@ -412,8 +416,8 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     CenteredNorm: lambda step, limit: (
         None if step.weight.shape[0] <= MAX_HEAD_SIZE else f"{step.weight.shape[0]} channels, up to {MAX_HEAD_SIZE}"
     ),
-    NormedResidual: lambda step, limit: _norm_refusal(step.norm),
-    GatedConvolution: lambda step, limit: _norm_refusal(step.norm),
+    NormedResidual: lambda step, limit: _plain_norm_refusal(step.norm),
+    GatedConvolution: lambda step, limit: _plain_norm_refusal(step.norm),
     LocalAttention: _local_refusal,
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,

@@ -44,54 +44,56 @@ __global__ void __launch_bounds__(THREADS) centered_norm(const __grid_constant__
         const unsigned column = threadIdx.x % 32 + 32 * i;
         if (column >= a.K) continue;
         const float normed[1] = {fmaxf(values[i] * factor * to_float(weight[column]), 0.f)};
-        store<Compute, 1>(reinterpret_cast<char*>(a.output), row * a.K + column, normed);
+        store<Compute, 1>(a.output, row * a.K + column, normed);
     }
 }
 
-// A block has a row, a thread columns THREADS apart; that row in shared memory is read by the thread that has written it.
-template <class Compute>
-__global__ void __launch_bounds__(THREADS) add_normed(const __grid_constant__ AddNormedArguments a) {
+// An RMS norm of a block's row of `value(column)`, each given to `result` before it is weighted. A thread has columns THREADS
+// apart, and reads what it has written to shared memory itself.
+template <class Value, class Result>
+__device__ __forceinline__ void norm_row(unsigned width, double epsilon, Value value, Result result) {
     extern __shared__ float row[];
     __shared__ float partial[MAXIMUM_WARPS];
-    const Compute* weight = reinterpret_cast<const Compute*>(a.weight);
-    const size_t first = size_t(blockIdx.x) * a.K;
     float squares = 0.f;
-    begin();
-    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
-        row[column] = __ldcg(a.values + first + column);
+    for (unsigned column = threadIdx.x; column < width; column += THREADS) {
+        row[column] = value(column);
         squares = fmaf(row[column], row[column], squares);
     }
-    const float factor = 1.f / sqrtf(block_sum(squares, partial) / float(a.K) + float(a.epsilon));
-    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
-        const float normed = row[column] * factor * (to_float(weight[column]) + float(a.offset));
-        a.output[first + column] = fmaf(float(a.share), normed, __ldcg(a.residual + first + column));
-    }
+    const float factor = 1.f / sqrtf(block_sum(squares, partial) / float(width) + float(epsilon));
+    for (unsigned column = threadIdx.x; column < width; column += THREADS) result(column, row[column] * factor);
 }
 
-// As above.
+template <class Compute>
+__global__ void __launch_bounds__(THREADS) add_normed(const __grid_constant__ AddNormedArguments a) {
+    const Compute* weight = reinterpret_cast<const Compute*>(a.weight);
+    const size_t first = size_t(blockIdx.x) * a.K;
+    begin();
+    auto add = [&](unsigned column, float normed) {
+        const float residual = __ldcg(a.residual + first + column);
+        a.output[first + column] = fmaf(float(a.share), normed * to_float(weight[column]), residual);
+    };
+    norm_row(a.K, a.epsilon, [&](unsigned column) { return __ldcg(a.values + first + column); }, add);
+}
+
 template <class Compute>
 __global__ void __launch_bounds__(THREADS) gated_convolution(const __grid_constant__ GatedConvolutionArguments a) {
-    extern __shared__ float row[];
-    __shared__ float partial[MAXIMUM_WARPS];
     const Compute *weight = reinterpret_cast<const Compute*>(a.weight), *norm = reinterpret_cast<const Compute*>(a.norm);
     const unsigned absent = a.W - min(a.W, blockIdx.x + 1);  // rows before the first
-    float squares = 0.f;
     begin();
-    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
+    auto convolve = [&](unsigned column) {
         float sum = 0.f;
 #pragma unroll 4
         for (unsigned k = absent; k < a.W; ++k) {
             const float* values = a.values + size_t(blockIdx.x + k + 1 - a.W) * a.S + column;
             sum = fmaf(to_float(weight[column * a.W + k]), __ldcg(values) / (1.f + expf(-__ldcg(values + a.K))), sum);
         }
-        row[column] = sum, squares = fmaf(sum, sum, squares);
-    }
-    const float factor = 1.f / sqrtf(block_sum(squares, partial) / float(a.K) + float(a.epsilon));
-    for (unsigned column = threadIdx.x; column < a.K; column += THREADS) {
-        const float normed = row[column] * factor * to_float(norm[column]);
+        return sum;
+    };
+    norm_row(a.K, a.epsilon, convolve, [&](unsigned column, float normed) {
+        normed *= to_float(norm[column]);
         const float result[1] = {normed / (1.f + expf(-normed))};
-        store<Compute, 1>(reinterpret_cast<char*>(a.output), size_t(blockIdx.x) * a.K + column, result);
-    }
+        store<Compute, 1>(a.output, size_t(blockIdx.x) * a.K + column, result);
+    });
 }
 
 // A warp has QUERIES neighbouring rows of a head, and reads each row that some of them see once. A lane has, of each query,
@@ -162,8 +164,7 @@ __global__ void __launch_bounds__(THREADS) local_attention(const __grid_constant
         for (unsigned i = 0; i < MOST; ++i) {
             const float result[1] = {sums[q][i]};
             if (first + q < last && lane + 32 * i < size)
-                store<Compute, 1>(
-                    reinterpret_cast<char*>(a.context), size_t(first + q) * width + head * size + lane + 32 * i, result);
+                store<Compute, 1>(a.context, size_t(first + q) * width + head * size + lane + 32 * i, result);
         }
 }
 

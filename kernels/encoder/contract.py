@@ -164,10 +164,7 @@ def _check_local(sizes: dict[str, Any]) -> str | None:
     if not 0 < sizes["D"] <= MAX_HEAD_SIZE or width % sizes["D"] or sizes["W"] != 3 * width:
         return f"qkv of {sizes['W']} columns, context of {width}; expected whole heads of {sizes['D']}, up to 128"
     if not 0 < past <= min(MAX_PAST, sizes["P"]) or first < 0 or first + width > sizes["S"]:
-        return (
-            f"{past} rows seen, columns {first} to {first + width} of {sizes['P']} relative rows of {sizes['S']}; "
-            f"expected up to {MAX_PAST} and what is there"
-        )
+        return f"{past} rows seen, {width} columns from {first} on of {sizes['P']} relative rows of {sizes['S']}"
     return None
 
 
@@ -316,12 +313,11 @@ class EncoderKernels(Protocol):
         values: Annotated[OwnArray, "RK float32"],
         weight: Annotated[OwnArray, "K compute"],
         epsilon: float,
-        offset: float,
         residual: Annotated[OwnArray, "RK float32"],
         share: float,
         output: Annotated[OwnArray, "RK float32"],
     ) -> Launchable:
-        """residual + share * an RMS norm of the values by weight + offset. The output may be the residual."""
+        """residual + share * an RMS norm of the values. The output may be the residual."""
 
     @limited(_check_convolution)
     def gated_convolution(

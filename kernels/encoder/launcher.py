@@ -152,8 +152,8 @@ class CudaEncoder(Launcher):
         sizes, packed = self._packed("centered_norm", values, weight, mask, epsilon, output)
         return self._of_conformer("centered_norm", output.dtype, -(-sizes["R"] // (_THREADS // 32)), 0, packed)
 
-    def add_normed(self, values, weight, epsilon, offset, residual, share, output):
-        sizes, packed = self._packed("add_normed", values, weight, epsilon, offset, residual, share, output)
+    def add_normed(self, values, weight, epsilon, residual, share, output):
+        sizes, packed = self._packed("add_normed", values, weight, epsilon, residual, share, output)
         return self._of_conformer("add_normed", weight.dtype, sizes["R"], 4 * sizes["K"], packed)
 
     def gated_convolution(self, values, weight, norm, epsilon, output):

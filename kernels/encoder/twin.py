@@ -92,8 +92,8 @@ class NumpyEncoder:
         np.maximum(x if mask is None else x * mask, 0, out=output)
 
     @checked_launch(_check)
-    def add_normed(self, values, weight, epsilon, offset, residual, share, output):
-        np.copyto(output, residual + np.float32(share) * rms_norm(values, weight, epsilon, offset))
+    def add_normed(self, values, weight, epsilon, residual, share, output):
+        np.copyto(output, residual + np.float32(share) * rms_norm(values, weight, epsilon))
 
     @checked_launch(_check)
     def gated_convolution(self, values, weight, norm, epsilon, output):
@@ -104,27 +104,21 @@ class NumpyEncoder:
 
     @checked_launch(_check)
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
-        """In blocks of as many queries as each sees rows, which see two blocks of rows together."""
         rows, width, size = *context.shape, len(scale)
-        blocks = -(-rows // past)
-        heads = np.pad(qkv, ((0, blocks * past - rows), (0, 0))).reshape(blocks, past, 3, -1, size)
-        query, key, value = heads.transpose(2, 3, 0, 1, 4)  # [n, blocks, past, D] each
+        query, key, value = qkv.reshape(rows, 3, -1, size).swapaxes(0, 1)  # [R, n, D] each
         query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
-        before = ((0, 0), (1, 0), (0, 0), (0, 0))
-        key, value = (np.concatenate((np.pad(each, before)[:, :-1], each), axis=2) for each in (key, value))
-        scores = query @ key.swapaxes(2, 3) * np.float32(math.log(1 + math.e) / math.log(2))
-        ahead, behind = np.ogrid[:past, : 2 * past]
-        distance = ahead + past - behind
-        positions = relative[:past, first : first + width].reshape(past, -1, size).transpose(1, 2, 0)
-        of_distance = query @ positions[:, None]
-        scores += np.take_along_axis(of_distance, np.clip(distance, 0, past - 1)[None, None], axis=3)
-        scores = capped(scores, cap)
-        hidden = np.broadcast_to((distance < 0) | (distance >= past), (blocks, past, 2 * past)).copy()
-        hidden[0, :, :past] = True
-        scores[:, hidden] = -np.inf
-        weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-        weights /= weights.sum(axis=3, keepdims=True)
-        np.copyto(context, (weights @ value).transpose(1, 2, 0, 3).reshape(-1, width)[:rows])
+        key = key * np.float32(math.log(1 + math.e) / math.log(2))
+        positions = relative[:past, first : first + width].reshape(past, 1, -1, size)
+        weights = np.full((past, *query.shape[:2]), -np.inf, np.float32)
+        for back in range(min(past, rows)):
+            scores = (query[back:] * (key[: rows - back] + positions[back])).sum(axis=2)
+            weights[back, back:] = capped(scores, cap)
+        weights = np.exp(weights - weights.max(axis=0))
+        weights /= weights.sum(axis=0)
+        summed = np.zeros_like(query)
+        for back in range(min(past, rows)):
+            summed[back:] += weights[back, back:, :, None] * value[: rows - back]
+        np.copyto(context, summed.reshape(context.shape))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

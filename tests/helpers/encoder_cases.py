@@ -201,7 +201,7 @@ CASES = {
     "added_norm": Case(
         "add_normed",
         (
-            *(values(9, 1024), Compute(values(1024, seed=1, mean=1)), 1e-6, 0.0, values(9, 1024, seed=2), 0.5),
+            *(values(9, 1024), Compute(values(1024, seed=1, mean=1)), 1e-6, values(9, 1024, seed=2), 0.5),
             nothing(9, 1024),
         ),
     ),
