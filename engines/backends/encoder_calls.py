@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+from edgellm.engines.backends.encoder_places import Call, Place, laid_out
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
     Activate,
@@ -49,45 +50,10 @@ from edgellm.kernels.encoder.contract import (
 )
 from edgellm.kernels.encoder.launcher import attention_bytes
 
-#: Bytes at whose multiples buffers begin.
-_ALIGNMENT = 256
 #: The most rows of a linear layer.
 _MOST_ROWS = 65_536
 #: The calls that are linear layers.
 LINEAR_CALLS = ("linear", "activated", "gate_up", "linear_residual")
-
-
-@dataclass(frozen=True)
-class Place:
-    """An array in memory: of a tensor at the edge, by name, or of a buffer, by number.
-
-    `dtype` is "compute" where it is the model's; `first` elements stand before it.
-    """
-
-    memory: str | int
-    shape: tuple[int, ...]
-    dtype: str
-    first: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-class Call(NamedTuple):
-    """A kernel, by its method's name, and what it gets: places, names of linear layers' weights, numbers."""
-
-    kernel: str
-    arguments: tuple[Any, ...]
-
-    @property
-    def memory(self) -> frozenset[str | int]:
-        """Tensors and buffers that it reads or writes."""
-        found: set[str | int] = {each.memory for each in self.arguments if isinstance(each, Place)}
-        for linear in (each for each in self.arguments if isinstance(each, Linear)):
-            found |= {spec.name for spec in (linear.weight, linear.bias) if spec is not None}
-        return frozenset(found)
 
 
 class EncoderCalls:
@@ -110,7 +76,7 @@ class EncoderCalls:
         for name in program.outputs:
             if self._values[name].memory != name:
                 self._call("copy_rows", self._values[name], None, self._output(name), 0)
-        self.places, self.nbytes = _laid_out(self.calls, self._sizes)
+        self.places, self.nbytes = laid_out(self.calls, self._sizes)
 
     def _call(self, kernel: str, *arguments: Any) -> Any:
         """Gives the last argument: of most kernels where they write."""
@@ -423,26 +389,3 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     LinearResidual: _residual_refusal,
     Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",
 }
-
-
-def _laid_out(calls: list[Call], sizes: list[int]) -> tuple[list[int], int]:
-    """Where each buffer begins, in bytes, and the bytes of all.
-
-    Two share memory where one's last use comes before the other's first.
-    """
-    used: dict[str | int, tuple[int, int]] = {}  # its first and its last call; tensors have theirs, too
-    for number, call in enumerate(calls):
-        used |= {each: (used.get(each, (number,))[0], number) for each in call.memory}
-    begins, placed, total = [0] * len(sizes), list[int](), 0
-    for buffer in sorted(range(len(sizes)), key=lambda each: used[each][0]):
-        size = -(-sizes[buffer] // _ALIGNMENT) * _ALIGNMENT
-        beside = [other for other in placed if used[other][1] >= used[buffer][0]]
-        begin = 0
-        for first, end in sorted((begins[other], begins[other] + sizes[other]) for other in beside):
-            if first - begin >= size:
-                break
-            begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
-        begins[buffer] = begin
-        placed.append(buffer)
-        total = max(total, begin + size)
-    return begins, total
