@@ -6,7 +6,6 @@
 namespace encoder {
 
 constexpr unsigned MOST = HOST_MAX_HEAD_SIZE / 32, WARPS = THREADS / 32;  // elements of a head that a lane has
-constexpr int QUERIES = HOST_QUERIES;                                     // of a warp of local_attention
 
 template <int N> __device__ __forceinline__ void load_lane(const float* values, unsigned size, float (&target)[N]) {
 #pragma unroll
@@ -96,76 +95,46 @@ __global__ void __launch_bounds__(THREADS) gated_convolution(const __grid_consta
     });
 }
 
-// A warp has QUERIES neighbouring rows of a head, and reads each row that some of them see once. A lane has, of each query,
-// the score of the row at its own distance.
+// A warp has a row of a head. A lane has the score of the row at its own distance.
 template <class Compute>
 __global__ void __launch_bounds__(THREADS) local_attention(const __grid_constant__ LocalAttentionArguments a) {
-    const unsigned lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32, past = a.past, count = a.E / a.D;
-    const unsigned head = warp % count, first = warp / count * QUERIES, begins = first < past ? 0 : first - past + 1;
+    const unsigned lane = threadIdx.x % 32, warp = blockIdx.x * WARPS + threadIdx.x / 32, size = a.D, count = a.E / size;
+    const unsigned row = warp / count, begins = warp % count * size, seen = min(unsigned(a.past), row + 1);
     const Compute* scales = reinterpret_cast<const Compute*>(a.scale);
-    const unsigned width = a.E, size = a.D, last = min(first + QUERIES, a.R);
     begin();
-    if (first >= a.R) return;
-    const float* heads = a.qkv + size_t(head) * size;
-    float query[QUERIES][MOST], score[QUERIES] = {}, sums[QUERIES][MOST] = {};
-#pragma unroll
-    for (int q = 0; q < QUERIES; ++q) load_lane(heads + size_t(first + q) * a.W, first + q < last ? size : 0, query[q]);
+    if (row >= a.R) return;
+    const float* own = a.qkv + size_t(row) * a.W + begins;
+    float query[MOST], sums[MOST] = {}, score = __int_as_float(0xff800000);
+    load_lane(own, size, query);
 #pragma unroll
     for (unsigned i = 0; i < MOST; ++i) {
         const float scale = lane + 32 * i < size ? to_float(scales[lane + 32 * i]) : 0.f;
-        const float factor = (fmaxf(scale, 0.f) + log1pf(expf(-fabsf(scale)))) * 1.44269504f / sqrtf(float(size));
-#pragma unroll
-        for (int q = 0; q < QUERIES; ++q) query[q][i] *= factor;
+        query[i] *= (fmaxf(scale, 0.f) + log1pf(expf(-fabsf(scale)))) * 1.44269504f / sqrtf(float(size));
     }
+#pragma unroll 2
+    for (unsigned distance = 0; distance < seen; ++distance) {
+        float key[MOST], position[MOST];
+        load_lane(own + a.E - size_t(distance) * a.W, size, key);
+        load_lane(a.relative + size_t(distance) * a.S + a.first + begins, size, position);
+#pragma unroll
+        for (unsigned i = 0; i < MOST; ++i) key[i] = fmaf(key[i], 1.89463612f, position[i]);  // ln(1 + e) / ln 2
+        const float product = dot(query, key);
+        if (lane == distance) score = float(a.cap) * tanhf(product / float(a.cap));
+    }
+    const float weight = expf(score - warp_maximum(score)), share = weight / warp_sum(weight);
 #pragma unroll 4
-    for (unsigned distance = 0; distance < past; ++distance) {
-        float position[MOST];
-        load_lane(a.relative + size_t(distance) * a.S + a.first + head * size, size, position);
-#pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            const float product = dot(query[q], position);
-            if (lane == distance) score[q] = product;
-        }
-    }
-#pragma unroll 4
-    for (unsigned row = begins; row < last; ++row) {
-        float key[MOST];
-        load_lane(heads + size_t(row) * a.W + width, size, key);
-#pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            const float product = dot(query[q], key) * 1.89463612f;  // ln(1 + e) / ln 2
-            if (lane == first + q - row) score[q] += product;
-        }
-    }
-    const float cap = a.cap;
-#pragma unroll
-    for (int q = 0; q < QUERIES; ++q) {
-        const bool is_seen = lane < past && lane <= first + q;
-        const float capped = is_seen ? cap * tanhf(score[q] / cap) : __int_as_float(0xff800000);
-        const float weight = expf(capped - warp_maximum(capped));
-        score[q] = weight / warp_sum(weight);
-    }
-#pragma unroll 4
-    for (unsigned row = begins; row < last; ++row) {
+    for (unsigned distance = 0; distance < seen; ++distance) {
         float value[MOST];
-        load_lane(heads + size_t(row) * a.W + 2 * width, size, value);
+        load_lane(own + 2 * a.E - size_t(distance) * a.W, size, value);
+        const float part = __shfl_sync(ALL_LANES, share, distance);
 #pragma unroll
-        for (int q = 0; q < QUERIES; ++q) {
-            const unsigned distance = first + q - row;  // of a row behind the query it is large
-            const float weight = __shfl_sync(ALL_LANES, score[q], distance % 32);
-            if (distance >= past) continue;
-#pragma unroll
-            for (unsigned i = 0; i < MOST; ++i) sums[q][i] = fmaf(weight, value[i], sums[q][i]);
-        }
+        for (unsigned i = 0; i < MOST; ++i) sums[i] = fmaf(part, value[i], sums[i]);
     }
 #pragma unroll
-    for (int q = 0; q < QUERIES; ++q)
-#pragma unroll
-        for (unsigned i = 0; i < MOST; ++i) {
-            const float result[1] = {sums[q][i]};
-            if (first + q < last && lane + 32 * i < size)
-                store<Compute, 1>(a.context, size_t(first + q) * width + head * size + lane + 32 * i, result);
-        }
+    for (unsigned i = 0; i < MOST; ++i) {
+        const float result[1] = {sums[i]};
+        if (lane + 32 * i < size) store<Compute, 1>(a.context, size_t(row) * a.E + begins + lane + 32 * i, result);
+    }
 }
 
 }  // namespace encoder

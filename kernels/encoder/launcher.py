@@ -21,9 +21,6 @@ _WARPS, _STAGES, _KEYS = 4, 2, 64
 _SIZES = (64, 80, 128)
 _ROW_MACROS = (("HOST_THREADS", _THREADS), ("HOST_TILE", _TILE), *ACTIVATION_MACROS)
 _NORM_MACROS = (("HOST_THREADS", _THREADS), ("HOST_MAX_HEAD_SIZE", MAX_HEAD_SIZE))
-#: Queries of a warp of `local_attention`.
-_QUERIES = 4
-_MACROS = {"norms.cu": _NORM_MACROS, "conformer.cu": (*_NORM_MACROS, ("HOST_QUERIES", _QUERIES))}
 
 
 def _padded(size: int) -> int:
@@ -58,8 +55,8 @@ def _stage_bytes(padded: int) -> int:
 def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
     """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
     kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
-    expression = f"encoder::{name}<{', '.join(kinds)}>"
-    return _kernel(file, name, expression, "_".join(map(str, arguments)), _MACROS.get(file, _ROW_MACROS))
+    macros = _NORM_MACROS if file in ("norms.cu", "conformer.cu") else _ROW_MACROS
+    return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), macros)
 
 
 @lru_cache
@@ -147,8 +144,8 @@ class CudaEncoder(Launcher):
 
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
         sizes, packed = self._packed("local_attention", qkv, relative, first, past, cap, scale, context)
-        warps = -(-sizes["R"] // _QUERIES) * (sizes["E"] // sizes["D"])
-        return self._blocks("conformer.cu", "local_attention", (context.dtype,), -(-warps // _ROW_WARPS), packed)
+        blocks = -(-sizes["R"] * sizes["E"] // sizes["D"] // _ROW_WARPS)
+        return self._blocks("conformer.cu", "local_attention", (context.dtype,), blocks, packed)
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("product", values, weight, scale, output)

@@ -91,31 +91,6 @@ def test_standard_norms(name: str) -> None:
     np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "centered_norm"])
-def test_norms_at_least_0(name: str) -> None:
-    x, weight, mask, epsilon, _ = wide(CASES[name])
-    x = x[:, : len(weight)] - x[:, : len(weight)].mean(axis=1, keepdims=True)
-    expected = np.maximum(x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight, 0)
-    expected = expected if mask is None else expected * mask
-    np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_norm_that_is_added() -> None:
-    x, weight, epsilon, residual, share, _ = wide(CASES["added_norm"])
-    expected = residual + share * x / np.sqrt((x**2).mean(axis=1, keepdims=True) + epsilon) * weight
-    np.testing.assert_allclose(CASES["added_norm"].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "gated_convolution"])
-def test_gated_convolutions(name: str) -> None:
-    given, weight, norm, epsilon, _ = wide(CASES[name])
-    x, found = given[:, :300] / (1 + np.exp(-given[:, 300:])), CASES[name].run_twin(TWIN)
-    for row in range(len(x)):
-        summed = sum(weight[:, 4 - back] * x[row - back] for back in range(min(5, row + 1)))
-        normed = summed / np.sqrt((summed**2).mean() + epsilon) * norm
-        np.testing.assert_allclose(found[row], normed / (1 + np.exp(-normed)), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "local_attention"])
 def test_local_attention(name: str) -> None:
     given, positions, first, past, cap, scale, context = wide(CASES[name])
