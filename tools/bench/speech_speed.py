@@ -1,11 +1,12 @@
-"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, or Voxtral Mini's, whole and while
-somebody speaks.
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini or Gemma 4 E2B, whole and
+while somebody speaks.
 
-    python tools/bench/speech_speed.py [--model voxtral] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
+    python tools/bench/speech_speed.py [--model gemma4-e2b] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
 
-Random weights in fp16, batch 1, noise of 60 seconds (`--seconds`), three tokens a second. `whole_factor` is the time of
-`LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every half second, each of whose
-calls writes five tokens anew and those of half a second more; medians of three sounds and one stream, each new.
+Random weights in fp16 (Gemma 4: bf16), batch 1, noise of 60 seconds (`--seconds`), three tokens a second.
+`whole_factor` is the time of `LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every
+half second, each of whose calls writes five tokens anew and those of half a second more; medians of three sounds and
+one stream, each new.
 `encoder_ms` is the encoder of a whole sound, one window after the other, and `features_ms` its log-mel
 features on the host, both within the first; `call_ms` are calls of the stream: median and longest.
 """
@@ -33,6 +34,8 @@ from random_checkpoint import SHAPES, write_checkpoint
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import FAMILIES
 from edgellm.engines.families.audio_encoders import audio_weights
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.gemma4_audio import read_gemma4_audio
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
@@ -71,15 +74,22 @@ VOXTRAL = replace(
     merged=4,
     out_hidden_size=3072,
 )
+GEMMA4 = read_gemma4_audio(ConfigFields({"audio_config": {}, "text_config": SHAPES["gemma4-e2b"]}, None, ""), ("", ""))
+MODELS = {
+    "qwen3_asr": QWEN3_ASR,
+    "voxtral": VOXTRAL,
+    "gemma4-e2b": replace(GEMMA4, tensor_prefix="model.audio_tower.", projector_prefix="model.embed_audio."),
+}
 #: Behind the bytes of the random model's tokenizer, the sound's first.
 MARKERS = {
+    "gemma4": ("<|audio|>", "<|audio>", "<audio|>"),
     "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
     "voxtral": ("[AUDIO]", "[BEGIN_AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"),
 }
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}<|audio_start|>"
-    "<|audio_pad|><|audio_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}AUDIO"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if not (loop.last and continue_final_message) %}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -87,21 +97,26 @@ TEMPLATE = (
 
 def model_config(audio: AudioConfig, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
     """The config.json and the encoder; so many layers of each for a rehearsal."""
-    is_voxtral = audio.family == "voxtral"
-    # Voxtral's language model is that of the family's defaults.
-    text = {"model_type": "llama"} if is_voxtral else SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}
+    text = {
+        "qwen3_asr": SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"},
+        "voxtral": {"model_type": "llama"},  # the family's defaults are its language model
+        "gemma4": SHAPES["gemma4-e2b"],
+    }[audio.family]
     if layers is not None:
         text, audio = text | {"num_hidden_layers": layers}, replace(audio, num_layers=layers)
-    key = "num_hidden_layers" if is_voxtral else "encoder_layers"
-    encoder = {key: audio.num_layers} | ({} if is_voxtral else {"output_dim": audio.out_hidden_size})
+        if audio.family == "gemma4":
+            text |= {"layer_types": text["layer_types"][-layers:], "num_kv_shared_layers": 0}
+    is_qwen = audio.family == "qwen3_asr"
+    key = "encoder_layers" if is_qwen else "num_hidden_layers"
+    encoder = {key: audio.num_layers} | ({"output_dim": audio.out_hidden_size} if is_qwen else {})
     config = {
         "architectures": [FAMILIES[audio.family].architecture],
         "model_type": audio.family,
         "text_config": text,
         "audio_config": encoder,
-        "audio_token_id": 256,
+        **{"audio_token_id": 256, "boa_token_id": 257, "eoa_token_id": 258},
         "torch_dtype": "float16",
-        "tie_word_embeddings": not is_voxtral,
+        "tie_word_embeddings": audio.family != "voxtral",
         "eos_token_id": 257,
     }
     return config, audio
@@ -112,9 +127,11 @@ def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> 
     write_checkpoint(directory, config, others=audio_weights(audio))
     (directory / "preprocessor_config.json").write_text('{"feature_size": 128}')
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens(list(MARKERS[audio.family]))
+    sound, *around = markers = MARKERS[audio.family]
+    tokenizer.add_special_tokens(list(markers))
+    template = TEMPLATE.replace("AUDIO", sound if audio.family == "gemma4" else sound.join(around[:2]))
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def noise(seconds: float, seed: int) -> np.ndarray:
@@ -164,20 +181,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--model", default="qwen3_asr", choices=list(MARKERS))
+    parser.add_argument("--model", default="qwen3_asr", choices=list(MODELS))
     parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
     arguments = parse(parser)
-    audio = VOXTRAL if arguments.model == "voxtral" else QWEN3_ASR
-    (config, audio), seconds = model_config(audio, arguments.layers), arguments.seconds
+    (config, audio), seconds = model_config(MODELS[arguments.model], arguments.layers), arguments.seconds
     name = f"{audio.family}_{audio.num_layers}"
     checkpoint, engines = arguments.work / name, arguments.work / f"{name}_engines"
     began = time.perf_counter()
     if not (checkpoint / "tokenizer_config.json").exists():
         write_model(checkpoint, config, audio)
-    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=1280)
-    build_engine_directory(checkpoint, engines, limits, [], "float16", weights="link", force=True)
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=2048 if audio.family == "gemma4" else 1280)
+    dtype = "bfloat16" if audio.family == "gemma4" else "float16"
+    build_engine_directory(checkpoint, engines, limits, [], dtype, weights="link", force=True)
     results: dict[str, Any] = {**provenance(), "sound_seconds": seconds, "making_seconds": time.perf_counter() - began}
     began = time.perf_counter()
     with LLM(engines, backend=arguments.backend, drafting=None) as llm:
