@@ -76,7 +76,7 @@ class AudioEncoder:
             reused += None not in known
             for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
-                features = np.concatenate(piece.features[lead:last], axis=1)
+                features = piece.features(lead, last)
                 known[first:last] = self._encoded(features, piece.digests[first:last], first - lead)
             for each in known:
                 assert each is not None
