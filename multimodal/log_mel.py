@@ -60,8 +60,8 @@ class MelConfig:
 
 
 class _Part(NamedTuple):
-    """Some frames of a sound: logarithms [bins, n] float32 of its bands, the largest of them where features are measured
-    by that of the whole sound, and the digest of these."""
+    """Some frames of a sound: logarithms [bins, n] float32 of its bands, the largest of them where features are
+    measured by that of the whole sound, and their digest."""
 
     logarithms: np.ndarray
     loudest: float

@@ -19,8 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,7 @@ from random_checkpoint import SHAPES, write_checkpoint
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import FAMILIES
-from edgellm.engines.families.audio_encoders import audio_weights
-from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma4_audio import read_gemma4_audio
+from edgellm.engines.families.audio_encoders import _read_conformer, _read_transformer, audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
@@ -44,42 +42,6 @@ from edgellm.multimodal.log_mel import log_mel
 from edgellm.speech_stream import SpeechStream
 
 RATE, TOKENS_A_SECOND, STEP, UNFIXED = 16000, 3, 0.5, 5
-QWEN3_ASR = AudioConfig(
-    family="qwen3_asr",
-    mel_bins=128,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_layers=24,
-    num_heads=16,
-    channels=480,
-    halvings=3,
-    chunk_frames=100,
-    window_chunks=8,
-    merged=1,
-    out_hidden_size=2048,
-    tensor_prefix="model.audio_tower.",
-    projector_prefix="model.multi_modal_projector.",
-)
-VOXTRAL = replace(
-    QWEN3_ASR,
-    family="voxtral",
-    hidden_size=1280,
-    intermediate_size=5120,
-    num_layers=32,
-    num_heads=20,
-    channels=1280,
-    halvings=1,
-    chunk_frames=3000,
-    window_chunks=1,
-    merged=4,
-    out_hidden_size=3072,
-)
-GEMMA4 = read_gemma4_audio(ConfigFields({"audio_config": {}, "text_config": SHAPES["gemma4-e2b"]}, None, ""), ("", ""))
-MODELS = {
-    "qwen3_asr": QWEN3_ASR,
-    "voxtral": VOXTRAL,
-    "gemma4-e2b": replace(GEMMA4, tensor_prefix="model.audio_tower.", projector_prefix="model.embed_audio."),
-}
 #: Behind the bytes of the random model's tokenizer, the sound's first.
 MARKERS = {
     "gemma4": ("<|audio|>", "<|audio>", "<audio|>"),
@@ -95,31 +57,30 @@ TEMPLATE = (
 )
 
 
-def model_config(audio: AudioConfig, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
-    """The config.json and the encoder; so many layers of each for a rehearsal."""
-    text = {
-        "qwen3_asr": SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"},
-        "voxtral": {"model_type": "llama"},  # the family's defaults are its language model
-        "gemma4": SHAPES["gemma4-e2b"],
-    }[audio.family]
+def model_config(family: str, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
+    """The config.json and the encoder; so many layers of each for a rehearsal. Encoders are those of defaults."""
+    text, encoder = {
+        "qwen3_asr": (SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}, {"output_dim": 2048}),
+        "voxtral": ({"model_type": "llama"}, {}),  # its language model, too
+        "gemma4": (SHAPES["gemma4-e2b"], {}),
+    }[family]
     if layers is not None:
-        text, audio = text | {"num_hidden_layers": layers}, replace(audio, num_layers=layers)
-        if audio.family == "gemma4":
-            text |= {"layer_types": text["layer_types"][-layers:], "num_kv_shared_layers": 0}
-    is_qwen = audio.family == "qwen3_asr"
-    key = "encoder_layers" if is_qwen else "num_hidden_layers"
-    encoder = {key: audio.num_layers} | ({"output_dim": audio.out_hidden_size} if is_qwen else {})
+        text = text | {"num_hidden_layers": layers}
+        encoder["encoder_layers" if family == "qwen3_asr" else "num_hidden_layers"] = layers
+        if family == "gemma4":
+            text = text | {"layer_types": text["layer_types"][-layers:], "num_kv_shared_layers": 0}
     config = {
-        "architectures": [FAMILIES[audio.family].architecture],
-        "model_type": audio.family,
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
         "text_config": text,
         "audio_config": encoder,
         **{"audio_token_id": 256, "boa_token_id": 257, "eoa_token_id": 258},
         "torch_dtype": "float16",
-        "tie_word_embeddings": audio.family != "voxtral",
+        "tie_word_embeddings": family != "voxtral",
         "eos_token_id": 257,
     }
-    return config, audio
+    read: Any = _read_conformer if family == "gemma4" else _read_transformer
+    return config, read(SimpleNamespace(config=config, tensors=()))
 
 
 def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> None:
@@ -181,12 +142,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--model", default="qwen3_asr", choices=list(MODELS))
+    parser.add_argument("--model", default="qwen3_asr", choices=["qwen3_asr", "voxtral", "gemma4-e2b"])
     parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
     arguments = parse(parser)
-    (config, audio), seconds = model_config(MODELS[arguments.model], arguments.layers), arguments.seconds
+    (config, audio), seconds = model_config(arguments.model.removesuffix("-e2b"), arguments.layers), arguments.seconds
     name = f"{audio.family}_{audio.num_layers}"
     checkpoint, engines = arguments.work / name, arguments.work / f"{name}_engines"
     began = time.perf_counter()
