@@ -159,7 +159,11 @@ class EncoderCalls:
         self._call("linear", x, step.linear, summed, step.scale)
         if step.activation is None:
             return summed
-        return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
+        return self._activated(summed, step.activation)
+
+    def _activated(self, value: Place, activation: str) -> Place:
+        output = self._buffer((value.shape[0], padded_width(value.shape[1])), "compute")
+        return self._call("activate", value, activation_number(activation), output)
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
         assert step.residual is not None  # encoders have no ranks
@@ -236,11 +240,6 @@ class EncoderCalls:
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
         return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
-    def _activate(self, step: Activate, number: int) -> Place:
-        value = self._values[step.value]
-        output = self._buffer((value.shape[0], padded_width(value.shape[1])), "compute")
-        return self._call("activate", value, activation_number(step.activation), output)
-
     def _centered_norm(self, step: CenteredNorm, number: int) -> Place:
         value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
         output = self._buffer((value.shape[0], step.weight.shape[0]), "compute")
@@ -294,7 +293,7 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     NormedHeads: EncoderCalls._normed_heads,
     StandardNorm: EncoderCalls._standard_norm,
     Unfold: EncoderCalls._unfold,
-    Activate: EncoderCalls._activate,
+    Activate: lambda calls, step, number: calls._activated(calls._values[step.value], step.activation),
     CenteredNorm: EncoderCalls._centered_norm,
     NormedResidual: EncoderCalls._normed_residual,
     GatedConvolution: EncoderCalls._gated_convolution,

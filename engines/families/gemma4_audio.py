@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import text_hidden_size
-from edgellm.engines.families.vision_parts import TowerWeights, bounded_linear, bounded_qkv
+from edgellm.engines.families.vision_parts import BoundedLayer, TowerWeights, bounded_qkv
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.audio import ConformerConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH
@@ -21,14 +21,13 @@ from edgellm.engines.model.encoder_steps import (
     CenteredNorm,
     GatedConvolution,
     LocalAttention,
-    NormedResidual,
     StandardNorm,
     Unfold,
 )
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Step
+from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
 
 #: What stands for a sound's tokens, before and behind them, where the file does not say.
 GEMMA4_AUDIO_TOKEN, _BEGIN, _END = 258881, 256000, 258883
@@ -153,11 +152,8 @@ def conformer_program(config: ConformerConfig, shape: EngineShape) -> Program:
     return Program(shape, inputs, tuple(steps), {"audio_embeddings": ((1, rows, out), "compute")})
 
 
-class _Layer:
-    """The steps of one layer on the residual stream "hidden"."""
-
-    def __init__(self, config: ConformerConfig, tower: TowerWeights, prefix: str) -> None:
-        self._config, self._tower, self._prefix = config, tower, prefix
+class _Layer(BoundedLayer):
+    """The steps of one layer."""
 
     def steps(self, first: int) -> list[Step]:
         """Attention and a convolution between two feed-forward layers, and a norm. Of rows of positions the layer has
@@ -170,23 +166,13 @@ class _Layer:
             Normed("hidden", "hidden", self._norm("norm_out")),
         ]
 
-    def _norm(self, name: str) -> Norm:
-        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
-
-    def _linear(self, name: str, output: str, value: str, rows: int = 1, columns: int = 1) -> list[Step]:
-        """A layer of so many times the hidden size."""
-        hidden, clipped = self._config.hidden_size, self._config.clipped
-        return bounded_linear(
-            self._tower, f"{self._prefix}{name}", output, value, (rows * hidden, columns * hidden), clipped
-        )
-
     def _feed_forward(self, name: str) -> list[Step]:
+        hidden, share = self._config.hidden_size, self._config.share
         return [
             Normed("normed", "hidden", self._norm(f"{name}.pre_layer_norm")),
-            *self._linear(f"{name}.ffw_layer_1", "inner", "normed", rows=4),
+            *self._linear(f"{name}.ffw_layer_1", "inner", "normed", 4 * hidden, hidden),
             Activate("inner", "inner", "silu"),
-            *self._linear(f"{name}.ffw_layer_2", "added", "inner", columns=4),
-            NormedResidual("hidden", "added", self._norm(f"{name}.post_layer_norm"), "hidden", self._config.share),
+            *self._added("inner", f"{name}.ffw_layer_2", 4 * hidden, f"{name}.post_layer_norm", share),
         ]
 
     def _attention(self, first: int) -> list[Step]:
@@ -196,8 +182,7 @@ class _Layer:
         return [
             *bounded_qkv(self._tower, folder, self._norm("norm_pre_attn"), hidden, config.clipped),
             LocalAttention("context", "qkv", "relative", first, heads, config.past, config.cap, scale),
-            *self._linear("self_attn.post", "added", "context"),
-            NormedResidual("hidden", "added", self._norm("norm_post_attn"), "hidden", 1.0),
+            *self._added("context", "self_attn.post", hidden, "norm_post_attn"),
         ]
 
     def _convolution(self) -> list[Step]:
@@ -205,8 +190,8 @@ class _Layer:
         weight = self._tower.weight(f"{name}depthwise_conv1d.weight", hidden, kernel, part=(hidden, 1, kernel))
         return [
             Normed("normed", "hidden", self._norm("lconv1d.pre_layer_norm")),
-            *self._linear("lconv1d.linear_start", "inner", "normed", rows=2),
+            *self._linear("lconv1d.linear_start", "inner", "normed", 2 * hidden, hidden),
             GatedConvolution("inner", "inner", weight, self._norm("lconv1d.conv_norm")),
-            *self._linear("lconv1d.linear_end", "added", "inner"),
+            *self._linear("lconv1d.linear_end", "added", "inner", hidden, hidden),
             Add("hidden", "hidden", "added"),
         ]

@@ -8,21 +8,14 @@ from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import Read, dimensions, rotated, text_hidden_size
 from edgellm.engines.families.vision_parts import (
     TOWER,
+    BoundedLayer,
     TowerWeights,
-    bounded_linear,
     bounded_linears,
     bounded_qkv,
     bounds,
 )
 from edgellm.engines.model.config import LARGEST_MERGE
-from edgellm.engines.model.encoder_steps import (
-    AveragePool,
-    ClippedGate,
-    EncoderAttention,
-    NormedHeads,
-    NormedResidual,
-    StandardNorm,
-)
+from edgellm.engines.model.encoder_steps import AveragePool, ClippedGate, EncoderAttention, NormedHeads, StandardNorm
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.steps import Add, Input, Norm, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
@@ -110,11 +103,8 @@ def gemma4_vision_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
-class _Layer:
-    """The steps of one layer on the residual stream "hidden"."""
-
-    def __init__(self, config: VisionConfig, tower: TowerWeights, prefix: str) -> None:
-        self._config, self._tower, self._prefix = config, tower, prefix
+class _Layer(BoundedLayer):
+    """The steps of one layer."""
 
     def steps(self, rows: int) -> list[Step]:
         """Both parts, each normed before and behind."""
@@ -135,9 +125,6 @@ class _Layer:
             *self._added("activation", "mlp.down_proj", config.intermediate_size, "post_feedforward_layernorm"),
         ]
 
-    def _norm(self, name: str) -> Norm:
-        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
-
     def _activated(self, output: str, norm: Norm) -> list[Step]:
         """What the gate lets through."""
         hidden, inner, activation = self._config.hidden_size, self._config.intermediate_size, self._config.activation
@@ -149,9 +136,3 @@ class _Layer:
         ends = tuple(bounds(self._tower, f"{folder}{name}", "output") for name in names)
         steps = bounded_linears(self._tower, folder, norm, dict.fromkeys(names, inner), hidden)
         return [*steps, ClippedGate(output, *names, (ends[0], ends[1]), activation)]
-
-    def _added(self, value: str, name: str, columns: int, norm: str) -> list[Step]:
-        """What is added to the residual stream."""
-        sizes = self._config.hidden_size, columns
-        linear = bounded_linear(self._tower, f"{self._prefix}{name}", "added", value, sizes, self._config.clipped)
-        return [*linear, NormedResidual("hidden", "added", self._norm(norm), "hidden", 1.0)]
