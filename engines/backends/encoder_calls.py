@@ -41,11 +41,11 @@ from edgellm.kernels.encoder.contract import (
     ACTIVATIONS,
     MAX_HEAD_SIZE,
     MAX_NORM_WIDTH,
-    MAX_PAST,
     NO_ACTIVATION,
     WIDTH_STEP,
     activation_number,
     heads_refusal,
+    local_refusal,
     padded_width,
 )
 from edgellm.kernels.encoder.launcher import attention_bytes
@@ -356,13 +356,6 @@ def _norm_refusal(norm: Norm) -> str | None:
     return _width_refusal(width) or (None if width <= MAX_NORM_WIDTH else f"norms take up to {MAX_NORM_WIDTH} columns")
 
 
-def _local_refusal(step: LocalAttention, limit: int) -> str | None:
-    size = step.scale.shape[0]
-    if step.past <= MAX_PAST and size <= MAX_HEAD_SIZE:
-        return None
-    return f"it takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {step.past} and {size}"
-
-
 def _plain_norm_refusal(norm: Norm) -> str | None:
     return "it norms by a weight alone" if norm.bias is not None or norm.offset else _norm_refusal(norm)
 
@@ -383,7 +376,7 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     ),
     NormedResidual: lambda step, limit: _plain_norm_refusal(step.norm),
     GatedConvolution: lambda step, limit: _plain_norm_refusal(step.norm),
-    LocalAttention: _local_refusal,
+    LocalAttention: lambda step, limit: local_refusal(step.past, step.scale.shape[0]),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
     Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",

@@ -273,7 +273,7 @@ class EngineDirectory:
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model that has engines, by `EngineShape.model`."""
         models: dict[str, ModelConfig | None] = {"base": self.config}
-        models["audio"] = self.audio if self.limits.audio_rows else None
+        models["audio"] = self.audio
         models["draft"] = None if self.draft is None else self.draft.config
         models["vision"] = None if self.vision is None else self.vision.config
         return {model: config for model, config in models.items() if config is not None}

@@ -62,6 +62,13 @@ def heads_refusal(size: int) -> str | None:
     return f"encoder attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8), not {size}"
 
 
+def local_refusal(past: int, size: int) -> str | None:
+    """Why local attention does not take heads of so many elements that see so many rows, or None if it does."""
+    if 0 < past <= MAX_PAST and 0 < size <= MAX_HEAD_SIZE:
+        return None
+    return f"local attention takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {past} and {size}"
+
+
 def _check_padded(sizes: dict[str, Any]) -> str | None:
     if sizes["P"] < sizes["K"]:
         return f"output has {sizes['P']} columns; expected at least {sizes['K']}"
@@ -161,10 +168,10 @@ def _check_convolution(sizes: dict[str, Any]) -> str | None:
 
 def _check_local(sizes: dict[str, Any]) -> str | None:
     width, past, first = sizes["E"], sizes["past"], sizes["first"]
-    if not 0 < sizes["D"] <= MAX_HEAD_SIZE or width % sizes["D"] or sizes["W"] != 3 * width:
-        return f"qkv of {sizes['W']} columns, context of {width}; expected whole heads of {sizes['D']}, up to 128"
-    if not 0 < past <= min(MAX_PAST, sizes["P"]) or first < 0 or first + width > sizes["S"]:
-        return f"{past} rows seen, {width} columns from {first} on of {sizes['P']} relative rows of {sizes['S']}"
+    if (refusal := local_refusal(past, sizes["D"])) is not None:
+        return refusal
+    if width % sizes["D"] or sizes["W"] != 3 * width or past > sizes["P"] or not 0 <= first <= sizes["S"] - width:
+        return f"qkv of {sizes['W']}, context of {width}, relative rows of {sizes['S']} columns do not fit each other"
     return None
 
 
