@@ -132,8 +132,9 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
 ) -> None:
     directory, samples = EngineDirectory.open(gemma4_engines), sound(5.3)
     assert directory.audio is not None and directory.audio.lead_windows == 3
-    backend = NumpyBackend(directory.config, audio=directory.audio)
-    whole, streamed = (AudioEncoder(backend, directory, Metrics()) for _ in range(2))  # type: ignore
+    on_kernels = EncoderBackend(directory.audio, directory.config)
+    backends: tuple[Any, Any] = NumpyBackend(directory.config, audio=directory.audio), on_kernels
+    whole, streamed = (AudioEncoder(each, directory, Metrics()) for each in backends)
     rows, frames, encode = list[np.ndarray](), list[int](), streamed._encoded
     streamed._encoded = lambda *given: frames.append(given[0].shape[1]) or encode(*given)  # type: ignore
     for encoder, lengths in ((whole, [5.3]), (streamed, [0.63, 0.9, 1.7, 2.93, 4.0, 5.3])):
