@@ -88,7 +88,7 @@ class CudaEncoder(Launcher):
         width = _columns_at_once(sizes["K"], sizes["P"])
         _check_aligned("norm", width, values, weight, bias, output)
         kinds = values.dtype, weight.dtype, output.dtype, width
-        return self._blocks("rows.cu", "norm", kinds, sizes["R"], packed, 4 * sizes["K"])
+        return self._in_blocks("rows.cu", "norm", kinds, sizes["R"], packed, 4 * sizes["K"])
 
     def activate(self, values: DeviceArray, activation: int, output: DeviceArray) -> Launch:
         return self._by_row("rows.cu", "activate", (output.dtype,), values, activation, output)
@@ -116,36 +116,36 @@ class CudaEncoder(Launcher):
 
     def normed_heads(self, qkv, query_weight, key_weight, epsilon, output):
         sizes, packed = self._packed("normed_heads", qkv, query_weight, key_weight, epsilon, output)
-        return self._blocks("norms.cu", "normed_heads", (query_weight.dtype,), sizes["R"], packed)
+        return self._in_blocks("norms.cu", "normed_heads", (query_weight.dtype,), sizes["R"], packed)
 
     def standard_norm(self, values, bias, scale, factor, epsilon, output):
         sizes, packed = self._packed("standard_norm", values, bias, scale, factor, epsilon, output)
         kind = "float32" if bias is None else bias.dtype
-        return self._blocks("norms.cu", "standard_norm", (kind,), sizes["R"], packed, 4 * sizes["K"])
+        return self._in_blocks("norms.cu", "standard_norm", (kind,), sizes["R"], packed, 4 * sizes["K"])
 
     def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
         """What a convolution reads; see the contract. A thread has an element."""
         given = values, channels, height, width, down, across, stride, above, left, output
         sizes, packed = self._packed("unfold", *given)
         blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
-        return self._blocks("rows.cu", "unfold", (values.dtype, output.dtype), blocks, packed)
+        return self._in_blocks("rows.cu", "unfold", (values.dtype, output.dtype), blocks, packed)
 
     def centered_norm(self, values, weight, mask, epsilon, output):
         sizes, packed = self._packed("centered_norm", values, weight, mask, epsilon, output)
-        return self._blocks("conformer.cu", "centered_norm", (output.dtype,), -(-sizes["R"] // _ROW_WARPS), packed)
+        return self._in_blocks("conformer.cu", "centered_norm", (output.dtype,), -(-sizes["R"] // _ROW_WARPS), packed)
 
     def add_normed(self, values, weight, epsilon, residual, share, output):
         sizes, packed = self._packed("add_normed", values, weight, epsilon, residual, share, output)
-        return self._blocks("conformer.cu", "add_normed", (weight.dtype,), sizes["R"], packed, 4 * sizes["K"])
+        return self._in_blocks("conformer.cu", "add_normed", (weight.dtype,), sizes["R"], packed, 4 * sizes["K"])
 
     def gated_convolution(self, values, weight, norm, epsilon, output):
         sizes, packed = self._packed("gated_convolution", values, weight, norm, epsilon, output)
-        return self._blocks("conformer.cu", "gated_convolution", (output.dtype,), sizes["R"], packed, 4 * sizes["K"])
+        return self._in_blocks("conformer.cu", "gated_convolution", (output.dtype,), sizes["R"], packed, 4 * sizes["K"])
 
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
         sizes, packed = self._packed("local_attention", qkv, relative, first, past, cap, scale, context)
         blocks = -(-sizes["R"] * sizes["E"] // sizes["D"] // _ROW_WARPS)
-        return self._blocks("conformer.cu", "local_attention", (context.dtype,), blocks, packed)
+        return self._in_blocks("conformer.cu", "local_attention", (context.dtype,), blocks, packed)
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("product", values, weight, scale, output)
@@ -158,7 +158,7 @@ class CudaEncoder(Launcher):
     def prepare_heads(self, qkv: DeviceArray, rotary: DeviceArray | None, heads: DeviceArray) -> Launch:
         sizes, packed = self._packed("prepare_heads", qkv, rotary, heads)
         _check_aligned("prepare_heads", 4, qkv, rotary, heads)
-        return self._blocks("heads.cu", "prepare_heads", (qkv.dtype, heads.dtype), sizes["R"], packed)
+        return self._in_blocks("heads.cu", "prepare_heads", (qkv.dtype, heads.dtype), sizes["R"], packed)
 
     def attention(self, heads, window, visible, scale, context, tiles=None):
         """Attention within windows; see the contract. `tiles`: other than the fastest."""
@@ -178,9 +178,9 @@ class CudaEncoder(Launcher):
         width = _columns_at_once(*columns, column)
         found = [each for each in arguments if isinstance(each, DeviceArray)]
         _check_aligned(name, width, *(each for each in found if each.dtype != "int32" and each.shape[-1] in columns))
-        return self._blocks(file, name, (*kinds, width), found[-1].shape[0], packed)
+        return self._in_blocks(file, name, (*kinds, width), found[-1].shape[0], packed)
 
-    def _blocks(
+    def _in_blocks(
         self, file: str, name: str, kinds: tuple[Any, ...], blocks: int, packed: Any, shared: int = 0
     ) -> Launch:
         """The launch of a kernel of so many blocks."""

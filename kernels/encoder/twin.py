@@ -104,7 +104,7 @@ class NumpyEncoder:
 
     @checked_launch(_check)
     def local_attention(self, qkv, relative, first, past, cap, scale, context):
-        rows, width, size = *context.shape, len(scale)
+        (rows, width), size = context.shape, len(scale)
         query, key, value = qkv.reshape(rows, 3, -1, size).swapaxes(0, 1)  # [R, n, D] each
         query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
         key = key * np.float32(math.log(1 + math.e) / math.log(2))
