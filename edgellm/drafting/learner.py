@@ -183,9 +183,9 @@ class Learner(Policy):
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                tokens = step.batch + sum([sum(each.chances[: plan.given_nodes]) for each in found])
+                tokens = step.batch + sum([sum(each.chances[: plan.top_k]) for each in found])
                 ranked.append(Option(plan, tokens, times.of(plan)))
-            if longest <= plan.given_nodes:
+            if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
             if step.runner.takes_given(step.batch, option.plan, step.ruled):  # type: ignore[arg-type]

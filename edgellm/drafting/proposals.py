@@ -56,8 +56,7 @@ class Proposed(NamedTuple):
 
     def cut(self, plan: DraftPlan) -> GivenTree:
         """The first candidates, as far as a plan has places for them: it has the levels then, too."""
-        tokens, parents, _ = self.tree
-        return GivenTree(tokens[: plan.given_nodes], parents[: plan.given_nodes])
+        return GivenTree(self.tree.tokens[: plan.top_k], self.tree.parents[: plan.top_k])
 
     def behind(self, tokens: Sequence[int]) -> Proposed | None:
         """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
@@ -115,7 +114,7 @@ class Trust:
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
-        reached, (said, parents) = {-1: 0}, proposed.tree[:2]
+        reached, (said, parents) = {-1: 0}, proposed.tree
         for node, promise in enumerate(proposed.promises):
             depth = reached.get(parents[node])
             if depth is None or depth == len(tokens):
