@@ -2,9 +2,9 @@
 
 A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
 the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
-slot got, and which. Candidates may be given by the host instead, with a draft model or without one. Where rules say which
-tokens may come, a step is two launches: the host fills masks while the first computes the logits, the second chooses.
-Rounds and plain steps leave the same state behind: they may follow each other in any order.
+slot got, and which. Candidates may be given by the host instead, with a draft model or without one. Where rules say
+which tokens may come, a step is two launches: the host fills masks while the first computes the logits, the second
+chooses. Rounds and plain steps leave the same state behind: they may follow each other in any order.
 """
 
 from __future__ import annotations
