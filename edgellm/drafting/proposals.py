@@ -60,30 +60,19 @@ class Proposed(NamedTuple):
 
     def behind(self, tokens: Sequence[int]) -> Proposed | None:
         """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
-        said, parents = self.tree.tokens, self.tree.parents
-        count, place = len(said), -1
+        (said, parents), place = self.tree, -1
         for token in tokens:
-            for node in range(place + 1, count):
-                if parents[node] == place and said[node] == token:
-                    place = node
-                    break
-            else:
+            same = (n for n in range(place + 1, len(said)) if parents[n] == place and said[n] == token)
+            if (place := next(same, -1)) < 0:
                 return None
-        kept: list[int] = []
-        moved, places = {place: -1}, []
-        for node in range(place + 1, count):
-            if (parent := moved.get(int(parents[node]))) is not None:
-                moved[node] = len(kept)
-                kept.append(node)
-                places.append(parent)
-        if not kept:
-            return None
-        came = self.chances[place]
-        return Proposed(
-            GivenTree([said[node] for node in kept], places),
-            [self.chances[node] / came for node in kept],
-            [self.promises[node] for node in kept] if self.promises else (),
-        )
+        moved = {place: -1}  # the nodes behind that place, and where they stand then
+        for node in range(place + 1, len(said)):
+            if parents[node] in moved:
+                moved[node] = len(moved) - 1
+        kept, came = [*moved][1:], self.chances[place]
+        tree = GivenTree([said[node] for node in kept], [moved[parents[node]] for node in kept])
+        chances = [self.chances[node] / came for node in kept]
+        return Proposed(tree, chances, [self.promises[node] for node in kept]) if kept else None
 
 
 #: No candidates.

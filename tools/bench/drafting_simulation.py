@@ -104,7 +104,7 @@ class Text:
         """How many tokens a step gives at a place."""
         if plan is None:
             return 1
-        count = self.reached(place, plan) if tree is None else self.followed(place, tree)
+        count = self.followed(place, tree) if tree is not None and plan.is_given else self.reached(place, plan)
         return min(1 + count, len(self.answer) - place)
 
 
