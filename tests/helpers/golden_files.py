@@ -7,8 +7,8 @@ descriptions and expected values are. A folder of many models is packed as one, 
 is stored once.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
-Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
-Expected logits are stored with fewer bits, `shortened`.
+Of expected logits [.., T, V] an eighth are stored, `every_eighth`: each token is among them and, of eight tokens or
+more, each row of the head. Expected logits are stored with fewer bits, `shortened`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from golden_codes import Tensors, codes, rounded
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, CODES, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".codes.json", ".safetensors", ".xz", ".tar.xz"
 #: What ends the names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
-LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
+LOGITS, EVERY_EIGHTH = "logits", "every_eighth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
@@ -81,11 +81,11 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
-        stored = [name for name in tensors if name.endswith(EVERY_FOURTH)]
+        stored = [name for name in tensors if name.endswith(EVERY_EIGHTH)]
         for name in stored:
             dtype, shape, data = tensors.pop(name)
             logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            tensors[name.removesuffix(EVERY_FOURTH) + LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            tensors[name.removesuffix(EVERY_EIGHTH) + LOGITS] = dtype, list(logits.shape), logits.tobytes()
         if stored:
             write_tensors(expected, tensors, read_metadata(expected))
     return target
@@ -111,7 +111,7 @@ def write_archive(folder: Path) -> None:
     for path in folder.rglob(f"expected{WHOLE}"):
         tensors, metadata = read_tensors(path), read_metadata(path)
         short = {
-            name: (dtype, shape, shortened(data) if name.endswith((LOGITS, EVERY_FOURTH)) and dtype == "F32" else data)
+            name: (dtype, shape, shortened(data) if name.endswith((LOGITS, EVERY_EIGHTH)) and dtype == "F32" else data)
             for name, (dtype, shape, data) in tensors.items()
         }
         write_tensors(path, short, metadata)
@@ -162,22 +162,22 @@ def packed(data: bytes) -> bytes:
     return min(found, key=len)
 
 
-def every_fourth(logits: np.ndarray) -> np.ndarray:
-    """A fourth of logits [.., T, V]: [.., T, V / 4], of token t those of the ids that leave t % 4 when divided by 4."""
-    fours = logits.reshape(*logits.shape[:-1], -1, 4)
-    return np.take_along_axis(fours, _places(fours.shape), axis=-1)[..., 0]
+def every_eighth(logits: np.ndarray) -> np.ndarray:
+    """An eighth of logits [.., T, V]: [.., T, V / 8], of token t those of ids that leave t % 8 when divided by 8."""
+    eights = logits.reshape(*logits.shape[:-1], -1, 8)
+    return np.take_along_axis(eights, _places(eights.shape), axis=-1)[..., 0]
 
 
-def with_gaps(fourth: np.ndarray) -> np.ndarray:
-    """float32 logits [.., T, V] of which `every_fourth` is `fourth`, the others NaN."""
-    fours = np.full((*fourth.shape, 4), np.nan, np.float32)
-    np.put_along_axis(fours, _places(fours.shape), fourth[..., None], axis=-1)
-    return fours.reshape(*fourth.shape[:-1], -1)
+def with_gaps(eighth: np.ndarray) -> np.ndarray:
+    """float32 logits [.., T, V] of which `every_eighth` is `eighth`, the others NaN."""
+    eights = np.full((*eighth.shape, 8), np.nan, np.float32)
+    np.put_along_axis(eights, _places(eights.shape), eighth[..., None], axis=-1)
+    return eights.reshape(*eighth.shape[:-1], -1)
 
 
 def _places(shape: tuple[int, ...]) -> np.ndarray:
-    """Which of each four ids [.., T, V / 4, 4] is stored."""
-    tokens = np.arange(shape[-3]) % 4
+    """Which of each eight ids [.., T, V / 8, 8] is stored."""
+    tokens = np.arange(shape[-3]) % 8
     return np.broadcast_to(tokens[:, None, None], (*shape[:-1], 1))
 
 

@@ -20,13 +20,13 @@ from golden_codes import differences, digest, drawn_weight
 from golden_files import (
     CODES,
     DRAWN,
-    EVERY_FOURTH,
+    EVERY_EIGHTH,
     LOGITS,
     WHOLE,
     Law,
     copy_with_tensors,
     describe,
-    every_fourth,
+    every_eighth,
     read_metadata,
     read_tensors,
     write_description,
@@ -113,9 +113,14 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def stored_logits(logits: torch.Tensor, name: str = LOGITS) -> dict[str, torch.Tensor]:
-    """What is stored of float32 logits [.., T, V] of that name, which ends with `LOGITS`."""
-    return {name.removesuffix(LOGITS) + EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
+def with_stored_logits(expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with an eighth of each of its logits [.., T, V], whose names end with `LOGITS`."""
+    found = dict(expected)
+    for name in expected:
+        if name.endswith(LOGITS):
+            eighth = every_eighth(found.pop(name).float().numpy())
+            found[name.removesuffix(LOGITS) + EVERY_EIGHTH] = torch.from_numpy(eighth)
+    return found
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, write_folders
-from make_drafts import TOKENS, expected_values, with_stored_logits
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_stored_logits, write_folders
+from make_drafts import TOKENS, expected_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
