@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from golden_codes import differences, digest, drawn_weight
 from golden_files import (
     CODES,
     DRAWN,
-    EVERY_EIGHTH,
+    EIGHTH,
     LOGITS,
     WHOLE,
     Law,
@@ -113,13 +114,12 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def with_stored_logits(expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with an eighth of each of its logits [.., T, V], whose names end with `LOGITS`."""
+def with_eighths(expected: Mapping[str, torch.Tensor], names: str = LOGITS) -> dict[str, torch.Tensor]:
+    """The same with an eighth of each of the float32 values [.., T, V] whose names match a regular expression."""
     found = dict(expected)
     for name in expected:
-        if name.endswith(LOGITS):
-            eighth = every_eighth(found.pop(name).float().numpy())
-            found[name.removesuffix(LOGITS) + EVERY_EIGHTH] = torch.from_numpy(eighth)
+        if re.search(names, name):
+            found[name + EIGHTH] = torch.from_numpy(every_eighth(found.pop(name).float().numpy()))
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import sentence_transformers
 import torch
-from golden_folders import VERSIONS, draw_tensors, every_eighth, pack, whole, write_folders
+from golden_folders import VERSIONS, draw_tensors, pack, whole, with_eighths, write_folders
 from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
@@ -107,7 +107,7 @@ def last_states(model: Qwen3Model) -> dict[str, torch.Tensor]:
     difference = (batch - states[[each - 1 for each in lengths]]).abs().max()
     assert difference < 1e-4, difference
     states = torch.nn.functional.normalize(states, dim=-1)
-    return {"token_ids": token_ids, "last_states": torch.from_numpy(every_eighth(states.numpy()))}
+    return with_eighths({"token_ids": token_ids, "last_states": states}, "last_states")
 
 
 def rewrite_as_published(directory: Path) -> None:
