@@ -7,8 +7,8 @@ with the files of Qwen3-Embedding, its random weights only described (`tests/hel
 as a model with a head; `newer` has those files that are others where sentence-transformers writes a model now, one that
 is not tied and has no head. `expected.safetensors` holds `embeddings` [N, H] float32, which sentence-transformers makes
 of the texts in `texts.json` in one padded batch, `queries` [N, H], the same with the prompt "query", `token_ids` [T]
-int64, and `last_states` [T, H / 4] float32: of its first 1 to T tokens the last hidden state behind the final norm, of
-length 1, of which `golden_files.every_eighth` is stored.
+int64, and of `last_states` [T, H] an eighth: of its first 1 to T tokens the last hidden state behind the final norm, of
+length 1.
 """
 
 from __future__ import annotations
