@@ -9,7 +9,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.decode.arguments import MACROS
-from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, MAX_HEAD_SIZE, EncoderKernels
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, MAX_HEAD_SIZE, Convolution, EncoderKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
@@ -123,10 +123,9 @@ class CudaEncoder(Launcher):
         kind = "float32" if bias is None else bias.dtype
         return self._in_blocks("norms.cu", "standard_norm", (kind,), sizes["R"], packed, 4 * sizes["K"])
 
-    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+    def unfold(self, values: DeviceArray, convolution: Convolution, output: DeviceArray) -> Launch:
         """What a convolution reads; see the contract. A thread has an element."""
-        given = values, channels, height, width, down, across, stride, above, left, output
-        sizes, packed = self._packed("unfold", *given)
+        sizes, packed = self._packed("unfold", values, convolution, output)
         blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
         return self._in_blocks("rows.cu", "unfold", (values.dtype, output.dtype), blocks, packed)
 

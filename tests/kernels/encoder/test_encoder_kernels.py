@@ -9,7 +9,7 @@ import pytest
 from encoder_cases import CASES, Case, activate, attention, heads, local_attention, norm, nothing, values
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.kernels.encoder.contract import ACTIVATIONS, activation_number, heads_refusal, padded_width
+from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution, activation_number, heads_refusal, padded_width
 from edgellm.kernels.encoder.launcher import attention_bytes, attention_tiles
 from edgellm.kernels.encoder.twin import NumpyEncoder, activated
 from edgellm.kernels.errors import KernelError
@@ -120,7 +120,7 @@ def test_rows() -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "unfold"])
 def test_places_of_convolutions(name: str) -> None:
     """What each reads, place by place."""
-    given, channels, height, width, down, across, stride, above, left, _ = CASES[name].on_host("float16")
+    given, (channels, height, width, down, across, stride, above, left), _ = CASES[name].on_host("float16")
     found, row = CASES[name].run_twin(TWIN), 0
     for image in given[:, :channels].reshape(-1, height, width, channels):
         for top in range(-above, height + above - down + 1, stride):
@@ -153,9 +153,18 @@ def test_places_of_convolutions(name: str) -> None:
             Case("normed_heads", (values(2, 40), values(8), values(8), 1e-6, nothing(2, 40))),
             "3 times as many heads of 8",
         ),
-        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 1, 0, 0, nothing(3, 32))), "3 x 3 have 4 places each, not 3"),
-        (Case("unfold", (values(9, 8), 9, 3, 3, 2, 2, 1, 0, 0, nothing(4, 40))), "9 channels of 8 columns"),
-        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 0, 0, 0, nothing(4, 32))), "strides and channels begin at 1"),
+        (
+            Case("unfold", (values(9, 8), Convolution(8, 3, 3, 2, 2, 1, 0, 0), nothing(3, 32))),
+            "3 x 3 have 4 places each, not 3",
+        ),
+        (
+            Case("unfold", (values(9, 8), Convolution(9, 3, 3, 2, 2, 1, 0, 0), nothing(4, 40))),
+            "9 channels of 8 columns",
+        ),
+        (
+            Case("unfold", (values(9, 8), Convolution(8, 3, 3, 2, 2, 0, 0, 0), nothing(4, 32))),
+            "strides and channels begin at 1",
+        ),
         (local_attention(4, 1, 8, 33), "up to 32 rows and heads of 128, not 33 and 8"),
         (Case("gated_convolution", (values(2, 24), values(16, 5), values(16), 1e-6, nothing(2, 16))), "of 24 columns"),
         (Case("centered_norm", (values(2, 8), values(12), None, 1e-6, nothing(2, 12))), "rows of 8 columns"),
