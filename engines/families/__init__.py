@@ -32,7 +32,7 @@ _LISTED = (
     *(mixtures.QWEN3_5_MOE_TEXT, mixtures.QWEN3_5_MOE, mixtures.QWEN3_VL_MOE, qwen.QWEN2_5_VL, qwen.QWEN3_VL),
     *(vision_language.LLAVA, vision_language.GEMMA3_WITH_IMAGES, vision_language.MISTRAL3, hybrid.QWEN3_5),
     *(gemma4.GEMMA4_TEXT, gemma4.GEMMA4, gemma4.GEMMA4_UNIFIED_TEXT, gemma4.GEMMA4_UNIFIED),
-    *(vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL),
+    *(vision_language.QWEN3_ASR, vision_language.PALIGEMMA, vision_language.VOXTRAL, vision_language.QWEN2_AUDIO),
     *(vision_language.SMOLVLM, vision_language.IDEFICS3, vision_language.LFM2_VL, vision_language.INTERNVL),
     vision_language.MINICPMV4_6,
 )
