@@ -33,16 +33,17 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
 from edgellm.kernels.arrays import ITEM_SIZES
 
+#: What the file calls the sizes that all have; Voxtral's does so otherwise.
+_SIZES = ("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model")
+_VOXTRAL_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+#: What Whisper's encoders and Qwen3-ASR's have where the file does not say.
+_WHISPER_DEFAULTS, _ASR_DEFAULTS = (32, 20, 5120, 1280), (24, 16, 4096, 1024)
 _DEFAULTS = {
-    **{"encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "d_model": 1024},
     **{"num_mel_bins": 128, "n_window": 50, "n_window_infer": 800, "output_dim": 3584, "downsample_hidden_size": 480},
+    "max_source_positions": 1500,
 }
-_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-#: What the file calls them in each of Whisper's encoders, and the width of the language model where it does not say.
-_WHISPER = {
-    "voxtral": (_SIZES, 3072),
-    "qwen2_audio": (("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model"), 4096),
-}
+#: The families with Whisper's, and the width of their language models where the file does not say.
+_WHISPER = {"voxtral": 3072, "qwen2_audio": 4096}
 #: Inputs that name the even and the odd rows of Qwen2-Audio's.
 _PAIRS = ("even_rows", "odd_rows")
 #: Layer norms have PyTorch's own; positions are sines and cosines of waves up to so long (Vaswani et al. 2017).
@@ -92,11 +93,9 @@ def _read_conformer(checkpoint: Checkpoint) -> ConformerConfig:
 
 def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
     raw, family = checkpoint.config.get("audio_config"), str(checkpoint.config.get("model_type"))
-    sizes, _ = _WHISPER.get(family, _WHISPER["qwen2_audio"])
-    defaults = _DEFAULTS
-    if family in _WHISPER:
-        defaults = dict(zip(sizes, (32, 20, 5120, 1280), strict=True))
-        defaults |= {"num_mel_bins": 128, "max_source_positions": 1500}
+    sizes = _VOXTRAL_SIZES if family == "voxtral" else _SIZES
+    usual = _WHISPER_DEFAULTS if family in _WHISPER else _ASR_DEFAULTS
+    defaults = _DEFAULTS | dict(zip(sizes, usual, strict=True))
     fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, defaults, is_part=True), None, "audio_config")
     if fields.values.get("scale_embedding"):
         fields.refuse("scale_embedding", True, "supported is false")
@@ -151,7 +150,7 @@ def _whisper(fields: ConfigFields, checkpoint: Checkpoint, read: Mapping[str, An
         fields.expect("max_source_positions", positions, "an even number: the mean of two rows becomes one token")
     text = checkpoint.config.get("text_config")
     whole = ConfigFields({**(text if isinstance(text, dict) else {})}, None, "text_config")
-    out = whole.size("hidden_size", _WHISPER[read["family"]][1])
+    out = whole.size("hidden_size", _WHISPER[read["family"]])
     whole.raise_problems()
     activation = checkpoint.config.get("projector_hidden_act", "gelu")
     if activation != "gelu":
