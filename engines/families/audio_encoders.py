@@ -101,7 +101,7 @@ def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
         fields.refuse("scale_embedding", True, "supported is false")
     fields.word("activation_function", {"gelu": "gelu", None: "gelu"})
     layers, heads, inner, width = sizes
-    read = {
+    read: dict[str, Any] = {
         "family": family,
         "num_layers": fields.size(layers, largest=LARGEST_DEPTH),
         "num_heads": fields.size(heads),
@@ -180,13 +180,15 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, 
     heard = {"attention_mask": (np.arange(shape.tokens) < config.encoded_rows(frames))[None, None, None]}
     if config.family in _WHISPER:
         inputs = {"features": np.ascontiguousarray(features.T)[None]}
-        pairs = {name: np.arange(first, shape.tokens, 2, np.int32)[None] for first, name in enumerate(_PAIRS)}
-        return inputs if config.family == "voxtral" else inputs | heard | pairs
-    bins, rows = len(features), convolved(config.chunk_frames, config.halvings)
-    chunks, half = shape.tokens // rows, config.hidden_size // 2
+        if config.family == "voxtral":
+            return inputs
+        rows = np.arange(shape.tokens, dtype=np.int32)
+        return inputs | heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
+    bins, own = len(features), convolved(config.chunk_frames, config.halvings)
+    chunks, half = shape.tokens // own, config.hidden_size // 2
     padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - features.shape[1])))
     waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    angles = np.arange(rows)[:, None] * waves
+    angles = np.arange(own)[:, None] * waves
     positions = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
