@@ -44,7 +44,7 @@ LIMITS = {
     "policy": 2_500,
     "published": 26_500,
     "quantized": 190_000,
-    "speech": 20_000,
+    "speech": 16_000,
     "tiled": 26_000,
     "torch_files": 8_000,
     "video": 13_000,

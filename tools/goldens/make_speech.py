@@ -4,12 +4,13 @@ too, of a few thousand random weights, by transformers.
     python tools/goldens/make_speech.py tests/goldens/speech
 
 Needs torch, transformers (5.23 or later) and soxr. The weights are only described (`tests/helpers/golden_files.py`),
-windows are of two seconds, Voxtral's of 0.8, Qwen2-Audio's of 6. `expected.safetensors` has for each sound i of
+windows are of two seconds, Voxtral's of 0.8. `expected.safetensors` has for each sound i of
 `synthetic_sound.SECONDS` every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder
 and projector make of it; the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32
 logits those [T, 3] at `synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled`
-from 44,100 to 16,000 Hz by soxr. Gemma 4's rows are divided by what its language model multiplies by; it has both of a
-prompt of a picture and a sound of `HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
+from 44,100 to 16,000 Hz by soxr. Qwen2-Audio hears the last two sounds, for its processor cuts longer ones. Gemma 4's
+rows are divided by what its language model multiplies by; it has both of a prompt of a picture and a sound of
+`HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
 """
 
 from __future__ import annotations
@@ -80,8 +81,6 @@ _TEMPLATE = """{%- for message in messages -%}
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-_MESSAGES = [{"role": "user", "content": [{"type": "audio"}] * len(SECONDS) + [{"type": "text", "text": QUESTION}]}]
-
 _VOXTRAL_SPECIAL = ["<s>", "</s>", "[INST]", "[/INST]", "[BEGIN_AUDIO]", "[AUDIO]", "[TRANSCRIBE]"]
 _VOXTRAL_TEXT = {**_TEXT, "model_type": "llama", "eos_token_id": 257, "bos_token_id": 256, "pad_token_id": 257}
 #: Windows of 80 frames, four rows of the encoder a token: 10 tokens each.
@@ -100,7 +99,7 @@ _VOXTRAL_TEMPLATE = """<s>{%- for message in messages -%}
 _QWEN2_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
 _QWEN2_ENCODER = {
     **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16},
-    "max_source_positions": 300,
+    "max_source_positions": 100,
 }
 #: Sounds have numbers, and a line each.
 _QWEN2_SOUND = "{% set count.value = count.value + 1 %}Audio {{ count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
@@ -144,6 +143,11 @@ def make_tokenizer(special: list[str], words: list[AddedToken], **named: object)
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(words)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def asked(sounds: int) -> list[dict[str, Any]]:
+    """A message of so many sounds, and the question."""
+    return [{"role": "user", "content": [{"type": "audio"}] * sounds + [{"type": "text", "text": QUESTION}]}]
 
 
 def opened_model(directory: Path, kind: Any) -> Any:
@@ -190,7 +194,7 @@ def make(directory: Path) -> None:
         given.append(model.model.get_audio_features(features, mask).pooler_output)
         expected |= heard(index, features[0, :, : int(mask.sum())], given[-1])
     text = processor.tokenizer.apply_chat_template(
-        _MESSAGES, chat_template=_TEMPLATE, tokenize=False, add_generation_prompt=True
+        asked(len(SECONDS)), chat_template=_TEMPLATE, tokenize=False, add_generation_prompt=True
     )
     pieces = text.split("<|audio_pad|>")
     filled = "".join(piece + "<|audio_pad|>" * len(rows) for piece, rows in zip(pieces, [*given, []], strict=True))
@@ -240,7 +244,7 @@ def make_voxtral(directory: Path) -> None:
 @torch.no_grad()
 def make_qwen2_audio(directory: Path) -> None:
     """The same of Qwen2-Audio, by its processor and the whole model."""
-    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=6)
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
     tokenizer = make_tokenizer(_QWEN2_SPECIAL, [], eos_token="<|im_end|>", pad_token="<|endoftext|>")
     processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=_QWEN2_TEMPLATE)
     config = Qwen2AudioConfig(
@@ -252,9 +256,9 @@ def make_qwen2_audio(directory: Path) -> None:
     Qwen2AudioForConditionalGeneration(config).save_pretrained(directory)
     processor.save_pretrained(directory)
     model, found = opened_model(directory, Qwen2AudioForConditionalGeneration), list[torch.Tensor]()
-    asked = processor.apply_chat_template(_MESSAGES, add_generation_prompt=True, tokenize=False)
-    sounds = [sound(each) for each in SECONDS]
-    given = processor(text=[asked], audio=sounds, sampling_rate=RATE, return_tensors="pt")
+    sounds = [sound(each) for each in SECONDS[1:]]
+    text = processor.apply_chat_template(asked(len(sounds)), add_generation_prompt=True, tokenize=False)
+    given = processor(text=[text], audio=sounds, sampling_rate=RATE, return_tensors="pt")
     model.model.multi_modal_projector.register_forward_hook(lambda module, inputs, output: found.append(output))
     expected = answered("", given["input_ids"][0], model(**given).logits[0])
     for index, frames in enumerate(given["feature_attention_mask"].sum(1).tolist()):
