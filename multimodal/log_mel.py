@@ -23,6 +23,7 @@ _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_win
 _EXTRACTORS = {
     "qwen3_asr": "Qwen3ASRFeatureExtractor",
     "voxtral": "WhisperFeatureExtractor",
+    "qwen2_audio": "WhisperFeatureExtractor",
     "gemma4": "Gemma4AudioFeatureExtractor",
 }
 #: Gemma 4's extractor has no other values; null stands for absence.
@@ -70,11 +71,12 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PreparedAudio:
-    """Sound as its encoder takes it: parts of windows of `window_parts` each, the digest of each window, and how many
-    `tokens` they stand for."""
+    """Sound as its encoder takes it: parts of windows of `window_parts` each, how many `frames` of each window were
+    heard, and its digest; and how many `tokens` they stand for."""
 
     parts: tuple[_Part, ...]
     window_parts: int
+    frames: tuple[int, ...]
     digests: tuple[str, ...]
     tokens: int
     kind: str = field(default="audio")
@@ -112,7 +114,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number from 1 to {most}")
         found[key] = value
     rate, transform, hop, least, bins, half = found.values()
-    step, has_whole_windows = 1, config.family == "voxtral"
+    step, has_whole_windows = 1, kind == "WhisperFeatureExtractor"
     if has_whole_windows:
         half, least, step = config.chunk_frames // 2, config.window_frames * hop, config.window_frames * hop
     if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
@@ -140,13 +142,18 @@ def _part_frames(config: AudioConfig) -> int:
 
 def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
     """float32 samples [N] at the rate of `mel`, as the encoder takes them: features of each window, none longer."""
-    parts, size, digests, before = _heard(samples, mel), config.window_frames // mel.part, list[str](), ""
-    loudest = max(part.loudest for part in parts)
-    for first in range(0, len(parts), size):
-        own = "".join(part.digest for part in parts[first : first + size])
-        digests.append(hashlib.sha256(f"{before}{loudest}{own}".encode()).hexdigest())
+    parts, window = _heard(samples, mel), config.window_frames
+    heard, loudest = sum(part.logarithms.shape[1] for part in parts), max(part.loudest for part in parts)
+    if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
+        heard = max(3, -(-len(samples) // mel.hop))
+    frames = tuple(min(window, heard - start) for start in range(0, heard, window))
+    frames = tuple(count for count in frames if config.rows(count))
+    digests, before, size = list[str](), "", window // mel.part
+    for number, count in enumerate(frames):
+        own = "".join(part.digest for part in parts[number * size : (number + 1) * size])
+        digests.append(hashlib.sha256(f"{before}{loudest} {count} {own}".encode()).hexdigest())
         before = digests[-1] if config.lead_windows else ""
-    return PreparedAudio(parts, size, tuple(digests), config.rows(sum(part.logarithms.shape[1] for part in parts)))
+    return PreparedAudio(parts, size, frames, tuple(digests), sum(map(config.rows, frames)))
 
 
 def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:

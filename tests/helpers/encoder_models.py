@@ -156,6 +156,8 @@ _CONFORMER = ConformerConfig(
 )
 SPEECH_MODELS |= {"gemma4": _CONFORMER, "gemma4_without_bounds": replace(_CONFORMER, clipped=False, num_layers=2)}
 
+SPEECH_MODELS["qwen2_audio"] = replace(SPEECH_MODELS["voxtral"], family="qwen2_audio", intermediate_size=44, merged=2)
+
 
 def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
@@ -188,14 +190,15 @@ def lengths_of(config: AudioConfig) -> list[int]:
     """Frames of windows for an encoder: whole ones, and others where it takes them."""
     if isinstance(config, ConformerConfig):
         return [4 * config.run_rows, 147, 7]
-    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family == "qwen3_asr")
+    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family != "voxtral")
 
 
 def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:
     """The shape that takes so many frames, or a `whole` window, and its weights and inputs."""
     shape = audio_shape(config.run_rows if whole else config.chunk_rows(frames))
-    features = np.random.default_rng(4).standard_normal((config.mel_bins, frames), np.float32)
-    return shape, random_weights(config, shape) | audio_inputs(config, shape, features)
+    size = config.mel_bins, frames if config.family not in ("voxtral", "qwen2_audio") else config.window_frames
+    features = np.random.default_rng(4).standard_normal(size, np.float32)
+    return shape, random_weights(config, shape) | audio_inputs(config, shape, features, frames)
 
 
 def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndarray]:
