@@ -50,7 +50,7 @@ def fill(kept: dict[str, np.ndarray], random: np.random.Generator) -> None:
 
 def plain_steps(states: ModelStates, slot: int, kept: dict[str, np.ndarray], path: list[int]) -> None:
     """Take a path of a tree as plain decoding does: token by token, each a step of its own."""
-    one = ReplayInputs(NumpyBackend(CONFIG), LAYERS, 1, 1).of(1, 1)
+    one = ReplayInputs(NumpyBackend(CONFIG).zeros_side_by_side, LAYERS, 1, 1).of(1, 1)
     for node in path:
         for name, array in one.items():
             array[...] = kept[name][slot : slot + 1, node : node + 1]
