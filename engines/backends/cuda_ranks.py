@@ -279,8 +279,8 @@ class RankedKernelEngine:
 
     def _of_rank(self, rank: int, name: str, array: Any) -> Any:
         """What a rank is bound to in place of an array: None where it needs nothing."""
-        if name in self._weights:
-            return self._backend.weight(rank, name)
+        if name in self._weights:  # a bias that is added to a sum is the first's alone
+            return self._backend.weight(rank, name) if name in self._engines[rank].program.weights else None
         if isinstance(array, RankedArray):
             return array.parts[rank][1]
         if rank == 0 or name in self._assembled:

@@ -100,7 +100,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("gated_delta_nets", 2), ("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)]
+    ("name", "count"),
+    [("gated_delta_nets", 2), ("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)],
 )
 def test_states_of_ranks_are_those_of_one(host: None, name: str, count: int) -> None:
     """They come from snapshots, change places, begin anew, take what was accepted of a tree, and go into snapshots."""
