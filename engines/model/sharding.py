@@ -272,9 +272,9 @@ class _Sharding:
         )
 
     def _experts(self, step: Experts) -> Sequence[Step]:
-        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
-        if step.latent:
-            raise EngineError(f"{step.title}, whose experts have a width of their own, is not shared: take one GPU")
+        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is.
+        Layers to and from a width of the experts' own are on every rank, each of which leads back its part of the sum.
+        """
         count = step.mixture.experts
         first, last = self._about(count)
 

@@ -147,13 +147,15 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "name", ["olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "nemotron_h", "granite4_moe"]
+    "name",
+    ["olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "granite4_moe", "nemotron_h_latent"],
 )
 def test_experts_states_and_norms_of_all_heads_are_shared(
     places: None, name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Tokens of one GPU up to near ties; drafted as plain, and the same again."""
-    family = (MIXTURES | FAMILIES | RECURRENT)[name] | {"max_position_embeddings": 1024}
+    latent = {"nemotron_h_latent": MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32}}
+    family = (MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, "float16")
     found = []

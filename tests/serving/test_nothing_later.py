@@ -13,7 +13,7 @@ import pytest
 from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 from packed_checkpoints import write_packed
-from tiny_families import RECURRENT, WINDOWED
+from tiny_families import MIXTURES, RECURRENT, WINDOWED
 
 from edgellm import LLM, SpecDecodeRuntime
 from edgellm.engines.building.builder import build_engine_directory
@@ -64,7 +64,7 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
     [
         "tree",
         "lfm2_biases",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "qwen3_5", "nemotron_h")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "qwen3_5", "nemotron_h_moe")),
     ],
 )
 def test_gpus_that_share_a_model_make_nothing_later(
@@ -82,7 +82,9 @@ def test_gpus_that_share_a_model_make_nothing_later(
         checkpoint, _ = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
         drafting, limits = None, replace(limits, max_lora_rank=8, lora_slots=2)
     else:
-        checkpoint = make_checkpoint(tmp_path / "checkpoint", **RECURRENT[name], max_position_embeddings=1024)
+        checkpoint = make_checkpoint(
+            tmp_path / "checkpoint", **(MIXTURES | RECURRENT)[name], max_position_embeddings=1024
+        )
     if model:
         build_engine_directory(checkpoint, *model, limits, None, "float16")
     made = on_nothing(2)

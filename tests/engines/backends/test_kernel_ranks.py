@@ -30,12 +30,14 @@ FORMAT = WeightFormat("int4", 32, False, "bfloat16")
 #: Residuals that are scaled, normed sums, layer norms and biases, factors, logits with a cap, norms of all heads.
 SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate", "olmo2"]
 #: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
-MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert"]
+MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert", "latent_experts"]
 #: Convolutions, delta rules and state spaces, of which ranks have heads; norms of groups behind these.
 STATES = ["short_convolutions", "gated_delta_nets", "state_spaces", "lone_parts", "qwen3_5_moe"]
 SHARING = Mixture(6, 2, 24, shared_size=48)
 EVERY = FAMILIES | SCALED | RECURRENT | MIXED | {"shared_expert": replace(LLAMA, mixture=SHARING)}
 EVERY["qwen3_5_moe"] = replace(EVERY["qwen3_5_moe"], mixture=SHARING)
+LATENT = EVERY["latent_experts"]
+EVERY["latent_experts"] = replace(LATENT, mixture=replace(LATENT.mixture, shared_size=48))
 
 
 def together(count: int, run: Callable[[int], Any]) -> list[Any]:
