@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from every_kind import DRAFTINGS
 from packed_checkpoints import write_packed
-from tiny_families import FAMILIES, MIXTURES, RECURRENT, TOLERANCES
+from tiny_families import FAMILIES, MIXTURES, RECURRENT, TOLERANCES, WINDOWED
 
 from edgellm import LLM, DraftingConfig, EngineError, Request, SamplingParams
 from edgellm.device.proof import compared_tokens
@@ -148,14 +148,17 @@ def test_a_rank_that_dies_ends_the_model_with_its_name(places: None, monkeypatch
 
 @pytest.mark.parametrize(
     "name",
-    ["olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "granite4_moe", "nemotron_h_latent"],
+    [
+        *("olmoe", "qwen3_moe", "olmo2", "llama_biases", "lfm2_biases", "qwen3_5", "granite4_moe", "nemotron_h_latent"),
+        "gemma4",
+    ],
 )
 def test_experts_states_and_norms_of_all_heads_are_shared(
     places: None, name: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Tokens of one GPU up to near ties; drafted as plain, and the same again."""
     latent = {"nemotron_h_latent": MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32}}
-    family = (MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
+    family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, "float16")
     found = []

@@ -64,7 +64,7 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
     [
         "tree",
         "lfm2_biases",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "qwen3_5", "nemotron_h_moe")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "qwen3_5", "nemotron_h_moe", "gemma4")),
     ],
 )
 def test_gpus_that_share_a_model_make_nothing_later(
@@ -82,9 +82,8 @@ def test_gpus_that_share_a_model_make_nothing_later(
         checkpoint, _ = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
         drafting, limits = None, replace(limits, max_lora_rank=8, lora_slots=2)
     else:
-        checkpoint = make_checkpoint(
-            tmp_path / "checkpoint", **(MIXTURES | RECURRENT)[name], max_position_embeddings=1024
-        )
+        family = (WINDOWED | MIXTURES | RECURRENT)[name] | {"max_position_embeddings": 1024}
+        checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     if model:
         build_engine_directory(checkpoint, *model, limits, None, "float16")
     made = on_nothing(2)

@@ -28,7 +28,16 @@ from edgellm.kernels.ranks.twin import NumpyRank
 
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
 #: Residuals that are scaled, normed sums, layer norms and biases, factors, logits with a cap, norms of all heads.
-SHARED = ["llama_untied_biases", "qwen3", "granite", "gemma2", "starcoder2", "layer_norms_and_a_gate", "olmo2"]
+SHARED = [
+    "llama_untied_biases",
+    "qwen3",
+    "granite",
+    "gemma2",
+    "starcoder2",
+    "layer_norms_and_a_gate",
+    "olmo2",
+    "gemma4",
+]
 #: Experts that ranks have some of, in rows of few and of many experts, with biases, and beside one of all tokens.
 MIXTURES = ["qwen3_moe", "gpt_oss", "shared_expert", "latent_experts"]
 #: Convolutions, delta rules and state spaces, of which ranks have heads; norms of groups behind these.

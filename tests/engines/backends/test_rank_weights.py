@@ -74,7 +74,11 @@ def _dense(weight: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "llama_biases_head_dim_10", "phi3_partial_tied", "olmo2", "qwen3_moe", "lfm2_moe", "qwen3_5_text"]
+    "name",
+    [
+        *("qwen3", "llama_biases_head_dim_10", "phi3_partial_tied", "olmo2", "qwen3_moe", "lfm2_moe", "qwen3_5_text"),
+        "gemma4",
+    ],
 )
 def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
     """But for its table of embeddings, which the first rank has whole."""

@@ -31,17 +31,17 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 GOLDENS = golden_folder("decoder")
 #: Each with something of its own: sinks and biases of experts, a gate of the head, windows, norms behind, heads shared
 #: by several ranks, biases, fused projections, a tied head, features that rounding shows, recurrent layers, norms
-#: of all heads.
+#: of all heads, embeddings of each layer and rows of keys and values that later layers attend to.
 SHARED = [
     *(("gpt_oss", 2), ("qwen3_moe", 2), ("granitemoe", 2), ("gemma2", 2), ("gemma3", 2), ("cwm_window_5", 2)),
     *(("llama_biases_head_dim_10", 4), ("qwen2_yarn", 3), ("phi3_partial_tied", 4), ("starcoder2", 3), ("minicpm", 3)),
     *(("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("lfm2", 3), ("lfm2_moe", 2), ("olmo2", 2), ("olmo2", 4)),
+    *(("gemma4", 2), ("gemma4_plain", 2), ("gemma4_unified", 2)),
 ]
 REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
     ("qwen3_5_text_narrow", 2, "the 3 value heads of layer 1 cannot be shared equally by 2 GPUs"),
-    ("gemma4_plain", 2, "the attention of layer 0 cannot be shared"),
 ]
 
 
