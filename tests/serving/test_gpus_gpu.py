@@ -160,7 +160,8 @@ def test_experts_states_and_norms_of_all_heads_are_shared(
     latent = {"nemotron_h_latent": MIXTURES["nemotron_h_moe"] | {"moe_latent_size": 32}}
     family = (WINDOWED | MIXTURES | FAMILIES | RECURRENT | latent)[name] | {"max_position_embeddings": 1024}
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
-    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, "float16")
+    dtype = "bfloat16" if name == "gemma4" else "float16"  # whose values go beyond
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 128, 1024), None, dtype)
     found = []
     for gpus in (1, 2, 2):
         with LLM(tmp_path / "engines", backend="tensorrt", gpus=gpus, drafting=None) as llm:
@@ -171,7 +172,7 @@ def test_experts_states_and_norms_of_all_heads_are_shared(
     assert found[1] == found[2]
     with open_runner("numpy", EngineDirectory.open(tmp_path / "engines")) as runner:
         logits = [teacher_forced_logits(runner, *pair) for pair in zip(prompts, found[0], strict=True)]
-    compared = compared_tokens(found[0], found[1], logits, TOLERANCES["float16"])
+    compared = compared_tokens(found[0], found[1], logits, TOLERANCES[dtype])
     print(f"\n{name}: {compared}")
     assert not compared["faults"], (name, compared)
 

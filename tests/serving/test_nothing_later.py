@@ -85,7 +85,7 @@ def test_gpus_that_share_a_model_make_nothing_later(
         family = (WINDOWED | MIXTURES | RECURRENT)[name] | {"max_position_embeddings": 1024}
         checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
     if model:
-        build_engine_directory(checkpoint, *model, limits, None, "float16")
+        build_engine_directory(checkpoint, *model, limits, None, "bfloat16" if name == "gemma4" else "float16")
     made = on_nothing(2)
     opened: list[Any] = []
 
