@@ -86,7 +86,7 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
         for (int d = 0; d < BLOCK_STEPS; ++d) {
             const uint4 x = read_shared_16(own + number * 64 + d * step_bytes);
             unsigned low[4], high[4];
-            held.eight[0].begin(groups[0], d), held.eight[1].begin(groups[1], d);
+            held.eight[0].begin(groups[0], d, mask), held.eight[1].begin(groups[1], d, mask);
             held.eight[0].values(groups[0], d, mask, low);
             held.eight[1].values(groups[1], d, mask, high);
 #pragma unroll

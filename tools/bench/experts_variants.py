@@ -115,7 +115,7 @@ def variants(rows: int, hidden: int, size: int) -> list[Variant]:
     found += [Variant(ahead=1, forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
     found += [Variant(row_adds=1), Variant(1, 1)]
     found += [Variant(1, adds, forms=(form,)) for adds in (0, 1) for form in (few, ring)]
-    found += [Variant(routes=1), Variant(row_adds=1, routes=1), Variant(1, 1, routes=1)]
+    found += [Variant(*way, routes=1) for way in ((0, 0), (1, 0), (0, 1), (1, 1))]
     shapes = (32, 0, 2), (16, 0, 2), (16, 3, 1), (16, 6, 1), (32, 2, 2)  # blocks of a pair; depth, and blocks
     for blocks, *form in shapes:
         forms = ((hidden, (1, *form, 2)),)
