@@ -326,22 +326,20 @@ class RankedRecurrent(CudaRecurrent):
         super().__init__(module)
         self._ranks = ranks
 
-    def commit_columns(self, *arguments):
-        """See `CudaRecurrent.commit_columns`."""
-        return self._committed("commit_columns", super().commit_columns, *arguments)
+    def commit_columns(self, *layers_and_path):
+        """See `CudaRecurrent`, as of the others."""
+        return self._committed("commit_columns", *layers_and_path)
 
-    def commit_matrices(self, *arguments):
-        """See `CudaRecurrent.commit_matrices`."""
-        return self._committed("commit_matrices", super().commit_matrices, *arguments)
+    def commit_matrices(self, *layers_and_path):
+        return self._committed("commit_matrices", *layers_and_path)
 
-    def commit_scans(self, *arguments):
-        """See `CudaRecurrent.commit_scans`."""
-        return self._committed("commit_scans", super().commit_scans, *arguments)
+    def commit_scans(self, *layers_and_path):
+        return self._committed("commit_scans", *layers_and_path)
 
-    def _committed(self, name, of_first, layers, accepted):
+    def _committed(self, name, layers, accepted):
         """What commits each rank's parts of layers; it reads the path in the memory of the first."""
         if not isinstance(layers[0][0], RankedArray):
-            return of_first(layers, accepted)
+            return getattr(CudaRecurrent, name)(self, layers, accepted)
 
         def launch(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
             own = [type(layer)(*(array.parts[rank][1] for array in layer)) for layer in layers]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import Module
+from decode_models import RECURRENT
 from golden_files import golden_folder
 from golden_sequences import Sequences
 from mxfp4_checkpoints import write_mxfp4
 from packed_weights import GGUF_FORMATS, random_of, random_packed
 from tiny_families import MIXTURES
 
+from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.device_layouts import packed_layouts
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.packed_loading import _prepare
 from edgellm.engines.backends.rank_memory import RankedArray
@@ -31,10 +38,15 @@ from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.sharding import Cut
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, rows_of
+from edgellm.engines.runners.states import ModelStates
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.recurrent.contract import AcceptedPath
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 GOLDENS = golden_folder("decoder")
 
@@ -60,10 +72,15 @@ def on_host(values: np.ndarray) -> DeviceArray:
     return DeviceArray(values.ctypes.data, values.shape, values.dtype.name, values)
 
 
-def seen(array: DeviceArray) -> np.ndarray:
-    """What is in an array of the host's memory."""
+def view(array: DeviceArray) -> np.ndarray:
+    """An array of the host's memory."""
     buffer = (ctypes.c_char * array.nbytes).from_address(array.pointer)
-    return np.frombuffer(buffer, np.dtype(array.dtype)).reshape(array.shape).copy()
+    return np.frombuffer(buffer, np.dtype(array.dtype)).reshape(array.shape)
+
+
+def seen(array: DeviceArray) -> np.ndarray:
+    """What is in it now."""
+    return view(array).copy()
 
 
 def _dense(weight: Any) -> np.ndarray:
@@ -213,3 +230,85 @@ def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, ta
     for rank in range(2):
         for weight, layout in parts.layouts[rank].items():
             assert isinstance(layout, DeviceLayout) and (layout.rows, layout.columns) == parts._shape(rank, weight)
+
+
+class HostRanks(CudaRanks):
+    """Ranks whose memory is the host's, and whose kernels are twins."""
+
+    def __init__(self, config: Any, count: int, patch: pytest.MonkeyPatch) -> None:
+        directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float32", draft=None)
+        self._parts, self._ranks = RankWeights(directory, count, {}), [self]
+        self._ranks += [object.__new__(CudaBackend) for _ in range(1, count)]
+        for each in self._ranks:
+            each.compute_dtype, each._module = "float32", Module()  # type: ignore[assignment]
+
+        def copy_rows(of_rank: Any, array: DeviceArray, values: np.ndarray, rows: int, up: bool) -> None:
+            assert values.flags.c_contiguous
+            pair = view(array)[:, :rows], values[:, :rows]
+            np.copyto(*pair if up else pair[::-1])
+
+        def zeros(of_rank: Any, *kind: Any) -> DeviceArray:
+            return on_host(np.zeros(*kind))
+
+        patched = {
+            "current": lambda of_rank: nullcontext(),
+            "synchronize": lambda of_rank: None,
+            "zeros": zeros,
+            "empty": zeros,
+            "zeros_side_by_side": lambda of_rank, edge: {name: zeros(of_rank, *kind) for name, kind in edge.items()},
+            "copy": lambda of_rank, target, source: np.copyto(view(target), view(source)),
+            "upload_rows": lambda *given: copy_rows(*given[:4], up=True),
+            "download_rows": lambda *given: copy_rows(*given[:4], up=False),
+        }
+        for name, method in patched.items():
+            patch.setattr(CudaDevice, name, method)
+        for name in ("commit_columns", "commit_matrices", "commit_scans"):
+            patch.setattr(CudaRecurrent, name, partialmethod(_commit, name))
+
+    def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        for (launch,) in launches:
+            launch()
+
+
+def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
+    own = [type(layer)(*map(view, layer)) for layer in layers]
+    return getattr(NumpyRecurrent(), name)(own, AcceptedPath(*map(view, path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("gated_delta_nets", 2), ("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)],
+)
+def test_recurrent_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from snapshots, change places, begin anew, take what was accepted of a tree, and go into snapshots."""
+    config, random, found = RECURRENT[name], np.random.default_rng(3), []
+    values: dict[Any, np.ndarray] = {}
+    for backend in (NumpyBackend(config), HostRanks(config, count, monkeypatch)):
+        of_ranks, starts = isinstance(backend, HostRanks), np.arange(3, dtype=np.int32)
+        given: Any = on_host if of_ranks else np.asarray
+        states = ModelStates(backend, decoder_states(config), 3, 20, given(starts), is_base=True)
+        for slot in range(3):
+            for place in states.of_slot(slot, 20):
+                saved = values.setdefault((slot, place.name), random.standard_normal(states.saved(20)[place.name][0]))
+                backend.upload_rows(place.memory, saved.astype(np.float32), place.rows)
+        states.swap(0, 2)
+        states.copy(0, 1)
+        states.clear_slot(2)
+        kept: Any = states.kept_inputs(3, 5).of(2, 5)
+        for each, array in kept.items():
+            inputs = values.setdefault(each, -np.abs(random.standard_normal(array.shape)))
+            for ranges, part in array.parts if of_ranks else [([(0, inputs.shape[2])], array)]:
+                own = np.concatenate([inputs[..., slice(*range)] for range in ranges], axis=-1)
+                (view(part) if of_ranks else part)[...] = own
+        path = np.array([[0, 1, 3], [0, 2, 0]], np.int32), np.array([3, 0], np.int32)
+        states.replay(slice(0, 2), kept, *map(given, path))()
+        found.append({})
+        for slot in range(3):
+            for place in states.of_slot(slot, 20):
+                found[-1][slot, place.name] = np.zeros(states.saved(20)[place.name][0], np.float32)
+                backend.download_rows(place.memory, found[-1][slot, place.name], place.rows)
+    for (slot, each), expected in found[0].items():
+        np.testing.assert_array_equal(found[1][slot, each], expected, err_msg=f"{slot} {each}")
+        moved = values[2 - slot if slot != 1 else 2, each].astype(np.float32)
+        is_rows, is_moved = each[1] == "_", (expected == moved).all()
+        assert is_moved == (is_rows or slot == 1) and (expected == 0).all() == (slot == 2 and not is_rows)
