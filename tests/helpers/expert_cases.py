@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +13,8 @@ from packed_weights import GGUF_FORMATS, packed_copy, random_of, random_packed
 
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.experts.contract import Activation, ExpertWeights, Routing
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Routers of each kind: of published sizes, of numbers that fill no warp, of one expert of two.
 ROUTINGS = {
@@ -81,3 +83,14 @@ def dense_values(weight: np.ndarray | PackedWeight, dtype: str) -> np.ndarray:
     """What the weight's products are made of, rounded to the dtype, in float32."""
     values = weight.values() if isinstance(weight, PackedWeight) else weight
     return from_bits(to_bits(values, dtype), dtype)
+
+
+def absent_layers(array: Callable[..., Any], kind: str, dtype: str, count: int) -> list[ExpertWeights]:
+    """Gates with ups, and downs, of so many experts in what `array` makes, dense or packed."""
+    sizes = ((count * 1536, 2048), (count * 2048, 768))
+    if kind == "dense":
+        return [ExpertWeights(LinearWeights(array(*size), array(count, size[0] // count)), count) for size in sizes]
+    format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
+    layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
+    packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
+    return [ExpertWeights(LinearWeights(each), count) for each in packed]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.sampling_state import StepRules
+from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -45,3 +45,29 @@ def watch_steps(runner: DecodingRunner, watched: Callable[[Callable[[], Any], in
     decode, drafted = runner.decode, runner.round
     runner.decode = lambda batch, *more: watched(lambda: decode(batch, *more), batch, None)
     runner.round = lambda batch, plan, *more: watched(lambda: drafted(batch, plan, *more), batch, plan)
+
+
+def answers(
+    runner: DecodingRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingValues],
+    plans: Sequence[DraftPlan | None],
+    count: int = 16,
+) -> tuple[list[list[int]], int]:
+    """The first `count` tokens of each slot, the plans in turn, and how many steps they took."""
+    found = [
+        runner.start(slot, prompt, 0, sampling).wait().tolist()
+        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    steps = 0
+    while min(map(len, found)) < count:
+        room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
+        plan = plans[steps % len(plans)]
+        plan = None if plan is None else fitting(plan, room)
+        trees = [GivenTree([5, 6], [-1, 0])] * len(prompts) if plan is not None and plan.takes_given else None
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
+            tokens.extend(emitted)
+        steps += 1
+    for slot in range(len(prompts)):
+        runner.stop(slot)
+    return [tokens[:count] for tokens in found], steps

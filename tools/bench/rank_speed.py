@@ -4,8 +4,7 @@ python -m tools.bench.rank_speed                 two ranks on the first GPU, of 
 python -m tools.bench.rank_speed --gpus 0 1      on two GPUs
 python -m tools.bench.rank_speed --gpus 0 1 --models llama-8b:float16 llama-8b:int4
 
-`--models` are shapes and weights of `random_model.py`, with random weights: a decode step behind 128 tokens and behind
-4,000, a prompt of 4,000 tokens, each GPU's memory, and whether tokens are the same again, of one GPU and of all.
+`--models` are shapes and weights of `random_model.py`: prompts, steps, memory, and whether tokens are the same again.
 """
 
 from __future__ import annotations
@@ -120,39 +119,37 @@ def microseconds(ranks: Ranks, shape: tuple[int, int]) -> float:
     return min(times)
 
 
-def model_figures(shape: str, weights: str, gpus: Sequence[int]) -> dict[str, float]:
-    """Print a line of what a model takes on one GPU or several; milliseconds, and MiB of the first GPU."""
+def model_figures(shape: str, weights: str, gpus: Sequence[int]) -> list[float]:
+    """Print what a model takes on one GPU or several; milliseconds of a prompt and of steps, and MiB of the first."""
     sys.path.insert(0, str(Path(__file__).parent))
     from random_model import RandomRanks, RandomTensorRTBackend, loop_milliseconds, random_prompt, shape_directory
 
     with TemporaryDirectory() as folder, ExitStack() as opened:
         directory = shape_directory(Path(folder), shape, EngineLimits(1, 2048, 4608), weights)
-        begin = time.perf_counter()
         backend: Any = RandomRanks(directory, gpus) if len(gpus) > 1 else RandomTensorRTBackend(directory)
         runner = BaseEngineRunner(backend, directory.config, directory.limits, directory.checkpoint())
         opened.callback(runner.close)
-        print(f"{shape} {weights} on GPUs {list(gpus)}: opened in {time.perf_counter() - begin:.1f} s", flush=True)
 
         def prompt(tokens: int) -> float:
             begin = time.perf_counter()
             runner.start(0, random_prompt(tokens), 0, SamplingValues()).wait()
             return (time.perf_counter() - begin) * 1000
 
-        def answer(tokens: int) -> list[int]:
-            prompt(tokens)
+        def answer() -> list[int]:
+            prompt(_LONG)
             return [int(runner.decode(1).wait()[0]) for _ in range(_STEPS)]
 
-        again = all(answer(tokens) == answer(tokens) for tokens in (_SHORT, _LONG))
-        found = {f"prompt of {_LONG:,}": min(prompt(_LONG) for _ in range(4))}
-        for tokens in (_LONG, _SHORT):
-            found[f"step behind {tokens:,}"] = min(loop_milliseconds(runner, tokens, _STEPS) for _ in range(3))
+        again = "the same" if answer() == answer() else "OTHERS"
+        found = [min(prompt(_LONG) for _ in range(4))]
+        found += [min(loop_milliseconds(runner, tokens, _STEPS) for _ in range(3)) for tokens in (_LONG, _SHORT)]
         each = backend.each if len(gpus) > 1 else lambda run: [run(0, backend)]
-        memory = [(total - free) / MEBIBYTE for free, total in each(lambda rank, own: own.free_memory())]
-        times = ", ".join(f"{what} {milliseconds:.3f} ms" for what, milliseconds in found.items())
-        used = ", ".join(f"{size:.0f}" for size in memory)
-        print(f"  {times}; {used} MiB in use; tokens again {'the same' if again else 'DIFFER'}", flush=True)
-        found["memory"] = memory[0]
-        return found
+        used = [(total - free) / MEBIBYTE for free, total in each(lambda rank, own: own.free_memory())]
+        print(
+            f"{shape} {weights} on {list(gpus)}: {_LONG} tokens {found[0]:.1f} ms; a step behind these {found[1]:.3f}, "
+            f"behind {_SHORT} {found[2]:.3f}; {[round(size) for size in used]} MiB in use; tokens again {again}",
+            flush=True,
+        )
+        return [*found, used[0]]
 
 
 def main() -> None:
@@ -163,8 +160,8 @@ def main() -> None:
     given = parser.parse_args()
     for name in given.models or ():
         shape, _, weights = name.partition(":")
-        one, several = (model_figures(shape, weights or "float16", gpus) for gpus in (given.gpus[:1], given.gpus))
-        print("  of one GPU's: " + ", ".join(f"{key} {several[key] / one[key]:.3f}" for key in one), flush=True)
+        one, all_of_them = (model_figures(shape, weights, gpus) for gpus in (given.gpus[:1], given.gpus))
+        print("  of one GPU's", *(f"{new / old:.3f}" for new, old in zip(all_of_them, one, strict=True)), flush=True)
     if given.models:
         return
     with opened_ranks(given.gpus) as ranks:

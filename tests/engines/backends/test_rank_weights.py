@@ -28,7 +28,6 @@ from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.packed_loading import _prepare
-from edgellm.engines.backends.rank_memory import RankedArray
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import ExpertMatrices, load_numpy_weights
@@ -194,27 +193,6 @@ def test_columns_in_another_order_are_not_shared() -> None:
         columns_of(stored(weight), 0, 32)
 
 
-def test_states_are_looked_at_by_slots_and_heads() -> None:
-    """As transfers of snapshots do: a part of the heads, of which a rank may have none."""
-    whole = np.arange(3 * 4 * 5 * 2, dtype=np.float32).reshape(3, 4, 5, 2)
-    halves = [np.ascontiguousarray(whole[:, begin : begin + 2]) for begin in (0, 2)]
-    parts = tuple((((begin, begin + 2),), on_host(half)) for begin, half in zip((0, 2), halves, strict=True))
-    array = RankedArray(whole.shape, "float32", parts)
-    one = array[1:2]
-    assert array.nbytes == whole.nbytes and one.shape == (1, 4, 5, 2)
-    for part, place in one.beside(on_host(whole[1:2])):
-        np.testing.assert_array_equal(seen(part), seen(place))
-    slot = one.reshape(4, 5, 2)
-    for begin, end in ((0, 4), (1, 3), (2, 3)):
-        looked = slot[begin:end]
-        assert looked.shape == (end - begin, 5, 2)
-        for ((first, last),), part in looked.parts:
-            np.testing.assert_array_equal(seen(part), whole[1, begin + first : begin + last])
-        assert sum(last - first for ((first, last),), _ in looked.parts) == end - begin
-    with pytest.raises(ValueError, match="cannot view heads of several GPUs"):
-        array.reshape(12, 5, 2)
-
-
 @pytest.mark.parametrize(("name", "takes"), [("awq_group32", False), ("gptq_v2_desc_act", False), ("ct_nvfp4", True)])
 def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, takes: bool) -> None:
     """Groups of 32 of 96 columns, and an act order; groups of 16 are cut."""
@@ -275,40 +253,37 @@ def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
     return getattr(NumpyRecurrent(), name)(own, AcceptedPath(*map(view, path)))
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("gated_delta_nets", 2), ("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)],
-)
-def test_recurrent_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come from snapshots, change places, begin anew, take what was accepted of a tree, and go into snapshots."""
-    config, random, found = RECURRENT[name], np.random.default_rng(3), []
-    values: dict[Any, np.ndarray] = {}
+@pytest.mark.parametrize(("name", "count"), [("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)])
+def test_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from snapshots by parts, change places, begin anew, take what was accepted of a tree, and go back."""
+    config, random, drawn, found = RECURRENT[name], np.random.default_rng(3), dict[Any, np.ndarray](), []
     for backend in (NumpyBackend(config), HostRanks(config, count, monkeypatch)):
-        of_ranks, starts = isinstance(backend, HostRanks), np.arange(3, dtype=np.int32)
+        of_ranks = isinstance(backend, HostRanks)
         given: Any = on_host if of_ranks else np.asarray
-        states = ModelStates(backend, decoder_states(config), 3, 20, given(starts), is_base=True)
-        for slot in range(3):
-            for place in states.of_slot(slot, 20):
-                saved = values.setdefault((slot, place.name), random.standard_normal(states.saved(20)[place.name][0]))
-                backend.upload_rows(place.memory, saved.astype(np.float32), place.rows)
+        states = ModelStates(backend, decoder_states(config), 3, 20, given(np.arange(3, dtype=np.int32)), is_base=True)
+        shapes, places = states.saved(20), {(slot, p.name): p for slot in range(3) for p in states.of_slot(slot, 20)}
+        for key, place in places.items():
+            values = drawn.setdefault(key, random.standard_normal(shapes[key[1]][0], np.float32))
+            for group in range(len(values)):
+                own = slice(group, group + 1)
+                backend.upload_rows(place.memory[own], values[own], place.rows)
         states.swap(0, 2)
         states.copy(0, 1)
         states.clear_slot(2)
         kept: Any = states.kept_inputs(3, 5).of(2, 5)
-        for each, array in kept.items():
-            inputs = values.setdefault(each, -np.abs(random.standard_normal(array.shape)))
-            for ranges, part in array.parts if of_ranks else [([(0, inputs.shape[2])], array)]:
-                own = np.concatenate([inputs[..., slice(*range)] for range in ranges], axis=-1)
-                (view(part) if of_ranks else part)[...] = own
+        for key, array in kept.items():
+            values = drawn.setdefault(key, -np.abs(random.standard_normal(array.shape, np.float32)))
+            for ranges, part in array.parts if of_ranks else [([(0, values.shape[2])], array)]:
+                columns = [values[..., begin:end] for begin, end in ranges]
+                (view(part) if of_ranks else part)[...] = np.concatenate(columns, axis=-1)
         path = np.array([[0, 1, 3], [0, 2, 0]], np.int32), np.array([3, 0], np.int32)
         states.replay(slice(0, 2), kept, *map(given, path))()
-        found.append({})
-        for slot in range(3):
-            for place in states.of_slot(slot, 20):
-                found[-1][slot, place.name] = np.zeros(states.saved(20)[place.name][0], np.float32)
-                backend.download_rows(place.memory, found[-1][slot, place.name], place.rows)
-    for (slot, each), expected in found[0].items():
-        np.testing.assert_array_equal(found[1][slot, each], expected, err_msg=f"{slot} {each}")
-        moved = values[2 - slot if slot != 1 else 2, each].astype(np.float32)
-        is_rows, is_moved = each[1] == "_", (expected == moved).all()
+        found.append({key: np.zeros_like(drawn[key]) for key in places})
+        for key, place in places.items():
+            backend.download_rows(place.memory, found[-1][key], place.rows)
+    for (slot, name), expected in found[0].items():
+        np.testing.assert_array_equal(found[1][slot, name], expected, err_msg=f"{slot} {name}")
+        is_rows, is_moved = name[1] == "_", (expected == drawn[(2, 2, 0)[slot], name]).all()
         assert is_moved == (is_rows or slot == 1) and (expected == 0).all() == (slot == 2 and not is_rows)
+    with pytest.raises(ValueError, match="cannot view heads of several GPUs"):
+        states.tensors[name].reshape(1)
