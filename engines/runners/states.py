@@ -139,11 +139,12 @@ class ModelStates:
         features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
         move_accepted = self._backend.acceptance.move_accepted
         steps: list[Callable[[], None]] = []
-        for wraps in (False, True):  # features move with the first, and once more with the second
-            names = (name for name in self.tensors if name not in self._recurrent)
-            moved = [self.tensors[name] for name in names if (name in self._rings) is wraps]
-            if moved:
-                steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
+        moved: dict[tuple[bool, int], list[Array]] = {}  # alike; features move with each
+        for name, tensor in self.tensors.items():
+            if name not in self._recurrent:
+                moved.setdefault((name in self._rings, tensor.shape[1]), []).append(tensor)
+        for (wraps, _), tensors in moved.items():
+            steps.append(partial(move_accepted, tensors, start, accepted, features, pending, wraps))
         if self._recurrent:
             steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
         return in_order(steps)
