@@ -13,6 +13,7 @@ from typing import Any
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.layer_weights import TOKEN_INPUTS
 from edgellm.engines.model.program import Program, kept_states
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
 from edgellm.engines.model.row_steps import TokenInputs
@@ -88,11 +89,6 @@ class _Sharding:
         self._program, self._rank, self._of = program, rank, of
         self._attentions = {step.value: step for step in reversed(program.attentions)}
         self._multiplied = {step.value for step in program.steps if isinstance(step, LinearResidual)}
-        of_tokens = {step.value for step in program.steps if isinstance(step, TokenInputs)}
-        #: What linear layers of all ranks put out.
-        self._replicated = of_tokens | {
-            step.output for step in program.steps if isinstance(step, NormLinear) and step.through is not None
-        }
         self._split: set[str] = set()  # values of which each rank has its columns
         self._cuts: dict[str, Cut] = {}
         recurrent = [step for step in reversed(program.steps) if isinstance(step, GatedDelta)]
@@ -136,7 +132,7 @@ class _Sharding:
 
     def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
         rows = step.linear.weight.shape[0]
-        if step.output in self._replicated:
+        if step.through is not None or step.output == TOKEN_INPUTS:
             return self._whole(step)
         if step.output == "logits":
             own = self._rows(step.linear, (self._about(rows),))
