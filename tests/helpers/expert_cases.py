@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +10,7 @@ from device_bits import from_bits, to_bits
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, packed_copy, random_of, random_packed
 
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.experts.contract import Activation, ExpertWeights, Routing
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
@@ -27,6 +27,20 @@ ROUTINGS = {
     "most": Routing(512, 32),
     "one_of_two": Routing(2, 1),
 }
+
+
+def absent_experts(kind: str, dtype: str, experts: int) -> list[ExpertWeights]:
+    """Gates and ups, and downs, of so many of Qwen3-30B-A3B's experts, "dense" or of a format, at an address that
+    nothing reads."""
+    sizes = ((experts * 1536, 2048), (experts * 2048, 768))
+    if kind == "dense":
+        biases = (DeviceArray(1 << 20, (experts, size[0] // experts), dtype) for size in sizes)
+        dense = (DeviceArray(1 << 20, size, dtype) for size in sizes)
+        return [ExpertWeights(LinearWeights(*pair), experts) for pair in zip(dense, biases, strict=True)]
+    format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
+    layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
+    packed = [PackedMatrix(layout, DeviceArray(1 << 20, layout.shape, "uint8")) for layout in layouts]
+    return [ExpertWeights(LinearWeights(each), experts) for each in packed]
 
 
 def random_scores(routing: Routing, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -83,14 +97,3 @@ def dense_values(weight: np.ndarray | PackedWeight, dtype: str) -> np.ndarray:
     """What the weight's products are made of, rounded to the dtype, in float32."""
     values = weight.values() if isinstance(weight, PackedWeight) else weight
     return from_bits(to_bits(values, dtype), dtype)
-
-
-def absent_layers(array: Callable[..., Any], kind: str, dtype: str, count: int) -> list[ExpertWeights]:
-    """Gates with ups, and downs, of so many experts in what `array` makes, dense or packed."""
-    sizes = ((count * 1536, 2048), (count * 2048, 768))
-    if kind == "dense":
-        return [ExpertWeights(LinearWeights(array(*size), array(count, size[0] // count)), count) for size in sizes]
-    format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
-    layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
-    packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
-    return [ExpertWeights(LinearWeights(each), count) for each in packed]

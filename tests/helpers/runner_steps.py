@@ -63,7 +63,7 @@ def stepped(
     steps = 0
     while min(map(len, found)) < count:
         plan, trees = step(steps, found)
-        if plan is not None and plan.takes_given and not runner.takes_given(len(prompts), plan):
+        if plan is not None and plan.is_given and not runner.takes_given(len(prompts), plan):
             plan = trees = None
         elif plan is not None:
             room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
@@ -89,6 +89,6 @@ def answers(
 
     def step(number: int, found: list[list[int]]) -> tuple[DraftPlan | None, Sequence[GivenTree] | None]:
         plan = plans[number % len(plans)]
-        return plan, trees if plan is not None and plan.takes_given else None
+        return plan, trees if plan is not None and plan.is_given else None
 
     return stepped(runner, samplings, step, count, prompts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_cases import ACTIVATIONS, ROUTINGS, absent_layers, random_layer, random_scores
+from expert_cases import ACTIVATIONS, ROUTINGS, absent_experts, random_layer, random_scores
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -142,7 +142,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
         kernels.choose(scores, Choice(Routing(128, 8), routed, None, (x, array(1, 2048))))
         kernels.add(sums, Addition(routed, x, total))
     for kind in kinds:
-        both = absent_layers(array, kind, dtype, 16)
+        both = absent_experts(kind, dtype, 16)
         for how in ACTIVATIONS:
             kernels.gate_up(x, routed.expert_ids, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.down_add(array(rows, 8 * 768), both[1], sums, Addition(routed, x, total), counters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from expert_cases import ACTIVATIONS, absent_layers, random_ids, random_layer
+from expert_cases import ACTIVATIONS, absent_experts, random_ids, random_layer
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -152,7 +152,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
     own = sorted_pairs(array(sorted_words(pairs, 128, tile), kind="int32"), pairs, 128, tile)
     kernels.sort(array(rows, 8, kind="int32"), 128, own)
     for kind in kinds:
-        both = absent_layers(array, kind, dtype, 128)
+        both = absent_experts(kind, dtype, 128)
         for how in ACTIVATIONS:
             kernels.sorted_gate_up(array(rows, 2048), own, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.sorted_down(array(rows, 8 * 768), own, both[1], array(rows, 8 * 2048, kind="float32"))
