@@ -16,7 +16,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collecti
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.sharding import Range
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument
+from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument, blocks_at_once
 
 #: What a rank waits for another before it ends the model. Long: kernels may have to be loaded first.
 WAIT_SECONDS = 30.0
@@ -62,7 +62,8 @@ class RankMemory:
         places = [(ctypes.c_void_p * MOST_RANKS)(*(array.pointer for array in each)) for each in (inboxes, flags)]
         own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 4 * rank
         apart = len({device.gpu.index for device in self._devices}) == len(self._devices)
-        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart)
+        blocks = blocks_at_once([device.gpu.multiprocessors for device in self._devices], apart)
+        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart, blocks)
 
     def fail(self, rank: int, error: BaseException) -> EngineError:
         """The error of a rank that has failed, now or before; nothing runs from then on."""

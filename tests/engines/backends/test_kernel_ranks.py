@@ -24,6 +24,7 @@ from edgellm.engines.model.sharding import sharded
 from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.ranks.launcher import blocks_at_once
 from edgellm.kernels.ranks.twin import NumpyRank
 
 FORMAT = WeightFormat("int4", 32, False, "bfloat16")
@@ -134,3 +135,9 @@ def test_launches_of_a_rank_are_prepared(family: str, kind: str) -> None:
         packed = {spec.name: DeviceLayout(FORMAT, *spec.shape, dtype="bfloat16") for spec in layers}
         assert prepare(module, config, shape, "bfloat16", packed, (1, 2)) == "kernels"
     assert any(source.name == "ranks_bfloat16" for source in module.sources)
+
+
+def test_sums_have_no_more_blocks_than_each_gpu_runs_at_once() -> None:
+    """Two on a multiprocessor of the smallest, since a block waits for that of each other rank; few where GPUs are one."""
+    assert [blocks_at_once(sizes, True) for sizes in ([132, 132], [46, 40], [20, 60])] == [256, 80, 64]
+    assert blocks_at_once([132] * 8, False) == 64
