@@ -138,6 +138,6 @@ def test_launches_of_a_rank_are_prepared(family: str, kind: str) -> None:
 
 
 def test_sums_have_no_more_blocks_than_each_gpu_runs_at_once() -> None:
-    """Two on a multiprocessor of the smallest: a block waits for that of each other rank. Few where ranks share a GPU."""
+    """Two on a multiprocessor of the smallest: a block waits for one of each other rank. Few where they share a GPU."""
     assert [blocks_at_once(sizes, True) for sizes in ([132, 132], [46, 40], [20, 60])] == [256, 80, 64]
     assert blocks_at_once([132] * 8, False) == 64
