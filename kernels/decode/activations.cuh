@@ -65,7 +65,8 @@ template <typename T, int PARTS> struct NormInputs {
     int kept_stride;
     bool keeps_raw;
 
-    // What stands around the loads of the whole block, see AddedInputs.
+    // What comes before the previous kernel is done, and what stands around the loads of the whole block, see AddedInputs.
+    __device__ void prefetch() const {}
     __device__ void begin(int) const {}
     __device__ void end() const {}
     __device__ bool in_last(int column) const { return PARTS == 2 && column >= width; }

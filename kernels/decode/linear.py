@@ -35,7 +35,13 @@ from edgellm.kernels.decode.columns import CudaColumns
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.norms import CudaNorms
-from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
+from edgellm.kernels.decode.packed_rows import (
+    CLUSTER,
+    MAX_PACKED_ROWS,
+    packed_rows,
+    packed_rows_kernel,
+    token_block_way,
+)
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -68,6 +74,12 @@ class _LinearResidual(ctypes.Structure):
     ]
 
 
+class _TokenBlock(ctypes.Structure):
+    """`TokenBlock` of packed_rows.cu."""
+
+    _fields_ = [("gate", _AddedNormLinear), ("projection", _LinearResidual)]
+
+
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * contract.SLICES * contract.STEP
 #: What the kernels of few rows assert or take.
@@ -84,6 +96,7 @@ LINEAR_MACROS = (
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
     ("HOST_ADDED_LINEAR_BYTES", ctypes.sizeof(_AddedNormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
+    ("HOST_TOKEN_BLOCK_BYTES", ctypes.sizeof(_TokenBlock)),
 )
 
 
@@ -154,6 +167,43 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
 
     def token_gate_linear(self, normed, linear, activation, through, output):
         """See `NumpyDecodeKernels.token_gate_linear`."""
+        prefix, arguments = self._gate_arguments(normed, linear, activation, through, output)
+        if linear.is_packed:
+            return self._packed(f"{prefix}token_gate", linear, arguments)
+        limit, batch, ranks = self.module.shared_limit, arguments.linear.batch, linear.ranks
+        geometry = geometries.norm_geometry(batch, [normed.columns], limit, False, ranks)
+        shared = geometry.norm_bytes(1, 1, batch, normed.columns, ranks)
+        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
+
+    def takes_block(self, normed: NormedInput, gate: LinearWeights, linear: LinearWeights) -> bool:
+        """Whether `token_block` computes such layers: packed ones, of an input that is added first."""
+        return normed.added is not None and self._block_way(rows_of(normed.values), gate, linear) is not None
+
+    def token_block(self, normed, gate, activation, through, gates, linear, residual, output, scale=1.0, kept=None):
+        """See `NumpyDecodeKernels.token_block`."""
+        _, first = self._gate_arguments(normed, gate, activation, through, gates)
+        second = _residual_arguments(gates, linear, residual, output, scale, kept, None, True)
+        found = self._block_way(first.linear.batch, gate, linear)
+        if found is None or not isinstance(first, _AddedNormLinear) or second.linear.batch != first.linear.batch:
+            raise KernelError(
+                f"no cluster of blocks multiplies {gate.weight.shape}, then {linear.weight.shape}, of "
+                f"{first.linear.batch} rows that are added first: launch the two by themselves"
+            )
+        (way, layout, shared), grid = found, (CLUSTER, 1, 1)
+        check_rounded(layout, self.dtype)
+        kernel = packed_rows_kernel("token_block", self.dtype, way, layout, LINEAR_MACROS)
+        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(first, second),), grid)
+
+    def _block_way(self, batch: int, *layers: LinearWeights) -> Any:
+        """`token_block_way` of two layers without adapters; None for others."""
+        if any(not each.is_packed or each.adapters is not None for each in layers):
+            return None
+        gate, linear = (each.weight.layout for each in layers)
+        return token_block_way(batch, gate, linear, capacity_of(self.module))
+
+    def _gate_arguments(self, normed, linear, activation, through, output) -> tuple[str, NormLinearArgument]:
+        """What the name of a kernel of gates begins with, and its arguments."""
         rows, batch = linear.weight.shape[0], self._batch([normed], linear)
         check_room("output", output, batch, rows)
         fits = (through.columns, through.values.dtype) == (rows, "float32")
@@ -164,32 +214,15 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             )
         layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
         own = layer, KeptArgument(), output.pointer, True, number
-        prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
-        if linear.is_packed:
-            return self._packed(f"{prefix}token_gate", linear, arguments)
-        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
-        shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
-        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
-        return self._launch(kernel, geometry, 1, linear, shared, arguments)
+        return self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
-        rows, columns = linear.weight.shape
+        columns, limit, ranks = linear.weight.shape[1], self.module.shared_limit, linear.ranks
         batch = output.size // linear.width if selected is None else selected.size
-        _check_rows(batch, columns, batch * columns, linear)
-        check_room("x", x, batch, columns)
-        check_room("output", output, batch, linear.width)
-        limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
         staged = geometries.staged_geometry(batch, columns, limit, ranks)
         geometry = staged or geometries.residual_geometry(batch, limit, ranks)
-        arguments = _LinearResidual(
-            linear_argument(linear, batch, rows, scale),
-            kept_argument(kept, rows),
-            *(*addresses(x, residual), own_rows(output, linear, residual, kept), *addresses(selected)),
-            residual is not None and residual.dtype == "float32",
-            1 if selected is None else x.size // columns // batch,
-            staged is not None,
-        )
+        arguments = _residual_arguments(x, linear, residual, output, scale, kept, selected, staged is not None)
         if linear.is_packed:
             return self._packed("linear_residual", linear, arguments)
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
@@ -266,6 +299,23 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         adapters.low_units = low_units
         adapters.low_blocks = min(low_units, -(-blocks // geometry.blocks_per_multiprocessor))
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
+
+
+def _residual_arguments(x, linear, residual, output, scale, kept, selected, staged: bool) -> _LinearResidual:
+    """See `NumpyTiledKernels.linear_residual`. Raises KernelError for what does not fit."""
+    rows, columns = linear.weight.shape
+    batch = output.size // linear.width if selected is None else selected.size
+    _check_rows(batch, columns, batch * columns, linear)
+    check_room("x", x, batch, columns)
+    check_room("output", output, batch, linear.width)
+    return _LinearResidual(
+        linear_argument(linear, batch, rows, scale),
+        kept_argument(kept, rows),
+        *(*addresses(x, residual), own_rows(output, linear, residual, kept), *addresses(selected)),
+        residual is not None and residual.dtype == "float32",
+        1 if selected is None else x.size // columns // batch,
+        staged,
+    )
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:

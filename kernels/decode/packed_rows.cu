@@ -1,5 +1,6 @@
 // The kernels of linear layers over packed weights of up to eight rows of activations, by packed_rows.cuh.
 #include "decode/packed_rows.cuh"
+#include "shared/clusters.cuh"
 
 namespace decode {
 namespace packed {
@@ -86,6 +87,43 @@ ROWS_KERNEL(linear_residual, LinearResidual) {
     pair.read(0);
     stage_input<T, G>(static_cast<const T*>(arguments.input), output.source, activations, linear);
     multiply_staged(linear, stream, pair, activations, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
+}
+// What token_block takes: an input that is added first, and what multiplies its gates.
+struct TokenBlock {
+    AddedNormLinear gate;
+    LinearResidual projection;
+};
+static_assert(sizeof(TokenBlock) == HOST_TOKEN_BLOCK_BYTES, "as the host's structure");
+
+// added_token_gate, then linear_residual of what that gives, by one cluster of blocks: both layers are small, and all of their
+// weights are on their way before the previous kernel is done. The gate's blocks of weights are copied last, so that whoever
+// waits for them has all of the projection's. Shared memory as of the gate, then the projection's rings.
+ROWS_KERNEL(token_block, TokenBlock) {
+    extern __shared__ __align__(16) char shared[];
+    using G = ROWS_GEOMETRY(false);
+    static_assert(G::DEPTH > 0 && !G::BRIEF && !LATE, "one geometry multiplies both, from rings");
+    const Linear &gate = arguments.gate.linear, &projection = arguments.projection.linear;
+    const ThroughOutput<T> gated = through_output<T>(arguments.gate);
+    const ResidualOutput<T> output = residual_output<T>(arguments.projection);
+    const auto inputs = one_input<T>(arguments.gate, G::AREAS_BEGIN);
+    const int batch = G::ONE ? 1 : gate.batch;
+    char* activations = shared + G::BEHIND;
+    float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
+    launch_next_kernel();
+    Source<G> next(projection, activations + SLICES * gate.steps * 64 * batch), stream(gate, shared);
+    next.start(), stream.start();
+    inputs.prefetch();
+    OwnPair<T, G, ThroughOutput<T>> pair(gate, gated);
+    wait_for_previous_kernel();
+    pair.read(0);
+    stage_rounded<T>(inputs, activations, batch, gate.columns, gate.steps);
+    if (G::TEAMS > 1) __syncthreads();
+    multiply_staged(gate, stream, pair, activations, area);
+    cluster_barrier();  // all gates are in memory, and nobody reads the block's any more
+    OwnPair<T, G, ResidualOutput<T>> last(projection, output);
+    last.read(0);
+    stage_input<T, G>(static_cast<const T*>(arguments.projection.input), output.source, activations, projection);
+    multiply_staged(projection, next, last, activations, area);
 }
 #undef ROWS_KERNEL
 #undef ROWS_GEOMETRY

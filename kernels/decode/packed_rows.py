@@ -15,6 +15,8 @@ from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
+#: Blocks that compute the two layers of a token's own embeddings: as many as every GPU with clusters has in one.
+CLUSTER = 8
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
@@ -69,7 +71,7 @@ def packed_rows_kernel(
     """A kernel of packed_rows.cu, or of another file by its device code; `macros` are those of the kernels of few
     rows."""
     sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
-    whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
+    whole = _is_whole(layout, way.weight_tiles)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     last = layout.scales, layout.mode, way.resident
     chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes, *last))
@@ -79,6 +81,34 @@ def packed_rows_kernel(
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
     return decode_kernel(file, expression, (*macros, *own))
+
+
+def _is_whole(layout: DeviceLayout, weight_tiles: int) -> bool:
+    return layout.rows % (2 * weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
+
+
+def token_block_way(
+    batch: int, gate: DeviceLayout, projection: DeviceLayout, gpu: Capacity
+) -> tuple[PackedRows, DeviceLayout, int] | None:
+    """How one cluster of blocks computes a gate of few rows and the layer which takes what that gives, the layout that
+    its kernel is compiled for, and the bytes of a block; None where it does not, or rings find no room."""
+    every, sizes = {slices_end_every(each.columns) for each in (gate, projection)}, (gate, projection)
+    kinds = {(each.format, each.scales, each.mode, each.compute, each.block_bytes) for each in sizes}
+    is_alike = len(every) == len(kinds) == 1 and projection.columns <= gate.columns
+    if not is_alike or every == {4} or batch > MAX_NORMED_ROWS or not gpu.has_clusters:
+        return None
+    sharing, one, layout = 4 * every.pop(), batch == 1, gate if _is_whole(projection, 1) else projection
+    teams = SLICES // sharing
+    own = [(-(-each.rows // (2 * BLOCK_ROWS * CLUSTER * teams)), slice_steps(each.columns) * teams // 4) for each in sizes]
+    most = max(tiles for tiles, _ in own) * teams if one else 8
+    for depth in range(max(tiles * blocks for tiles, blocks in own), 1, -1):
+        ring = SLICES * depth * 2 * gate.block_bytes
+        for at_once in (each for each in (most, 2 * teams, teams) if each <= most):
+            way = PackedRows(one, sharing, 1, depth, at_once, 1)
+            shared = way.shared_bytes(gate.block_bytes, gate.columns, batch, False) + ring
+            if shared <= gpu.shared_limit:
+                return way, layout, shared
+    return None
 
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:
