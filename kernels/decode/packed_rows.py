@@ -15,6 +15,8 @@ from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
+#: What a block of such a cluster has of a multiprocessor's memory, if it can: the layer before has blocks there, too.
+_BESIDE = 0.6
 #: Blocks that compute the two layers of a token's own embeddings: as many as every GPU with clusters has in one.
 CLUSTER = 8
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
@@ -98,17 +100,19 @@ def token_block_way(
     if not is_alike or every == {4} or batch > MAX_NORMED_ROWS or not gpu.has_clusters:
         return None
     sharing, one, layout = 4 * every.pop(), batch == 1, gate if _is_whole(projection, 1) else projection
-    teams = SLICES // sharing
-    own = [(-(-each.rows // (2 * BLOCK_ROWS * CLUSTER * teams)), slice_steps(each.columns) * teams // 4) for each in sizes]
-    most = max(tiles for tiles, _ in own) * teams if one else 8
-    for depth in range(max(tiles * blocks for tiles, blocks in own), 1, -1):
-        ring = SLICES * depth * 2 * gate.block_bytes
-        for at_once in (each for each in (most, 2 * teams, teams) if each <= most):
+    teams, found = SLICES // sharing, None
+    tiles = [-(-each.rows // (2 * BLOCK_ROWS * CLUSTER * teams)) for each in sizes]
+    blocks = [slice_steps(each.columns) * teams // 4 * own for each, own in zip(sizes, tiles, strict=True)]
+    for depth in range(max(blocks), 1, -1):
+        for at_once in sorted({max(tiles) * teams if one else 8, 2 * teams, teams}, reverse=True):
             way = PackedRows(one, sharing, 1, depth, at_once, 1)
+            ring = SLICES * depth * 2 * gate.block_bytes
             shared = way.shared_bytes(gate.block_bytes, gate.columns, batch, False) + ring
             if shared <= gpu.shared_limit:
-                return way, layout, shared
-    return None
+                found = way, layout, shared
+            if shared <= _BESIDE * gpu.shared_limit:
+                return found
+    return found
 
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:

@@ -166,3 +166,48 @@ def test_what_a_layer_adds_first_has_the_bits_of_a_launch_before_it(
             found = computed(linear, NormedInput(given, norm_weight, 1e-5, added=added), stream)
             for own, wanted in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(own, wanted, err_msg=str(way))
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "width", "group", "codes", "dtype"),
+    [
+        (1, 1536, 256, 128, "int4", "float16"),
+        (2, 1536, 256, 128, "int4", "bfloat16"),
+        (1, 2560, 256, 32, "int4", "bfloat16"),
+        (2, 2560, 256, None, "int8", "float16"),
+        (1, 1096, 104, 64, "int4", "float16"),
+        (1, 3072, 1024, 128, "int4", "float16"),
+    ],
+)
+def test_a_cluster_has_the_bits_of_a_gate_and_the_layer_behind_it(
+    gpu, rows: int, hidden: int, width: int, group: int | None, codes: str, dtype: str
+) -> None:
+    """Again and again, as the sums of another launch lie where its inputs were."""
+    kernels, number = CudaDecodeKernels(gpu.kernel_module, dtype, 64), "gelu_tanh"
+    sizes = (width, hidden), (hidden, width)
+    packed = [random_packed(*size, group, False, dtype, codes=cast(Codes, codes)) for size in sizes]
+    gate, last = (_layer(gpu, each, dtype)[0] for each in packed)
+    stream, given = gpu.empty((rows, hidden), "float32"), _random(gpu, "float32", rows, hidden)
+    before, others = _random(gpu, "float32", rows + 1, hidden)[1:], _random(gpu, "float32", rows, 3 * width)
+    added = AddedTo(before, stream, _random(gpu, dtype, hidden), 1e-6, 1.0, _random(gpu, "float32", 1))
+    normed, through = NormedInput(given, None, added=added), NormedInput(others, None, first=width, width=width)
+    if not kernels.takes_block(normed, gate, last):
+        pytest.skip("blocks have too little shared memory, or no clusters")
+    gates, sums = gpu.empty((rows, width), dtype), gpu.empty((rows, hidden), "float32")
+    residual, outputs = _random(gpu, "float32", rows, hidden), (stream, gates, sums)
+
+    def computed(*launched: Launch) -> list[np.ndarray]:
+        for output in outputs:
+            gpu.upload(output, np.ones_like(gpu.download(output)))
+        for launch in launched:
+            launch()
+        return [gpu.download(output).view(np.uint8) for output in outputs]
+
+    first = kernels.token_gate_linear(normed, gate, number, through, gates)
+    for kept in (residual, None):
+        expected = computed(first, kernels.linear_residual(gates, last, kept, sums, 2.0))
+        block = kernels.token_block(normed, gate, number, through, gates, last, kept, sums, 2.0)
+        block.overlap_previous()
+        for launched in ((block,), (block, block), (first, block)):
+            for found, wanted in zip(computed(*launched), expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
