@@ -167,43 +167,6 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
 
     def token_gate_linear(self, normed, linear, activation, through, output):
         """See `NumpyDecodeKernels.token_gate_linear`."""
-        prefix, arguments = self._gate_arguments(normed, linear, activation, through, output)
-        if linear.is_packed:
-            return self._packed(f"{prefix}token_gate", linear, arguments)
-        limit, batch, ranks = self.module.shared_limit, arguments.linear.batch, linear.ranks
-        geometry = geometries.norm_geometry(batch, [normed.columns], limit, False, ranks)
-        shared = geometry.norm_bytes(1, 1, batch, normed.columns, ranks)
-        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
-        return self._launch(kernel, geometry, 1, linear, shared, arguments)
-
-    def takes_block(self, normed: NormedInput, gate: LinearWeights, linear: LinearWeights) -> bool:
-        """Whether `token_block` computes such layers: packed ones, of an input that is added first."""
-        return normed.added is not None and self._block_way(rows_of(normed.values), gate, linear) is not None
-
-    def token_block(self, normed, gate, activation, through, gates, linear, residual, output, scale=1.0, kept=None):
-        """See `NumpyDecodeKernels.token_block`."""
-        _, first = self._gate_arguments(normed, gate, activation, through, gates)
-        second = _residual_arguments(gates, linear, residual, output, scale, kept, None, True)
-        found = self._block_way(first.linear.batch, gate, linear)
-        if found is None or not isinstance(first, _AddedNormLinear) or second.linear.batch != first.linear.batch:
-            raise KernelError(
-                f"no cluster of blocks multiplies {gate.weight.shape}, then {linear.weight.shape}, of "
-                f"{first.linear.batch} rows that are added first: launch the two by themselves"
-            )
-        (way, layout, shared), grid = found, (CLUSTER, 1, 1)
-        check_rounded(layout, self.dtype)
-        kernel = packed_rows_kernel("token_block", self.dtype, way, layout, LINEAR_MACROS)
-        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(first, second),), grid)
-
-    def _block_way(self, batch: int, *layers: LinearWeights) -> Any:
-        """`token_block_way` of two layers without adapters; None for others."""
-        if any(not each.is_packed or each.adapters is not None for each in layers):
-            return None
-        gate, linear = (each.weight.layout for each in layers)
-        return token_block_way(batch, gate, linear, capacity_of(self.module))
-
-    def _gate_arguments(self, normed, linear, activation, through, output) -> tuple[str, NormLinearArgument]:
-        """What the name of a kernel of gates begins with, and its arguments."""
         rows, batch = linear.weight.shape[0], self._batch([normed], linear)
         check_room("output", output, batch, rows)
         fits = (through.columns, through.values.dtype) == (rows, "float32")
@@ -214,15 +177,32 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
             )
         layer, number = linear_argument(linear, batch, rows, 1.0), contract.activation_number(activation)
         own = layer, KeptArgument(), output.pointer, True, number
-        return self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
+        prefix, arguments = self._arguments([normed], *own, beside=(normed_argument(through, self.dtype),))
+        if linear.is_packed:
+            return self._packed(f"{prefix}token_gate", linear, arguments)
+        geometry = geometries.norm_geometry(batch, [normed.columns], self.module.shared_limit, False, linear.ranks)
+        shared = geometry.norm_bytes(1, 1, batch, normed.columns, linear.ranks)
+        kernel = self._kernel(f"{prefix}token_gate", geometry.name, linear)
+        return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def linear_residual(self, x, linear, residual, output, scale=1.0, kept=None, selected=None):
-        columns, limit, ranks = linear.weight.shape[1], self.module.shared_limit, linear.ranks
+        rows, columns = linear.weight.shape
         batch = output.size // linear.width if selected is None else selected.size
+        _check_rows(batch, columns, batch * columns, linear)
+        check_room("x", x, batch, columns)
+        check_room("output", output, batch, linear.width)
+        limit, ranks = self.module.shared_limit, linear.ranks
         # Few rows are staged once, for all units; those of more come with the weights, which needs less memory.
         staged = geometries.staged_geometry(batch, columns, limit, ranks)
         geometry = staged or geometries.residual_geometry(batch, limit, ranks)
-        arguments = _residual_arguments(x, linear, residual, output, scale, kept, selected, staged is not None)
+        arguments = _LinearResidual(
+            linear_argument(linear, batch, rows, scale),
+            kept_argument(kept, rows),
+            *(*addresses(x, residual), own_rows(output, linear, residual, kept), *addresses(selected)),
+            residual is not None and residual.dtype == "float32",
+            1 if selected is None else x.size // columns // batch,
+            staged is not None,
+        )
         if linear.is_packed:
             return self._packed("linear_residual", linear, arguments)
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
@@ -233,6 +213,22 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
 
     def attention(self, qkv, weights, step, scratch, context):
         return attention_launch(self.module, qkv, weights, step, scratch, context)
+
+    def joined(self, first: Any, second: Any) -> Launch | None:
+        """See `NumpyDecodeKernels.joined`: a packed gate of other rows, of an input that is added first, and the layer
+        which takes what it gives, where a cluster of blocks has room for both."""
+        one, other = (getattr(each, "packed", None) for each in (first, second))
+        if one is None or other is None or (one[0], other[0]) != ("added_token_gate", "linear_residual"):
+            return None
+        (_, gate, own), (_, layout, arguments) = one, other
+        if arguments.input != own.output or arguments.selected or own.linear.batch != arguments.linear.batch:
+            return None
+        found = token_block_way(own.linear.batch, gate, layout, capacity_of(self.module))
+        if found is None:
+            return None
+        (way, compiled, shared), grid = found, (CLUSTER, 1, 1)
+        kernel = packed_rows_kernel("token_block", self.dtype, way, compiled, LINEAR_MACROS)
+        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(own, arguments),), grid)
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
@@ -279,9 +275,10 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         check_rounded(layout, self.dtype)
         kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
-        return Launch(
-            self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
-        )
+        grid = way.grid(layout.rows, capacity_of(self.module))
+        launch = Launch(self.module, kernel, grid, THREADS, shared, (arguments,))
+        launch.packed = name, layout, arguments
+        return launch
 
     def _kernel(self, name: str, geometry: str, linear: LinearWeights, normed: bool = True) -> Kernel:
         adapted = "false" if linear.adapters is None else "true"
@@ -299,23 +296,6 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         adapters.low_units = low_units
         adapters.low_blocks = min(low_units, -(-blocks // geometry.blocks_per_multiprocessor))
         return Launch(self.module, kernel, (blocks, 1, 1), THREADS, shared_bytes, (arguments,))
-
-
-def _residual_arguments(x, linear, residual, output, scale, kept, selected, staged: bool) -> _LinearResidual:
-    """See `NumpyTiledKernels.linear_residual`. Raises KernelError for what does not fit."""
-    rows, columns = linear.weight.shape
-    batch = output.size // linear.width if selected is None else selected.size
-    _check_rows(batch, columns, batch * columns, linear)
-    check_room("x", x, batch, columns)
-    check_room("output", output, batch, linear.width)
-    return _LinearResidual(
-        linear_argument(linear, batch, rows, scale),
-        kept_argument(kept, rows),
-        *(*addresses(x, residual), own_rows(output, linear, residual, kept), *addresses(selected)),
-        residual is not None and residual.dtype == "float32",
-        1 if selected is None else x.size // columns // batch,
-        staged,
-    )
 
 
 def _check_rows(batch: int, columns: int, elements: int, linear: LinearWeights) -> None:

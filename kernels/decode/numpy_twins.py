@@ -118,6 +118,10 @@ class NumpyDecodeKernels:
         """Any layer."""
         return True
 
+    def joined(self, first: NumpyLaunch, second: NumpyLaunch) -> NumpyLaunch | None:
+        """One launch that computes what two do which follow each other, if there is such: here never."""
+        return None
+
     @launched
     def norm_linear(
         self,
@@ -240,28 +244,6 @@ class NumpyDecodeKernels:
     ) -> None:
         """`token_gate` of what a linear layer [P, K] gives of the rounded input."""
         self.token_gate(product(normalized(with_added(normed)), linear), activation, through, output)()
-
-    def takes_block(self, normed: NormedInput, gate: LinearWeights, linear: LinearWeights) -> bool:
-        """Of an input that is added first, any layers."""
-        return normed.added is not None
-
-    @launched
-    def token_block(
-        self,
-        normed: NormedInput,
-        gate: LinearWeights,
-        activation: str,
-        through: NormedInput,
-        gates: np.ndarray,
-        linear: LinearWeights,
-        residual: np.ndarray | None,
-        output: np.ndarray,
-        scale: float = 1.0,
-        kept: Kept | None = None,
-    ) -> None:
-        """`token_gate_linear`, which gives `gates`, then `linear_residual` of these."""
-        self.token_gate_linear(normed, gate, activation, through, gates)()
-        self.linear_residual(gates, linear, residual, output, scale, kept)()
 
     @launched
     def norm(

@@ -53,8 +53,7 @@ class Implementation(Generic[StepKind]):
         return {}
 
     def joins(self, step: StepKind, run: Launching) -> bool:
-        """Whether what waits before the step, to be added to its input or for the layer behind it (`Launching.waits`,
-        `Launching.gate`), is computed by the step's launch."""
+        """Whether what waits to be added to the step's input (`Launching.waits`) is added by the step's launch."""
         return False
 
     def launches(self, step: StepKind, run: Launching, next_early: bool) -> list[Any]:

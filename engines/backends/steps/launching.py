@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear, Step
+from edgellm.engines.model.steps import Input, Keep, Linear, LinearResidual, Norm, NormLinear
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import AddedTo, Kept, LinearAdapters, LinearWeights, NormedInput, padded_columns
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
@@ -47,13 +47,6 @@ class Waiting(NamedTuple):
     factor: Array | None
 
 
-class WaitingGate(NamedTuple):
-    """What `token_gate_linear` is given for the value `name`: the layer that takes this may compute it, too."""
-
-    name: str
-    given: tuple[Any, ...]
-
-
 def other_place(step: LinearResidual, program: Program) -> Edge:
     """The other place of the residual stream, where what a step gives may wait to be added until the stream is taken:
     of so few rows that each block of the layer which takes them adds them for itself, to a stream that no other engine
@@ -70,7 +63,7 @@ class Launching:
     """The kernels and arrays of a program whose launches are made.
 
     What `waits` to be added to the residual stream is added by the linear layer that takes the stream, or by a launch
-    before the next step (`added`). So is a `gate` that waits for the layer behind it.
+    before the next step (`added`).
     """
 
     def __init__(
@@ -80,7 +73,6 @@ class Launching:
         adapters has of `LinearAdapters.low` and `next_low`."""
         self.kernels, self.program, self._array, self._lows = kernels, program, array, lows
         self.waits: Waiting | None = None
-        self.gate: WaitingGate | None = None
         self._elsewhere: set[str] = set()
 
     def array(self, name: str) -> Array:
@@ -88,31 +80,11 @@ class Launching:
         return self._array(name + ELSEWHERE if name in self._elsewhere else name)
 
     def added(self) -> list[Any]:
-        """The launches of what waits, if anything does."""
-        launches = []
-        if self.gate is not None:
-            (_, given), self.gate = self.gate, None
-            launches.append(self.kernels.few.token_gate_linear(*given))
-        if self.waits is not None:
-            (name, normed, factor), self.waits = self.waits, None
-            stream = self.array(name)
-            launches.append(self.kernels.few.norm_residual(normed, stream, stream, factor=factor))
-        return launches
-
-    def joins_gate(self, step: Step) -> bool:
-        """Whether a step is the layer for which a gate waits, and computes it."""
-        if self.gate is None or not isinstance(step, LinearResidual) or step.value != self.gate.name:
-            return False
-        linear, (normed, gate, *_) = LinearWeights(self.array(step.linear.weight.name)), self.gate.given
-        is_alone = not step.selects and step.keep is None and step.linear.name not in self.program.adapted
-        return is_alone and linear.arranged is None and self.kernels.few.takes_block(normed, gate, linear)
-
-    def residual_product(self, kernels: Any, x: Array, linear: LinearWeights, *more: Any) -> Any:
-        """The launch of `linear_residual`, with that of the gate which waits for it."""
-        if self.gate is None:
-            return kernels.linear_residual(x, linear, *more)
-        (_, given), self.gate = self.gate, None
-        return self.kernels.few.token_block(*given, linear, *more)
+        """The launch that adds what waits, if anything does."""
+        if self.waits is None:
+            return []
+        (name, normed, factor), self.waits = self.waits, None
+        return [self.kernels.few.norm_residual(normed, self.array(name), self.array(name), factor=factor)]
 
     def _taken(self, name: str) -> tuple[Array, AddedTo | None]:
         """A value, or the rows that wait to be added to it and where they are: the sum then stands in another place."""

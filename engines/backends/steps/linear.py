@@ -90,8 +90,6 @@ class _AnyLinear(Implementation[Any]):
         return found | {JOINED_INPUTS: ((joined,), "compute")}
 
     def joins(self, step: Layer, run: Launching) -> bool:
-        if run.gate is not None:
-            return run.joins_gate(step)
         linear = LinearWeights(run.array(step.linear.weight.name))
         is_one = len(step.inputs) == len(linear.runs) == 1
         return is_one and self._is_inside(step, run, linear) and not self._ends_apart(step, run, linear)
@@ -177,10 +175,9 @@ class _AnyLinear(Implementation[Any]):
         kernels = self._kernels(step, run, linear)
         residual, output = None if step.residual is None else run.array(step.residual), run.array(step.output)
         if step.norm is None or residual is None:
-            kept = run.kept(step.keep)
-            return [run.residual_product(kernels, x, linear, residual, output, step.scale, kept, *selected)]
+            return [kernels.linear_residual(x, linear, residual, output, step.scale, run.kept(step.keep), *selected)]
         given = run.shared(UNNORMED, step_rows(step, run.program), linear.weight.shape[0])
-        launches = [run.residual_product(kernels, x, linear, None, given, step.scale, None, *selected)]
+        launches = [kernels.linear_residual(x, linear, None, given, step.scale, None, *selected)]
         if step.norm.bias is None:
             normed = NormedInput(given, run.array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
         else:
@@ -389,8 +386,7 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
     inputs = [part for given in step.inputs for part in run.parts(given)]
     if step.through is not None:
         through = run.columns(step.through, step.first, output)
-        run.gate = launching.WaitingGate(step.output, (inputs[0], linear, step.activation, through, output))
-        return []
+        return [few.token_gate_linear(inputs[0], linear, step.activation, through, output)]
     if step.gated:
         return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
     return [few.norm_linear(inputs, linear, output, step.scale, run.kept(step.keep), next_early)]

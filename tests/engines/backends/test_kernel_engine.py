@@ -47,7 +47,6 @@ from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.sharding import sharded
 from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reduce, Reshape, Step
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
@@ -125,21 +124,6 @@ def test_a_decode_step_is_what_operations_compute(family: str, way: type) -> Non
     config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", 3, 1, 48, 48)
     arrays = random_model(config, 3, 48, [5, 0, 40])
     assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_gate_waits_for_the_layer_behind_it(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its input is added first; a launch apart, or the two in one, give the same logits."""
-    config, shape, joined = SCALED["gemma4"], EngineShape("decode", batch, 1, 48, 48), list[int]()
-    arrays, block = random_model(config, batch, 48, [5, 0, 40][:batch]), NumpyDecodeKernels.token_block
-    monkeypatch.setattr(NumpyDecodeKernels, "token_block", lambda *given: joined.append(1) or block(*given))
-    found = launched(FewRows, config, shape, arrays)
-    assert len(joined) == (config.num_layers if batch < 3 else 0)
-    monkeypatch.setattr(NumpyDecodeKernels, "takes_block", lambda *given: False)
-    apart = launched(FewRows, config, shape, arrays)
-    assert len(joined) == (config.num_layers if batch < 3 else 0)
-    np.testing.assert_array_equal(found["logits"], apart["logits"])
-    assert_equal(config, shape, found, computed(config, shape, arrays))
 
 
 @pytest.mark.parametrize("step", ["decode", "verify", "prefill", "long prefill"])

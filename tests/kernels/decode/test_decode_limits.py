@@ -76,10 +76,6 @@ def test_sums_of_a_residual_have_a_place_of_their_own():
     gates, others = array(2, 8), NormedInput(array(2, 64, dtype="float32"), None, width=16)
     with pytest.raises(KernelError, match=r"8 gates .* for columns float32 of 16"):
         kernels.token_gate_linear(NormedInput(rows, None), weights(8, 64), "silu", others, gates)
-    through = NormedInput(others.values, None, width=8)
-    with pytest.raises(KernelError, match=r"no cluster of blocks multiplies \(8, 64\), then \(64, 8\), of 2 rows"):
-        inputs = NormedInput(rows, None, added=added)
-        kernels.token_block(inputs, weights(8, 64), "silu", through, gates, weights(64, 8), None, added.output)
     with pytest.raises(KernelError, match=r"and 16 columns of float32 \[2, 64\] give no float16"):
         kernels.token_gate(array(2, 8, dtype="float32"), "silu", others, gates)
     with pytest.raises(KernelError, match=r"do not fit; expected float32 and float16 of as many elements"):

@@ -191,8 +191,6 @@ def test_a_cluster_has_the_bits_of_a_gate_and_the_layer_behind_it(
     before, others = _random(gpu, "float32", rows + 1, hidden)[1:], _random(gpu, "float32", rows, 3 * width)
     added = AddedTo(before, stream, _random(gpu, dtype, hidden), 1e-6, 1.0, _random(gpu, "float32", 1))
     normed, through = NormedInput(given, None, added=added), NormedInput(others, None, first=width, width=width)
-    if not kernels.takes_block(normed, gate, last):
-        pytest.skip("blocks have too little shared memory, or no clusters")
     gates, sums = gpu.empty((rows, width), dtype), gpu.empty((rows, hidden), "float32")
     residual, outputs = _random(gpu, "float32", rows, hidden), (stream, gates, sums)
 
@@ -205,8 +203,11 @@ def test_a_cluster_has_the_bits_of_a_gate_and_the_layer_behind_it(
 
     first = kernels.token_gate_linear(normed, gate, number, through, gates)
     for kept in (residual, None):
-        expected = computed(first, kernels.linear_residual(gates, last, kept, sums, 2.0))
-        block = kernels.token_block(normed, gate, number, through, gates, last, kept, sums, 2.0)
+        second = kernels.linear_residual(gates, last, kept, sums, 2.0)
+        expected, block = computed(first, second), kernels.joined(first, second)
+        assert kernels.joined(second, first) is None
+        if block is None:
+            pytest.skip("blocks have too little shared memory, or no clusters")
         block.overlap_previous()
         for launched in ((block,), (block, block), (first, block)):
             for found, wanted in zip(computed(*launched), expected, strict=True):
