@@ -43,10 +43,12 @@ class TokenRows:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), those of media the row
         of the padding id, zeros for ids that are none, as -1. Raises CheckpointError for a value that has no place in
         it."""
-        is_token = ((token_ids >= 0) & (token_ids < self._count)).reshape(-1)
-        shown = np.where(np.isin(token_ids, self._media), self._padding, token_ids)
-        rows = self._values(np.where(is_token, shown.reshape(-1), 0))
-        rows[~is_token] = 0
+        ids = token_ids.reshape(-1).tolist()  # few: a step waits for them, and each call of NumPy takes a microsecond
+        known = [0 <= token < self._count for token in ids]
+        shown = [self._padding if token in self._media else token for token in ids]
+        rows = self._values(np.array([token if is_known else 0 for token, is_known in zip(shown, known, strict=True)]))
+        if not all(known):
+            rows[np.logical_not(known)] = 0
         return rows.reshape(*token_ids.shape, self._size)
 
     def _values(self, ids: np.ndarray) -> np.ndarray:
