@@ -197,7 +197,7 @@ class Launch:
     """One kernel with its grid and arguments; calling it enqueues it on the stream."""
 
     #: Of a packed layer its kernel's name, layout and arguments, by which it may be joined with another launch.
-    packed: tuple[str, Any, Any] | None = None
+    packed: tuple[Any, Any, Any] = (None, None, None)
 
     def __init__(
         self,

@@ -215,20 +215,17 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
     def joined(self, first: Any, second: Any) -> Launch | None:
-        """See `NumpyDecodeKernels.joined`: a packed gate of other rows, of an input that is added first, and the layer
-        which takes what it gives, where a cluster of blocks has room for both."""
-        one, other = (getattr(each, "packed", None) for each in (first, second))
-        if one is None or other is None or (one[0], other[0]) != ("added_token_gate", "linear_residual"):
+        """See `NumpyDecodeKernels.joined`: a packed gate of other rows and the layer which takes what it gives."""
+        (name, gate, own), (other, layout, more) = (getattr(each, "packed", (None,) * 3) for each in (first, second))
+        if (name, other) != ("added_token_gate", "linear_residual"):
             return None
-        (_, gate, own), (_, layout, arguments) = one, other
-        if arguments.input != own.output or arguments.selected or own.linear.batch != arguments.linear.batch:
+        if (more.input, more.selected) != (own.output, None):
             return None
-        found = token_block_way(own.linear.batch, gate, layout, capacity_of(self.module))
-        if found is None:
+        if (found := token_block_way(own.linear.batch, gate, layout, capacity_of(self.module))) is None:
             return None
         (way, compiled, shared), grid = found, (CLUSTER, 1, 1)
         kernel = packed_rows_kernel("token_block", self.dtype, way, compiled, LINEAR_MACROS)
-        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(own, arguments),), grid)
+        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(own, more),), grid)
 
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""

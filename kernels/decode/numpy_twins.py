@@ -119,7 +119,7 @@ class NumpyDecodeKernels:
         return True
 
     def joined(self, first: NumpyLaunch, second: NumpyLaunch) -> NumpyLaunch | None:
-        """One launch that computes what two do which follow each other, if there is such: here never."""
+        """One launch of what two compute that follow each other, if there is such: here never."""
         return None
 
     @launched

@@ -88,16 +88,14 @@ ROWS_KERNEL(linear_residual, LinearResidual) {
     stage_input<T, G>(static_cast<const T*>(arguments.input), output.source, activations, linear);
     multiply_staged(linear, stream, pair, activations, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
 }
-// What token_block takes: an input that is added first, and what multiplies its gates.
 struct TokenBlock {
     AddedNormLinear gate;
     LinearResidual projection;
 };
 static_assert(sizeof(TokenBlock) == HOST_TOKEN_BLOCK_BYTES, "as the host's structure");
 
-// added_token_gate, then linear_residual of what that gives, by one cluster of blocks: both layers are small, and all of their
-// weights are on their way before the previous kernel is done. The gate's blocks of weights are copied last, so that whoever
-// waits for them has all of the projection's. Shared memory as of the gate, then the projection's rings.
+// added_token_gate, then linear_residual of what that gives, by one cluster of blocks: all weights of both, which are small,
+// are on their way before the previous kernel is done, the gate's last. Shared memory as of the gate, then rings of the other.
 ROWS_KERNEL(token_block, TokenBlock) {
     extern __shared__ __align__(16) char shared[];
     using G = ROWS_GEOMETRY(false);

@@ -15,9 +15,7 @@ from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-#: What a block of such a cluster has of a multiprocessor's memory, if it can: the layer before has blocks there, too.
-_BESIDE = 0.6
-#: Blocks that compute the two layers of a token's own embeddings: as many as every GPU with clusters has in one.
+#: Blocks of the cluster that computes the two layers of a token's own embeddings: as many as every GPU takes.
 CLUSTER = 8
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
@@ -92,27 +90,20 @@ def _is_whole(layout: DeviceLayout, weight_tiles: int) -> bool:
 def token_block_way(
     batch: int, gate: DeviceLayout, projection: DeviceLayout, gpu: Capacity
 ) -> tuple[PackedRows, DeviceLayout, int] | None:
-    """How one cluster of blocks computes a gate of few rows and the layer which takes what that gives, the layout that
-    its kernel is compiled for, and the bytes of a block; None where it does not, or rings find no room."""
-    every, sizes = {slices_end_every(each.columns) for each in (gate, projection)}, (gate, projection)
-    kinds = {(each.format, each.scales, each.mode, each.compute, each.block_bytes) for each in sizes}
-    is_alike = len(every) == len(kinds) == 1 and projection.columns <= gate.columns
-    if not is_alike or every == {4} or batch > MAX_NORMED_ROWS or not gpu.has_clusters:
+    """How a cluster of blocks computes a gate of few rows and the layer which takes it, of which layout its kernel is
+    compiled for, and a block's bytes; None where it does not."""
+    every, layers = slices_end_every(gate.columns), (gate, projection)
+    is_alike = len({(each.format, each.mode, each.compute, each.block_bytes) for each in layers}) == 1
+    is_alike = is_alike and every == slices_end_every(projection.columns) < 4
+    if not (is_alike and projection.columns <= gate.columns and batch <= MAX_NORMED_ROWS and gpu.has_clusters):
         return None
-    sharing, one, layout = 4 * every.pop(), batch == 1, gate if _is_whole(projection, 1) else projection
-    teams, found = SLICES // sharing, None
-    tiles = [-(-each.rows // (2 * BLOCK_ROWS * CLUSTER * teams)) for each in sizes]
-    blocks = [slice_steps(each.columns) * teams // 4 * own for each, own in zip(sizes, tiles, strict=True)]
-    for depth in range(max(blocks), 1, -1):
-        for at_once in sorted({max(tiles) * teams if one else 8, 2 * teams, teams}, reverse=True):
-            way = PackedRows(one, sharing, 1, depth, at_once, 1)
-            ring = SLICES * depth * 2 * gate.block_bytes
-            shared = way.shared_bytes(gate.block_bytes, gate.columns, batch, False) + ring
-            if shared <= gpu.shared_limit:
-                found = way, layout, shared
-            if shared <= _BESIDE * gpu.shared_limit:
-                return found
-    return found
+    for depth, at_once in ((3, 12), (2, 4)):
+        way = PackedRows(batch == 1, 4 * every, 1, depth, at_once, 1)
+        shared = way.shared_bytes(gate.block_bytes, gate.columns, batch, False)
+        shared += SLICES * depth * 2 * gate.block_bytes  # rings of the projection's
+        if shared <= gpu.shared_limit:
+            return way, gate if _is_whole(projection, 1) else projection, shared
+    return None
 
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:
