@@ -121,9 +121,15 @@ template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const 
     return {one_input<T>(static_cast<const NormLinear&>(arguments)), arguments.added, sums};
 }
 
+template <typename T> __device__ __forceinline__ FloatOutput float_output(const NormLinear& arguments) {
+    return float_output(arguments.output, arguments.linear);
+}
+template <typename T> __device__ __forceinline__ GatedOutput<T> gated_output(const NormLinear& arguments) {
+    return {static_cast<T*>(arguments.output), arguments.activation};
+}
 template <typename T> __device__ __forceinline__ ThroughOutput<T> through_output(const NormLinear& arguments) {
     const NormedInput& through = arguments.inputs[1];
-    return {{static_cast<T*>(arguments.output), arguments.activation}, static_cast<const float*>(through.values), through.stride};
+    return {gated_output<T>(arguments), static_cast<const float*>(through.values), through.stride};
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const LinearResidual& arguments) {
