@@ -216,7 +216,8 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
 
     def joined(self, first: Any, second: Any) -> Launch | None:
         """See `NumpyDecodeKernels.joined`: a packed gate of other rows and the layer which takes what it gives."""
-        (name, gate, own), (other, layout, more) = (getattr(each, "packed", (None,) * 3) for each in (first, second))
+        made: Any = [getattr(each, "packed", (None,) * 3) for each in (first, second)]
+        (name, gate, own), (other, layout, more) = made
         if (name, other) != ("added_token_gate", "linear_residual"):
             return None
         if (more.input, more.selected) != (own.output, None):
