@@ -196,9 +196,6 @@ class KernelModule:
 class Launch:
     """One kernel with its grid and arguments; calling it enqueues it on the stream."""
 
-    #: Of a packed layer its kernel's name, layout and arguments, by which it may be joined with another launch.
-    packed: tuple[Any, Any, Any] = (None, None, None)
-
     def __init__(
         self,
         kernels: KernelModule,

@@ -171,8 +171,6 @@ class KernelEngine(BoundEngine):
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
                 launches += [] if way.joins(step, run) else run.added()
                 launches += way.launches(step, run, next_early=number != first)
-                if len(launches) > 1 and (joined := self._kernels.few.joined(*launches[-2:])) is not None:
-                    launches[-2:] = [joined]
             launches += run.added()
         return launches
 

@@ -35,13 +35,7 @@ from edgellm.kernels.decode.columns import CudaColumns
 from edgellm.kernels.decode.contract import LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import Geometry
 from edgellm.kernels.decode.norms import CudaNorms
-from edgellm.kernels.decode.packed_rows import (
-    CLUSTER,
-    MAX_PACKED_ROWS,
-    packed_rows,
-    packed_rows_kernel,
-    token_block_way,
-)
+from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
@@ -74,12 +68,6 @@ class _LinearResidual(ctypes.Structure):
     ]
 
 
-class _TokenBlock(ctypes.Structure):
-    """`TokenBlock` of packed_rows.cu."""
-
-    _fields_ = [("gate", _AddedNormLinear), ("projection", _LinearResidual)]
-
-
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * contract.SLICES * contract.STEP
 #: What the kernels of few rows assert or take.
@@ -96,7 +84,6 @@ LINEAR_MACROS = (
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(NormLinearArgument)),
     ("HOST_ADDED_LINEAR_BYTES", ctypes.sizeof(_AddedNormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
-    ("HOST_TOKEN_BLOCK_BYTES", ctypes.sizeof(_TokenBlock)),
 )
 
 
@@ -214,20 +201,6 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
     def attention(self, qkv, weights, step, scratch, context):
         return attention_launch(self.module, qkv, weights, step, scratch, context)
 
-    def joined(self, first: Any, second: Any) -> Launch | None:
-        """See `NumpyDecodeKernels.joined`: a packed gate of other rows and the layer which takes what it gives."""
-        made: Any = [getattr(each, "packed", (None,) * 3) for each in (first, second)]
-        (name, gate, own), (other, layout, more) = made
-        if (name, other) != ("added_token_gate", "linear_residual"):
-            return None
-        if (more.input, more.selected) != (own.output, None):
-            return None
-        if (found := token_block_way(own.linear.batch, gate, layout, capacity_of(self.module))) is None:
-            return None
-        (way, compiled, shared), grid = found, (CLUSTER, 1, 1)
-        kernel = packed_rows_kernel("token_block", self.dtype, way, compiled, LINEAR_MACROS)
-        return Launch(self.module, kernel, grid, THREADS, shared, (_TokenBlock(own, more),), grid)
-
     def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
         """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
@@ -273,10 +246,9 @@ class CudaDecodeKernels(CudaColumns, CudaNorms):
         check_rounded(layout, self.dtype)
         kernel = packed_rows_kernel(name, self.dtype, way, layout, LINEAR_MACROS)
         shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
-        grid = way.grid(layout.rows, capacity_of(self.module))
-        launch = Launch(self.module, kernel, grid, THREADS, shared, (arguments,))
-        launch.packed = name, layout, arguments
-        return launch
+        return Launch(
+            self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
+        )
 
     def _kernel(self, name: str, geometry: str, linear: LinearWeights, normed: bool = True) -> Kernel:
         adapted = "false" if linear.adapters is None else "true"

@@ -118,10 +118,6 @@ class NumpyDecodeKernels:
         """Any layer."""
         return True
 
-    def joined(self, first: NumpyLaunch, second: NumpyLaunch) -> NumpyLaunch | None:
-        """One launch of what two compute that follow each other, if there is such: here never."""
-        return None
-
     @launched
     def norm_linear(
         self,

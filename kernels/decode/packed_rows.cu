@@ -1,6 +1,5 @@
 // The kernels of linear layers over packed weights of up to eight rows of activations, by packed_rows.cuh.
 #include "decode/packed_rows.cuh"
-#include "shared/clusters.cuh"
 
 namespace decode {
 namespace packed {
@@ -40,44 +39,6 @@ ROWS_KERNEL(linear_residual, LinearResidual) {
     pair.read(0);
     stage_input<T, G>(static_cast<const T*>(arguments.input), output.source, activations, linear);
     multiply_staged(linear, stream, pair, activations, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
-}
-struct TokenBlock {
-    AddedNormLinear gate;
-    LinearResidual projection;
-};
-static_assert(sizeof(TokenBlock) == HOST_TOKEN_BLOCK_BYTES, "as the host's structure");
-
-// added_token_gate, then linear_residual of what that gives, by one cluster of blocks: all weights of both, which are small,
-// are on their way before the previous kernel is done, the gate's last. Shared memory as of the gate, then rings of the other.
-ROWS_KERNEL(token_block, TokenBlock) {
-    extern __shared__ __align__(16) char shared[];
-    using G = ROWS_GEOMETRY(false);
-    static_assert(G::DEPTH > 0 && !G::BRIEF && !LATE, "one geometry multiplies both, from rings");
-    const Linear &gate = arguments.gate.linear, &projection = arguments.projection.linear;
-    const ThroughOutput<T> gated = through_output<T>(arguments.gate);
-    const auto inputs = one_input<T>(arguments.gate, G::AREAS_BEGIN);
-    const int batch = G::ONE ? 1 : gate.batch;
-    char* activations = shared + G::BEHIND;
-    float* area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN);
-    launch_next_kernel();
-    const char* rings = activations + SLICES * gate.steps * 64 * batch;
-    Source<G>(projection, rings).start();
-    Source<G> stream(gate, shared);
-    stream.start();
-    inputs.prefetch();
-    OwnPair<T, G, ThroughOutput<T>> pair(gate, gated);
-    wait_for_previous_kernel();
-    pair.read(0);
-    stage_rounded<T>(inputs, activations, batch, gate.columns, gate.steps);
-    multiply_staged(gate, stream, pair, activations, area);
-    cluster_barrier();  // all gates are in memory, and nobody reads the block's any more
-    Source<G> next(projection, rings);
-    next.go_on();
-    const ResidualOutput<T> output = residual_output<T>(arguments.projection);
-    OwnPair<T, G, ResidualOutput<T>> last(projection, output);
-    last.read(0);
-    stage_input<T, G>(static_cast<const T*>(arguments.projection.input), output.source, activations, projection);
-    multiply_staged(projection, next, last, activations, area);
 }
 #undef ROWS_KERNEL
 #undef ROWS_GEOMETRY

@@ -87,11 +87,6 @@ template <typename G> struct Stream : Blocks<G> {
 #pragma unroll
         for (int i = 0; i < G::DEPTH; ++i) copy(false);
     }
-    // Behind a start by another of the same weights, which keeps no registers.
-    __device__ __forceinline__ void go_on() {
-#pragma unroll 1
-        for (int i = 0; i < G::DEPTH && this->tile < this->tiles; ++i) this->advance();
-    }
     __device__ unsigned following(unsigned place) const {
         return place == ring + (G::DEPTH - 1) * G::SLOT_BYTES ? ring : place + G::SLOT_BYTES;
     }

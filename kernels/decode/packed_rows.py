@@ -15,8 +15,6 @@ from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.code_words import BLOCK_COLUMNS, BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-#: Blocks of the cluster that computes the two layers of a token's own embeddings: as many as every GPU takes.
-CLUSTER = 8
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: What `fitted.json` says of each.
@@ -71,7 +69,7 @@ def packed_rows_kernel(
     """A kernel of packed_rows.cu, or of another file by its device code; `macros` are those of the kernels of few
     rows."""
     sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
-    whole = _is_whole(layout, way.weight_tiles)
+    whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
     brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
     last = layout.scales, layout.mode, way.resident
     chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes, *last))
@@ -81,29 +79,6 @@ def packed_rows_kernel(
     )
     expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
     return decode_kernel(file, expression, (*macros, *own))
-
-
-def _is_whole(layout: DeviceLayout, weight_tiles: int) -> bool:
-    return layout.rows % (2 * weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
-
-
-def token_block_way(
-    batch: int, gate: DeviceLayout, projection: DeviceLayout, gpu: Capacity
-) -> tuple[PackedRows, DeviceLayout, int] | None:
-    """How a cluster of blocks computes a gate of few rows and the layer which takes it, of which layout its kernel is
-    compiled for, and a block's bytes; None where it does not."""
-    every, layers = slices_end_every(gate.columns), (gate, projection)
-    is_alike = len({(each.format, each.mode, each.compute, each.block_bytes) for each in layers}) == 1
-    is_alike = is_alike and every == slices_end_every(projection.columns) < 4
-    if not (is_alike and projection.columns <= gate.columns and batch <= MAX_NORMED_ROWS and gpu.has_clusters):
-        return None
-    for depth, at_once in ((3, 12), (2, 4)):
-        way = PackedRows(batch == 1, 4 * every, 1, depth, at_once, 1)
-        shared = way.shared_bytes(gate.block_bytes, gate.columns, batch, False)
-        shared += SLICES * depth * 2 * gate.block_bytes  # rings of the projection's
-        if shared <= gpu.shared_limit:
-            return way, gate if _is_whole(projection, 1) else projection, shared
-    return None
 
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:

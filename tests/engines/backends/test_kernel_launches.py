@@ -200,15 +200,6 @@ def test_steps_of_gemma_4_are_prepared(launches: list, name: str) -> None:
         # Seven a layer; embeddings scaled, inputs of all layers, the head.
         assert tokens > 1 or len(launches) - begin == 12 * 7 + 5
     check(launches, ORIN)
-    for limit, batch in product((H200, RTX), (1, 2)):
-        launches.clear()
-        shape = EngineShape("decode", batch, 1, 4096, 4096, window_rows=1088)
-        engine = prepared(config, shape, limit, True, packed=packed)
-        check(launches, limit)
-        # A cluster of blocks computes two of them, where both layers' rings find room.
-        count = sum("token_block" in made.name for made in launches)
-        assert count == (12 if (limit, batch) != (RTX, 2) else 0)
-        assert len(engine.launches()) == 12 * 7 + 5 - count
 
 
 @GPUS
