@@ -3,6 +3,8 @@ file, since the table is as large as all other weights together, and a step need
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
@@ -67,10 +69,13 @@ class TokenRows:
         if self._size:
             self._backend.upload(self._place(*token_ids.shape), self.of(token_ids))
 
-    def stages(self, token_ids: Array) -> Stages:
+    def stages(self, token_ids: Array, before: Callable[[], None] | None = None) -> Stages:
         """What brings those of tokens [B, T] on the device: a step whose tokens were drawn there, or a tree that was
-        laid out there, waits for the host to know them."""
-        return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
+        laid out there, waits for the host to know them. Meanwhile the device does what can be done `before`."""
+        if before is None:
+            return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
+        asked = HostStage(self._ask, token_ids)
+        return {"asked for tokens": asked, "before token rows": before, "token rows": HostStage(self._answer)}
 
     def bound(self, shape: EngineShape) -> dict[str, Array]:
         """What engines of a shape are bound to: the input `TOKEN_ROWS` [B, T, size]."""
@@ -80,4 +85,11 @@ class TokenRows:
         return leading(self._rows, (batch, tokens, self._size))
 
     def _follow(self, token_ids: Array) -> None:
-        self.bring(self._backend.read(token_ids).wait())
+        self._ask(token_ids)
+        self._answer()
+
+    def _ask(self, token_ids: Array) -> None:
+        self._asked = self._backend.read(token_ids)
+
+    def _answer(self) -> None:
+        self.bring(self._asked.wait())
