@@ -18,6 +18,12 @@ def user_path(path: str | Path) -> Path:
         return Path(path)
 
 
+def resolved(path: Path) -> Path:
+    """The path without links, as far as there is something. A link to itself stays, where releases of Python before
+    3.13 raise RuntimeError in `Path.resolve`."""
+    return Path(os.path.realpath(path))
+
+
 def printable(name: object) -> str:
     """The name of a file, or another that somebody else gave, to be shown: what would break a line, steer a terminal or
     be no character is written as Python's strings have it (`\\n`, `\\x1b`, `\\udcff`)."""

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edgellm.commands.console import show_logs
+from edgellm.commands.console import explaining, show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.table import option, takes_options
@@ -60,7 +60,11 @@ def run(arguments: Sequence[str]) -> None:
     """
     _prepare_streams()
     show_logs()
-    create_app()(args=list(arguments), prog_name="edgellm")
+    try:
+        with explaining():  # help and version cannot always be written, either
+            create_app()(args=list(arguments), prog_name="edgellm")
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
 
 
 def create_app() -> typer.Typer:
@@ -107,7 +111,7 @@ def _print_version(value: bool) -> None:
     if value:
         from importlib import metadata  # it takes longer than all else here
 
-        print(f"edgellm {metadata.version('edgellm')}")
+        typer.echo(f"edgellm {metadata.version('edgellm')}")
         raise typer.Exit
 
 

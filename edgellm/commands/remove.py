@@ -11,7 +11,7 @@ from edgellm.errors import HubError
 from edgellm.hub.inventory import Removal, built_directories, remove_of_files
 from edgellm.hub.inventory import remove as remove_model
 from edgellm.hub.names import HubName
-from edgellm.kernels.user_paths import printable, user_path
+from edgellm.kernels.user_paths import printable, resolved, user_path
 
 
 class RemoveOptions(LogOptions):
@@ -46,7 +46,7 @@ def remove(given: RemoveOptions) -> None:
 def _named(text: str, revision: str | None) -> dict[str, Removal]:
     """What was removed of a file or a name. Raises HubError."""
     path = user_path(text)
-    if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(path.resolve())):
+    if revision is None and path.name.endswith(".gguf") and (of_file := remove_of_files(resolved(path))):
         return {str(file): removal for file, removal in of_file.items()}
     name = HubName.parse(text)
     if name is None or path.absolute() in built_directories():

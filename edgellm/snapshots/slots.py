@@ -221,8 +221,13 @@ class SlotSnapshots:
             self._uploader.reserve(mapped.nbytes)  # before a request waits for it
             return self.store.add_file(path)
         snapshot = mapped.unread(self._backend.host_memory)
-        with opened_unchanged(path, identity) as descriptor:
-            verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
+        try:
+            with opened_unchanged(path, identity) as descriptor:
+                verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
+        except SnapshotError as error:
+            if error.reason != "replaced" or file_identity(path) == identity:
+                raise
+            return self.load(path, adapters)  # as another process has made it meanwhile
         self.store.add_file(path)
         return self.store.put(snapshot)
 

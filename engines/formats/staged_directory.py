@@ -14,6 +14,7 @@ from pathlib import Path
 
 from edgellm.engines.errors import EdgeLLMError
 from edgellm.kernels.atomic_write import sync_directory
+from edgellm.kernels.user_paths import resolved
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
@@ -28,7 +29,7 @@ class StagedDirectory:
     """
 
     def __init__(self, target: Path) -> None:
-        self._target = target.resolve()
+        self._target = resolved(target)
         self.path = self._target.with_name(f".{self._target.name}.partial-{secrets.token_hex(4)}")
         self._lock = -1
         self._above: list[Path] = []
@@ -83,13 +84,18 @@ class StagedDirectory:
 
 
 def is_vacant(target: Path) -> bool:
-    """Whether nothing is in the way of a new directory: no entry of the name, or an empty directory."""
-    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    """Whether nothing is in the way of a new directory: no entry of the name, or an empty directory. Raises OSError for
+    a name that cannot be looked up, as a link to itself."""
+    try:
+        target.stat()
+    except FileNotFoundError:
+        return True
+    return target.is_dir() and not any(target.iterdir())
 
 
 def holds(target: Path, source: Path) -> bool:
     """Whether `target` is `source` or a folder above it."""
-    return target.resolve() in (source.resolve(), *source.resolve().parents)
+    return resolved(target) in (resolved(source), *resolved(source).parents)
 
 
 def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], purpose: str) -> None:

@@ -276,15 +276,28 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+class _SingleKeyLoader(_LOADER):
+    """A loader that refuses a key which a dictionary has twice, where PyYAML's own forgets the first value."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        found = set()
+        for key, _ in node.value:
+            named = key.tag, str(key.value)
+            if named in found:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} again", key.start_mark)
+            found.add(named)
+        return super().construct_mapping(node, deep)
+
+
 def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
     """The value of a YAML (or JSON) text: dictionaries, lists, text, numbers, dates, truth values, None.
 
     `error_class`, in one line that begins with `place`, for what is malformed, nested more than 64 deep, has anchors,
-    aliases, tags or a number of more than 64 bits.
+    aliases, tags, a key twice or a number of more than 64 bits.
     """
     try:
         _check_events(text)
-        value = yaml.load(text, Loader=_LOADER)
+        value = yaml.load(text, Loader=_SingleKeyLoader)
         check_values(value)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

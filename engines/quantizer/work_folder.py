@@ -18,6 +18,7 @@ from edgellm.engines.formats.digests import hash_file
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.user_paths import resolved
 
 _JOB_FILE = "job.json"
 #: What is written into such a folder, files on their way to their names among it: nothing else is ever deleted.
@@ -38,8 +39,8 @@ class WorkFolder:
 
     def __init__(self, target: Path, job: dict[str, Any], restart: bool) -> None:
         self._target, self._job, self._restart = target, job, restart
-        resolved = target.resolve()
-        self.path = resolved.with_name(f".{resolved.name}.quantizing")
+        path = resolved(target)
+        self.path = path.with_name(f".{path.name}.quantizing")
         self._lock = -1
 
     def __enter__(self) -> WorkFolder:

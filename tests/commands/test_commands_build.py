@@ -90,6 +90,27 @@ def test_wrong_use_ends_with_a_message_and_nothing_made(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("build {checkpoint} {link}", "{link} cannot be read or written: Too many levels of symbolic links"),
+        ("build {link} {link}2", "{link} does not exist"),
+        ("quantize {checkpoint} {link}", "{link} cannot be read or written: Too many levels of symbolic links"),
+        ("remove {link}", "{link} is no name on the hub"),
+    ],
+)
+def test_a_link_to_itself_is_an_error_like_others(
+    checkpoint: Path, tmp_path: Path, arguments: str, message: str
+) -> None:
+    link = tmp_path / "link.gguf" if arguments.startswith("remove") else tmp_path / "link"
+    link.symlink_to(link)
+    filled = [argument.format(checkpoint=checkpoint, link=link) for argument in arguments.split()]
+    result = CliRunner().invoke(create_app(), filled)
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.output
+    assert message.format(link=link) in " ".join(result.output.split())
+    assert list(tmp_path.iterdir()) == [link] and link.is_symlink()
+
+
 def test_an_engine_directory_gets_more_targets(plain_directory: Path, compiled: list) -> None:
     result = CliRunner().invoke(create_app(), ["build", str(plain_directory), "--target", "sm_87", "--cuda", "12.6"])
     assert result.exit_code == 0, result.output

@@ -38,6 +38,19 @@ def test_a_full_disk_is_said_in_one_line(tiny_engines: Path) -> None:
     assert finished.stderr == "error: the output cannot be read or written: No space left on device\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", ["--help", "--version", "generate --help"])
+def test_help_on_a_full_disk_is_an_error_like_others(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as left:
+            run(command.split())
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "error: the output cannot be read or written: No space left on device\n"
+
+
 @pytest.fixture
 def collecting() -> Iterator[None]:
     threshold = gc.get_threshold()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,27 @@ def test_another_process_may_use_the_file_at_the_same_time(
     monkeypatch.setattr(slot_snapshots, "opened_unchanged", lambda path, _: opened(path, None))
     assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
     assert f"{path} changed while it was opened" in caplog.text
+
+
+def test_a_file_that_another_process_makes_anew_is_loaded(
+    slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = SlotSnapshots(SnapshotStore(), *slots)
+    path = save(snapshots.store, snapshots.compute(1, SYSTEM, KVContents(), "system"), tmp_path)
+    opened, anew = slot_snapshots.opened_unchanged, [shutil.copy(path, tmp_path / "copy")]
+
+    def replaced(*arguments: Any) -> Any:
+        if anew:
+            Path(anew.pop()).replace(path)
+        return opened(*arguments)
+
+    monkeypatch.setattr(slot_snapshots, "opened_unchanged", replaced)
+    loading = SlotSnapshots(SnapshotStore(), *slots)
+    assert loading.load(path).path == path and not anew
+    assert loading.restore(0, PROMPTS[0], KVContents()) > 0
+    monkeypatch.setattr(slot_snapshots, "opened_unchanged", lambda path, _: opened(path, None))
+    with pytest.raises(SnapshotError, match="changed while it was opened"):  # where it has not been made anew
+        loading.load(path)
 
 
 @pytest.mark.parametrize("staging", [1, 5_000, 20_000])
