@@ -117,6 +117,8 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("a: b: c", "not valid YAML"),
         ("model: !!python/object/apply:os.system ['true']", "not valid YAML"),
         ("1: x", "unknown key '1'"),
+        ("sampling: {seed: 1}\nsystem: a\nsampling: {top_k: 1}", "the key 'sampling' again in line 3"),
+        ("sampling: {seed: 1, 'seed': 2}", "the key 'seed' again in line 1"),
         ("drafting: fast", "drafting is 'fast': expected keys and values"),
         ("drafting: {draft_step: 3}", "no drafting setting 'draft_step': did you mean draft_steps?"),
         ("drafting: {draft_steps: 0}", "draft_steps is 0: expected a whole number from 1 to 32"),
