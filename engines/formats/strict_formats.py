@@ -273,7 +273,7 @@ _LONGEST_NUMBER = 64
 _NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxobTtZ_:.+-]*")
 _TOO_DEEP_YAML = f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep"
 _TEXT_TAG = "tag:yaml.org,2002:str"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _SingleKeyLoader(_LOADER):
