@@ -363,7 +363,6 @@ def _ending(response: Response) -> dict[str, Any]:
 
 
 def _content(kind: str, **values: Any) -> dict[str, Any]:
-    """A block of an answer."""
     return {"type": kind, **values, **_BESIDE[kind]}
 
 

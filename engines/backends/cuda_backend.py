@@ -139,7 +139,6 @@ class CudaBackend(CudaDevice):
         return super().empty(shape, self._own(dtype))
 
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
-        """See `Backend.zeros_side_by_side`."""
         return super().zeros_side_by_side({name: (shape, self._own(dtype)) for name, (shape, dtype) in edge.items()})
 
     def _own(self, dtype: str) -> str:
@@ -153,7 +152,9 @@ class CudaBackend(CudaDevice):
         The kernels that engines need for them are loaded, too."""
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
-        paddings = self._paddings()
+        # How the weights of encoders stand in memory that loaded engines do not take as they are published.
+        encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
+        paddings = {name: padding for engine in encoders for name, padding in engine.paddings.items()}
         memory = self.zeros_side_by_side(
             {
                 spec.name: (layouts[spec.name].shape, "uint8")
@@ -217,11 +218,6 @@ class CudaBackend(CudaDevice):
         }
         check.conclude(found | small)
 
-    def _paddings(self) -> dict[str, Padding]:
-        """How the weights of encoders stand in memory that loaded engines do not take as they are published."""
-        encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
-        return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
-
     def load_kernels(self, weights: Mapping[str, DeviceArray | AnyPacked]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""
         packed = {
@@ -253,7 +249,6 @@ class CudaBackend(CudaDevice):
 
     @property
     def known_memory(self) -> Mapping[str, int]:
-        """See `Backend.known_memory`."""
         return {**packed_memory(self._directory.models, self._packed, self.compute_dtype), **CODE}
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:

@@ -163,7 +163,6 @@ class CudaDevice:
 
     @property
     def gpu_index(self) -> int:
-        """See `Backend.gpu_index`."""
         return self.gpu.index
 
     def lost(self) -> DeviceLostError | None:
@@ -210,7 +209,6 @@ class CudaDevice:
         return found
 
     def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
-        """See `Backend.shared_zeros`."""
         return self.zeros_side_by_side(edge)
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
@@ -258,7 +256,6 @@ class CudaDevice:
         return self._start_copies(self._uploads(target, values, rows, first), values, target, self.stream)
 
     def begin_beside(self) -> None:
-        """See `Backend.begin_beside`."""
         before = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
         before.record(self.stream)
         self._copy_stream.wait_for_event(before)

@@ -107,7 +107,6 @@ class KernelEngine(BoundEngine):
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`."""
         fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
         if fresh:
             self._launches, self._launches_by_layer = [], []

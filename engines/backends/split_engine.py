@@ -178,7 +178,6 @@ class SplitEngine(BoundEngine):
             self._has_kernels = True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`."""
         self._bound |= checked_bindings(self.shape, self.tensors, bindings)
         self._steps = []
 

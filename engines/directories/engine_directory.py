@@ -34,7 +34,6 @@ from edgellm.engines.directories.engine_parts import (
     is_template_name,
     is_weight_file,
     parse_adapters,
-    parse_digests,
     parse_draft,
     parse_files,
     parse_vision,
@@ -78,7 +77,6 @@ PUBLISHED_FILES = (
 )
 #: How a vision encoder wants its images: one of them is required, and the first that is there counts.
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-WEIGHT_INDEX = "model.safetensors.index.json"
 
 #: What else a directory may have, and the option that builds it.
 _PARTS = {
@@ -191,11 +189,6 @@ class EngineDirectory:
             return self.source.repository
         files = self.weight_files if path.parent == file_folder().resolve() else ()
         return next(((path / file).resolve().stem for file in files if file.endswith(".gguf")), path.name)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
-        return self.config.eos_token_ids
 
     @property
     def video_tokens(self) -> int:
@@ -337,7 +330,7 @@ def _differences(
 
 def described_file_names(path: Path) -> list[str]:
     """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
-    index = [WEIGHT_INDEX] if (path / WEIGHT_INDEX).exists() else []
+    index = [INDEX_FILE] if (path / INDEX_FILE).exists() else []
     weights = [file.name for ending in ("safetensors", "gguf") for file in path.glob(f"model*.{ending}")]
     return published_file_names(path) + index + sorted(weights)
 
@@ -412,7 +405,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         vision=vision,
         tool_format=values.get(TOOL_KEY, "str") if TOOL_KEY in values.values else None,
         source=values.object(SOURCE_KEY).dataclass(ModelSource) if SOURCE_KEY in values.values else None,
-        kernels=parse_kernels(values.object(KERNELS_KEY), parse_digests) if KERNELS_KEY in values.values else {},
+        kernels=parse_kernels(values.object(KERNELS_KEY)) if KERNELS_KEY in values.values else {},
     )
 
 

@@ -95,13 +95,12 @@ def _read_olmoe(fields: ConfigFields) -> DecoderConfig:
 OLMOE = Family("olmoe", "OlmoeForCausalLM", _read_olmoe, {"num_key_value_heads": None, "num_experts_per_tok": 8})
 
 
-def _read_granite_moe(fields: ConfigFields) -> DecoderConfig:
-    """Granite's scales; the router's scores are the softmax over the chosen."""
-    return read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe")
-
-
+#: Granite's scales; the router's scores are the softmax over the chosen.
 GRANITE_MOE = Family(
-    "granitemoe", "GraniteMoeForCausalLM", _read_granite_moe, {"num_key_value_heads": None, "num_experts_per_tok": 2}
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    lambda fields: read_granite(fields, mixture=read_mixture(fields, "intermediate_size", 8), naming="granitemoe"),
+    {"num_key_value_heads": None, "num_experts_per_tok": 2},
 )
 
 

@@ -110,7 +110,8 @@ class LoraAdapter:
 def adapter_rank(path: str | Path) -> int:
     """The rank that engines need for an adapter, by its settings alone. Raises AdapterError."""
     _check_files(Path(path))
-    return LoraConfig.read(Path(path)).largest_rank
+    config = LoraConfig.read(Path(path))
+    return max(config.rank, *config.rank_pattern.values(), 1)
 
 
 def adapter_digest(digests: Mapping[str, str]) -> str:

@@ -193,7 +193,6 @@ class ConvColumns(RecurrentState):
 
     @property
     def kept_names(self) -> tuple[str]:
-        """The name of what is convolved."""
         return (f"conv_inputs_{self.index}",)
 
     def kept(self, slots: int, tokens: int) -> Edge:
@@ -201,13 +200,11 @@ class ConvColumns(RecurrentState):
         return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
 
     def committed(self, *arrays: Array) -> tuple[Array, ...]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.contract import LayerColumns  # NumPy, which the command line does without
 
         return LayerColumns(*arrays)
 
     def commit_kernels(self) -> Iterator[Kernel]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.launcher import convolution_kernel
 
         yield convolution_kernel(self.commit, self.width)
@@ -247,13 +244,11 @@ class DeltaMatrix(RecurrentState):
         return {name: ((slots, tokens, size), "float32") for name, size in widths}
 
     def committed(self, *arrays: Array) -> tuple[Array, ...]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.contract import LayerMatrices  # NumPy, which the command line does without
 
         return LayerMatrices(*arrays)
 
     def commit_kernels(self) -> Iterator[Kernel]:
-        """See `RecurrentState`."""
         from edgellm.kernels.recurrent.launcher import delta_kernel
 
         return (

@@ -24,7 +24,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 def shipped():
     directory = EngineDirectory.open(SHIPPED_MODEL)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    return RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids), tokenizer, directory
+    return RuleMaker(tokenizer, directory.config.vocab_size, directory.config.eos_token_ids), tokenizer, directory
 
 
 def thinking():
@@ -53,7 +53,7 @@ def test_the_shipped_model_writes_json_under_masks(shipped):
         assert rules.constraint.try_advance(token)
         answer.append(token)
     params = SamplingParams(structure=SCHEMA)
-    text = tokenizer.decode([token for token in answer if token not in directory.eos_token_ids])
+    text = tokenizer.decode([token for token in answer if token not in directory.config.eos_token_ids])
     found = response(text, params)
     assert found.structure_complete and isinstance(found.parsed["n"], int)
 

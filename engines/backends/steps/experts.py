@@ -309,7 +309,6 @@ class DownPairs(_Pairs):
         return [run.copy_kept(step.keep, run.array(step.residual)), *self._added(step, run)]
 
     def _added(self, step: DownExperts, run: Launching) -> list[Any]:
-        """The launches but for what is kept."""
         given, products = run.array(step.value), run.array(step.products)
         kernels, weights, addition = run.kernels.experts, weights_of(step, run), addition_of(step, run)
         if step_rows(step, run.program) <= MAX_TILED_ROWS:
@@ -330,7 +329,6 @@ def addition_of(step: DownExperts, run: Launching) -> Addition:
 
 
 def _chosen(step: ChooseExperts, run: Launching) -> tuple[Array, Choice]:
-    """The scores, and what is chosen by them."""
     array = run.array
     correction = None if step.correction is None else array(step.correction.name)
     shared = None if step.gate is None else (array(step.given), array(step.gate.weight.name))
