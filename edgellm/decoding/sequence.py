@@ -157,7 +157,6 @@ class DecodingSequence:
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What the rules ask of the next token."""
         return None if self.rules is None else self.rules.constraint
 
     def bind(self, digest: str | None) -> None:
@@ -212,7 +211,6 @@ class DecodingSequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the answer has ended, or failed."""
         return self.answer.finish_reason is not None or self.failure is not None
 
     def response(self) -> Response:

@@ -113,7 +113,6 @@ class KernelEngine(BoundEngine):
             self._bound |= checked_bindings(self.shape, self.tensors, fresh)
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         self._enqueue(self.launches(), lambda index: None)
 
     def launches(self) -> Sequence[Any]:

@@ -182,7 +182,6 @@ class SplitEngine(BoundEngine):
         self._steps = []
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         self.enqueue_by_layer(lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:

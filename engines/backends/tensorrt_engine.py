@@ -88,7 +88,6 @@ class TensorRTEngine:
             self._unbound.discard(name)
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound or TensorRT reports a failure."""
         if self._unbound:
             raise EngineError(f"{self.shape.name}: never bound: {', '.join(sorted(self._unbound))}")
         if not self._context.execute_async_v3(self._stream_handle):

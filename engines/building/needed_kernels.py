@@ -108,7 +108,6 @@ class AbsentBackend(CudaBackend):
     zeros = empty
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """An array in it."""
         return DeviceArray(memory.pointer + offset, tuple(shape), dtype)
 
     def upload(self, array: DeviceArray, values: Any) -> None:

@@ -158,7 +158,6 @@ class RecurrentState(LayerState):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its tensor."""
         return (f"{self.stem}_{self.index}",)
 
     @property
@@ -188,7 +187,6 @@ class ConvColumns(RecurrentState):
     stem, commit = "conv_columns", "commit_columns"
 
     def of_sequence(self, rows: int) -> Edge:
-        """The columns, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
 
     @property
@@ -227,7 +225,6 @@ class DeltaMatrix(RecurrentState):
     scans: ClassVar[bool] = False
 
     def of_sequence(self, rows: int) -> Edge:
-        """The matrices, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
 
     @property

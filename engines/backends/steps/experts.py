@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from edgellm.engines.backends.steps.implementation import Implementation, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, Launching
@@ -70,11 +70,7 @@ class ChooseExperts(Step):
     correction: WeightSpec | None = None
     gate: Linear | None = None
     own: tuple[int, int] | None = None
-
-    @property
-    def title(self) -> str:
-        """The choice in words."""
-        return f"the choice of experts for {self.output}"
+    called: ClassVar[str] = "the choice of experts for {0.output}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         rows = kinds[self.scores][0][:-1]
@@ -89,6 +85,7 @@ class RouteExperts(Step):
 
     scored: NormLinear
     choice: ChooseExperts
+    called: ClassVar[str] = "the router {0.scored.linear.name}"
 
     @property
     def weights(self) -> Iterator[WeightSpec]:
@@ -99,11 +96,6 @@ class RouteExperts(Step):
     def reads(self) -> tuple[str, ...]:
         """What the router scores."""
         return self.scored.reads
-
-    @property
-    def title(self) -> str:
-        """The router in words."""
-        return f"the router {self.scored.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
         found = self.scored.results(kinds, shape, residual)
@@ -118,16 +110,12 @@ class _OfExperts(Step):
     ids: str = field(metadata=READS)
     linear: Linear = field()
     mixture: Mixture
+    called: ClassVar[str] = "the experts' layer {0.linear.name}"
 
     @property
     def multiplies(self) -> None:
         """No layer of all rows."""
         return None
-
-    @property
-    def title(self) -> str:
-        """The layer in words."""
-        return f"the experts' layer {self.linear.name}"
 
     @property
     def matrix(self) -> tuple[int, int]:
