@@ -19,7 +19,7 @@ A call gives what enqueues it, so that an encoder's launches are prepared once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol, TypeAlias
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
@@ -39,16 +39,6 @@ ACTIVATION_MACROS = (
 )
 
 Launchable = Callable[[], None]
-
-#: Rows as they come, in float32, with zeros behind, and those that others are made of; a number for each column, what
-#: values are kept within, and query, key and value heads.
-Rows: TypeAlias = Annotated[OwnArray, "RK mixed"]
-FloatRows: TypeAlias = Annotated[OwnArray, "RK float32"]
-PaddedRows: TypeAlias = Annotated[OwnArray, "RP mixed"]
-GivenRows: TypeAlias = Annotated[OwnArray, "SK mixed"]
-OfColumns: TypeAlias = Annotated[OwnArray, "K compute"]
-Bounds: TypeAlias = Annotated[OwnArray, "B compute"]
-Heads: TypeAlias = Annotated[OwnArray, "3GRD compute"]
 
 
 def padded_width(columns: int) -> int:
@@ -120,6 +110,20 @@ def _check_normed_heads(sizes: dict[str, Any]) -> str | None:
     return heads_refusal(size)
 
 
+class Convolution(NamedTuple):
+    """What a convolution reads: of images of `height` by `width` rows in reading order, the first `channels` columns of
+    the `down` by `across` rows at every `stride`th place, with `above` rows and `left` columns of zeros around."""
+
+    channels: int
+    height: int
+    width: int
+    down: int
+    across: int
+    stride: int
+    above: int
+    left: int
+
+
 def places(size: int, kernel: int, stride: int, padding: int) -> int:
     """At how many places of a dimension of so many values a convolution's kernel stands, `padding` zeros at either
     end."""
@@ -127,15 +131,15 @@ def places(size: int, kernel: int, stride: int, padding: int) -> int:
 
 
 def _check_unfold(sizes: dict[str, Any]) -> str | None:
-    height, width, down, across = (sizes[name] for name in ("height", "width", "down", "across"))
-    stride, above, left = (sizes[name] for name in ("stride", "above", "left"))
-    if min(height, width, down, across, stride, sizes["channels"]) < 1 or min(above, left) < 0:
+    own = Convolution(*(sizes[f"convolution.{name}"] for name in Convolution._fields))
+    channels, height, width, down, across, stride, above, left = own
+    if min(own[:6]) < 1 or min(above, left) < 0:
         return "sizes of images, kernels, strides and channels begin at 1, paddings at 0"
     found = places(height, down, stride, above) * places(width, across, stride, left)
     if sizes["S"] % (height * width) or sizes["S"] // (height * width) * found != sizes["R"]:
         return f"{sizes['S']} rows of images of {height} x {width} have {found} places each, not {sizes['R']} in all"
-    if sizes["channels"] > sizes["K"] or sizes["channels"] * down * across > sizes["P"]:
-        return f"{sizes['channels']} channels of {sizes['K']} columns, by {down} x {across} places to {sizes['P']}"
+    if channels > sizes["K"] or channels * down * across > sizes["P"]:
+        return f"{channels} channels of {sizes['K']} columns, by {down} x {across} places to {sizes['P']}"
     return None
 
 
@@ -161,12 +165,12 @@ class EncoderKernels(Protocol):
     @limited(_check_norm)
     def norm(
         self,
-        values: Rows,
-        weight: OfColumns,
-        bias: OfColumns | None,
+        values: Annotated[OwnArray, "RK mixed"],
+        weight: Annotated[OwnArray, "K compute"],
+        bias: Annotated[OwnArray, "K compute"] | None,
         epsilon: float,
         offset: float,
-        output: PaddedRows,
+        output: Annotated[OwnArray, "RP mixed"],
         next_early: bool,
     ) -> Launchable:
         """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
@@ -176,43 +180,66 @@ class EncoderKernels(Protocol):
         before this one has finished."""
 
     @limited(_check_activation)
-    def activate(self, values: FloatRows, activation: int, output: Annotated[OwnArray, "RP compute"]) -> Launchable:
+    def activate(
+        self, values: Annotated[OwnArray, "RK float32"], activation: int, output: Annotated[OwnArray, "RP compute"]
+    ) -> Launchable:
         """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
         by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
     @limited(_check_columns)
     def copy_rows(
-        self, values: GivenRows, rows: Annotated[OwnArray, "R int32"] | None, output: PaddedRows, column: int
+        self,
+        values: Annotated[OwnArray, "SK mixed"],
+        rows: Annotated[OwnArray, "R int32"] | None,
+        output: Annotated[OwnArray, "RP mixed"],
+        column: int,
     ) -> Launchable:
         """Columns from `column` on of row r of the output get row rows[r] of the values, clamped to 0..S-1 (None: row
         r, of R), all behind them zeros. Of parts side by side the first is launched first."""
 
-    def add_rows(self, values: Rows, other: Rows, output: FloatRows) -> Launchable:
+    def add_rows(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        other: Annotated[OwnArray, "RK mixed"],
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
         """The sum of two. The output may be the values."""
 
-    def add_scaled_rows(self, values: FloatRows, other: FloatRows, scale: OfColumns, output: FloatRows) -> Launchable:
+    def add_scaled_rows(
+        self,
+        values: Annotated[OwnArray, "RK float32"],
+        other: Annotated[OwnArray, "RK float32"],
+        scale: Annotated[OwnArray, "K compute"],
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
         """values + other * scale, column by column, rounded once. The output may be the values."""
 
     @limited(_check_squares)
     def average_pool(
-        self, values: GivenRows, side: int, size: int, output: Annotated[OwnArray, "MK float32"]
+        self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
     ) -> Launchable:
         """The means over squares of `size` by `size` of values that are a picture, `side` rows a line, both in reading
         order. The columns of a square are added up first, each from its uppermost row on, then the sums from the
         left."""
 
     @limited(_check_bounds)
-    def clip_rows(self, values: Rows, bounds: Bounds, output: PaddedRows, column: int) -> Launchable:
+    def clip_rows(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        bounds: Annotated[OwnArray, "B compute"],
+        output: Annotated[OwnArray, "RP mixed"],
+        column: int,
+    ) -> Launchable:
         """Columns from `column` on of the output get the values, no less than the first of the `bounds` and no more
         than the second, all behind them zeros. Of parts side by side the first is launched first."""
 
     @limited(_check_bounds)
     def clipped_gate(
         self,
-        gate: FloatRows,
-        values: FloatRows,
-        gate_bounds: Bounds,
-        bounds: Bounds,
+        gate: Annotated[OwnArray, "RK float32"],
+        values: Annotated[OwnArray, "RK float32"],
+        gate_bounds: Annotated[OwnArray, "B compute"],
+        bounds: Annotated[OwnArray, "B compute"],
         activation: int,
         output: Annotated[OwnArray, "RK compute"],
     ) -> Launchable:
@@ -233,36 +260,25 @@ class EncoderKernels(Protocol):
     @limited(_check_norm)
     def standard_norm(
         self,
-        values: FloatRows,
-        bias: OfColumns | None,
-        scale: OfColumns | None,
+        values: Annotated[OwnArray, "RK float32"],
+        bias: Annotated[OwnArray, "K compute"] | None,
+        scale: Annotated[OwnArray, "K compute"] | None,
         factor: float,
         epsilon: float,
-        output: FloatRows,
+        output: Annotated[OwnArray, "RK float32"],
     ) -> Launchable:
         """An RMS norm without a weight of (factor * values - bias) * scale, or of factor * values."""
 
     @limited(_check_unfold)
     def unfold(
-        self,
-        values: GivenRows,
-        channels: int,
-        height: int,
-        width: int,
-        down: int,
-        across: int,
-        stride: int,
-        above: int,
-        left: int,
-        output: PaddedRows,
+        self, values: Annotated[OwnArray, "SK mixed"], convolution: Convolution, output: Annotated[OwnArray, "RP mixed"]
     ) -> Launchable:
-        """What each place of a convolution reads, side by side: of images of `height` by `width` rows in reading order,
-        the first `channels` columns of the `down` by `across` rows at every `stride`th place, with `above` rows and
-        `left` columns of zeros around. The channel is the slowest of a result's columns, zeros stand behind."""
+        """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
+        stand behind."""
 
     def product(
         self,
-        values: Rows,
+        values: Annotated[OwnArray, "RK mixed"],
         weight: Annotated[OwnArray, "KC compute"],
         scale: float,
         output: Annotated[OwnArray, "RC mixed"],
@@ -271,7 +287,10 @@ class EncoderKernels(Protocol):
 
     @limited(_check_heads)
     def prepare_heads(
-        self, qkv: Annotated[OwnArray, "RW mixed"], rotary: Annotated[OwnArray, "RD float32"] | None, heads: Heads
+        self,
+        qkv: Annotated[OwnArray, "RW mixed"],
+        rotary: Annotated[OwnArray, "RD float32"] | None,
+        heads: Annotated[OwnArray, "3GRD compute"],
     ) -> Launchable:
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
@@ -279,7 +298,7 @@ class EncoderKernels(Protocol):
     @limited(_check_attention)
     def attention(
         self,
-        heads: Heads,
+        heads: Annotated[OwnArray, "3GRD compute"],
         window: int,
         visible: Annotated[OwnArray, "R bool"] | None,
         scale: float,
