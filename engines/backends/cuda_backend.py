@@ -209,7 +209,11 @@ class CudaBackend(CudaDevice):
                 due[name] = whole[place if padding is None else padding.place(place)]
                 if padding is not None:
                     padded[name] = padding, place
-        found = self._first_not_finite(due)
+        # All are looked at before one of the results is read, which waits for the uploads, too.
+        indices = self.zeros((max(1, len(due)),), "int64")
+        for number, tensor in enumerate(due.values()):
+            self.kernels.first_not_finite(tensor, indices[number : number + 1])
+        found = dict(zip(due, self.download(indices)[: len(due)].tolist(), strict=True))
         found |= {name: padding.published_index(place, found[name]) for name, (padding, place) in padded.items()}
         small = {  # the kernel looks at weights of one dtype, in the order of their tensors
             name: first_not_finite(checkpoint.raw(name).reshape(-1))
@@ -236,16 +240,6 @@ class CudaBackend(CudaDevice):
         models = self._directory.models
         for source in step_modules(models, self.compute_dtype, self._loaded):
             self._module.prepare(source)
-
-    def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
-        """The index of the first value of each tensor [n] that is infinite or NaN, by name; -1 for none.
-
-        All are looked at before one of the results is read, which waits for the uploads, too.
-        """
-        found = self.zeros((max(1, len(tensors)),), "int64")
-        for number, tensor in enumerate(tensors.values()):
-            self.kernels.first_not_finite(tensor, found[number : number + 1])
-        return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
     @property
     def known_memory(self) -> Mapping[str, int]:
