@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.families import decoders
+from edgellm.engines.families.decoders import (
+    Family,
+    biases,
+    read_decoder,
+    text_fields,
+    vision_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import DecoderConfig
@@ -27,10 +34,10 @@ def _behind_full_layers(fields: ConfigFields) -> Callable[[int], bool]:
 
 
 #: `sliding_window` has no effect unless `use_sliding_window` is true.
-QWEN2 = decoders.Family(
+QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    lambda fields: decoders.read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True),
+    lambda fields: read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True),
     {
         "vocab_size": 151936,
         "hidden_size": 4096,
@@ -48,10 +55,10 @@ QWEN2 = decoders.Family(
 def read_qwen3(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool] = ((), False)) -> DecoderConfig:
     """`attention_bias` gives all four projections of the attention a bias; `mrope` is for `read_decoder`."""
     windowed = _behind_full_layers(fields)
-    return decoders.read_decoder(fields, mrope=mrope, windowed=windowed, **decoders.biases(fields), qk_norm=True)
+    return read_decoder(fields, mrope=mrope, windowed=windowed, **biases(fields), qk_norm=True)
 
 
-QWEN3 = decoders.Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})
 
 _QWEN2_5_VL_TEXT = {
     **QWEN2.defaults,
@@ -68,12 +75,12 @@ QWEN3_VL_DEFAULTS = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_
 
 
 def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
-    text = decoders.text_fields(fields, _QWEN2_5_VL_TEXT)
-    config = decoders.read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
-    return decoders.with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+    text = text_fields(fields, _QWEN2_5_VL_TEXT)
+    config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
+    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
-QWEN2_5_VL = decoders.Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
+QWEN2_5_VL = Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
 
 
 def read_qwen3_vl(
@@ -83,16 +90,16 @@ def read_qwen3_vl(
 ) -> DecoderConfig:
     """Positions are interleaved; features of the images are added to the first layers' outputs. The language model is
     read by `read`, with its `defaults`."""
-    config = read(decoders.text_fields(fields, defaults), mrope=((24, 20, 20), True))
-    taps = decoders.vision_fields(fields).get("deepstack_visual_indexes")
+    config = read(text_fields(fields, defaults), mrope=((24, 20, 20), True))
+    taps = vision_fields(fields).get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")
         taps = None
     count = _DEEPSTACK_LAYERS if taps is None else len(taps)
     if count > config.num_layers > 0:
         fields.wrong.append(f"features of {count} layers are added to {config.num_layers} layers, expected no more")
-    config = decoders.with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+    config = with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
     return replace(config, deepstack_layers=count)
 
 
-QWEN3_VL = decoders.Family("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl)
+QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", read_qwen3_vl)
