@@ -148,6 +148,7 @@ __global__ void __launch_bounds__(THREADS)
         float4* few = ranks.inboxes[receiver] + static_cast<size_t>(2 * MOST_BLOCKS * DEPTH * THREADS) * ranks.count;
         return few + (((round & 1) * ranks.count + sender) * FEW_BLOCKS + blockIdx.x) * 2 * THREADS + threadIdx.x;
     };
+#pragma unroll 1
     for (int rank = 0; rank < ranks.count; ++rank) {
         if (rank == ranks.own) continue;
         store_half(place(rank, ranks.own), own.x, own.y, round);
@@ -155,6 +156,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     float4 before, sum;  // the residual is loaded while messages are under way
     if (residual != nullptr) before = load_residual(residual, residual_is_float, read);
+#pragma unroll 1
     for (int rank = 0; rank < ranks.count; ++rank) {
         float4 part = own;
         const float4* found = place(ranks.own, rank);
