@@ -55,24 +55,17 @@ __device__ __forceinline__ long long nanoseconds() {
 
 // Two floats, each in eight bytes with its round: neither is seen without it.
 __device__ __forceinline__ void store_half(float4* place, float first, float second, unsigned round) {
-    asm volatile(
-        "{\n\t.reg .b64 one, other;\n\tmov.b64 one, {%1, %3};\n\tmov.b64 other, {%2, %3};\n\t"
-        "st.relaxed.sys.global.v2.b64 [%0], {one, other};\n\t}" ::"l"(place),
-        "r"(__float_as_uint(first)), "r"(__float_as_uint(second)), "r"(round)
-        : "memory");
+    const auto beside = [&](float value) { return static_cast<unsigned long long>(round) << 32 | __float_as_uint(value); };
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(beside(first)), "l"(beside(second))
+                 : "memory");
 }
 
 // Whether both have come.
 __device__ __forceinline__ bool load_half(const float4* place, float& first, float& second, unsigned round) {
-    unsigned values[2], rounds[2];
-    asm volatile(
-        "{\n\t.reg .b64 one, other;\n\tld.relaxed.sys.global.v2.b64 {one, other}, [%4];\n\t"
-        "mov.b64 {%0, %1}, one;\n\tmov.b64 {%2, %3}, other;\n\t}"
-        : "=r"(values[0]), "=r"(rounds[0]), "=r"(values[1]), "=r"(rounds[1])
-        : "l"(place)
-        : "memory");
-    first = __uint_as_float(values[0]), second = __uint_as_float(values[1]);
-    return rounds[0] == round && rounds[1] == round;
+    unsigned long long one, other;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(one), "=l"(other) : "l"(place) : "memory");
+    first = __uint_as_float(static_cast<unsigned>(one)), second = __uint_as_float(static_cast<unsigned>(other));
+    return one >> 32 == round && other >> 32 == round;
 }
 
 // Raises the flag of this block in the memory of `other`: what the block has written before its last barrier is there.
@@ -108,11 +101,6 @@ __device__ __forceinline__ float4 added(const float4& one, const float4& other) 
                        __fadd_rn(one.w, other.w));
 }
 
-__device__ __forceinline__ float4 scaled(const float4& sum, float scale) {
-    return make_float4(__fmul_rn(scale, sum.x), __fmul_rn(scale, sum.y), __fmul_rn(scale, sum.z),
-                       __fmul_rn(scale, sum.w));
-}
-
 // Four of a residual's elements as they lie in memory, of float or of two bytes in the first half.
 __device__ __forceinline__ float4 load_residual(const void* residual, bool is_float, long long piece) {
     if (is_float) return __ldcg(static_cast<const float4*>(residual) + piece);
@@ -120,12 +108,16 @@ __device__ __forceinline__ float4 load_residual(const void* residual, bool is_fl
     return make_float4(bits.x, bits.y, 0.0f, 0.0f);
 }
 
-// Those elements, of T or of float, + `sum`.
+// `sum` scaled, + those elements of T or of float, if there is a residual.
 template <typename T>
-__device__ __forceinline__ float4 added_to(const float4& residual, bool is_float, const float4& sum) {
-    if (is_float) return added(residual, sum);
-    const T* four = reinterpret_cast<const T*>(&residual);
-    return added(make_float4(to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3])), sum);
+__device__ __forceinline__ float4 finished(const float4& sum, float scale, const void* residual, bool is_float,
+                                           const float4& before) {
+    const float4 scaled = make_float4(__fmul_rn(scale, sum.x), __fmul_rn(scale, sum.y), __fmul_rn(scale, sum.z),
+                                      __fmul_rn(scale, sum.w));
+    if (residual == nullptr) return scaled;
+    if (is_float) return added(before, scaled);
+    const T* four = reinterpret_cast<const T*>(&before);
+    return added(make_float4(to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3])), scaled);
 }
 
 // output [n] float = residual [n], if there is one, + scale times the sum of all ranks' values [n] float, in the order of
@@ -167,8 +159,7 @@ __global__ void __launch_bounds__(THREADS)
         if (rank != ranks.own && !await_message(ranks, rank, has_come)) return;
         sum = rank == 0 ? part : added(sum, part);
     }
-    sum = scaled(sum, scale);
-    if (piece < pieces) output[piece] = residual == nullptr ? sum : added_to<T>(before, residual_is_float, sum);
+    if (piece < pieces) output[piece] = finished<T>(sum, scale, residual, residual_is_float, before);
 }
 
 // Of many, up to TURNS pieces of a thread in a round. All are loaded before any is used, so that a round waits for one load
@@ -226,12 +217,10 @@ __global__ void __launch_bounds__(THREADS, 4)  // where 8 ranks share a GPU, all
                 parts[turn] = load_residual(residual, residual_is_float, begin + min(turn * THREADS, left - 1));
         }
 #pragma unroll
-        for (int turn = 0; turn < TURNS; ++turn) {
-            const float4 sum = scaled(sums[turn], scale);
+        for (int turn = 0; turn < TURNS; ++turn)
             if (turn * THREADS < left)
                 output[begin + turn * THREADS] =
-                    residual == nullptr ? sum : added_to<T>(parts[turn], residual_is_float, sum);
-        }
+                    finished<T>(sums[turn], scale, residual, residual_is_float, parts[turn]);
     }
     if (threadIdx.x == 0) ranks.rounds[blockIdx.x] = round;
 }
