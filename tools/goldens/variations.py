@@ -647,6 +647,7 @@ VARIATIONS = {
             "final_logit_softcapping": 8.0,
         },
         rope=_GEMMA4_ROPE,
+        seed=60,
         **_LONG,
     ),
     # As the larger ones: nothing of each layer's own, no rows are shared, and values are keys where all is attended to.
@@ -661,6 +662,7 @@ VARIATIONS = {
         },
         rope=_GEMMA4_ROPE,
         dtype="bfloat16",
+        seed=61,
         **_LONG,
     ),
     "gemma4_unified": Variation(
