@@ -17,7 +17,7 @@ from edgellm.engines.formats.tensors import STORAGE, encoder_prefix, float32_int
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.limits import LARGEST_LORA_RANK
 from edgellm.kernels.sampling.twin import first_not_finite
 
@@ -151,11 +151,14 @@ def _read_pairs(
     if not expected and not settings.problems:
         problems.append("'target_modules' matches no linear layer of the language model")
     found: dict[tuple[str, str], TensorInfo] = {}
+    unread = unread_tensors(config)
     for name, info in tensors.items():
         match = _TENSOR.fullmatch(name)
         module = "" if match is None else own.get(match[1], "")
         if name.endswith(".bias"):
             problems.append(f"trained: {name!r:.120} {list(info.shape)}: biases of adapters are not supported")
+        elif match is not None and language_model_name(match[1]).startswith(unread):
+            continue  # of what a release of transformers made and never computed
         elif match is None or not module:
             problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
         elif module in expected:
