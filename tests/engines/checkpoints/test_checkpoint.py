@@ -208,6 +208,16 @@ def test_every_difference_is_listed_at_once(directory: Path) -> None:
         assert part in message
 
 
+def test_a_tied_embedding_may_be_there_by_the_name_of_the_head(directory: Path) -> None:
+    """So safetensors' `save_model` leaves it; a draft, which has no `model.norm`, has a head of its own."""
+    tensors = fitting_tensors()
+    tensors |= {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+    with pytest.raises(CheckpointError, match=r"missing: model\.embed_tokens\.weight"):
+        check(directory, tensors)
+    with pytest.raises(CheckpointError, match=r"1 differences\):\n  unknown: model\.norm\.weight"):
+        check(directory, tensors | {"model.norm.weight": np.ones(2, np.float16)})
+
+
 def test_a_head_that_is_not_the_tied_embedding_is_refused(directory: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         check(directory, fitting_tensors() | {"lm_head.weight": np.zeros((4, 2), np.float16)})
