@@ -287,8 +287,7 @@ class DecodingLoop:
             if sequence.finished or not emitted:
                 continue
             if sequence.tally is not None and not launch.is_prefill:
-                trees = launch.trees
-                drafted = None if plan is None or trees is None else plan.verified(len(trees[slot].tokens))
+                drafted = None if launch.trees is None else len(launch.trees[slot].tokens)
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)

@@ -19,9 +19,9 @@ class DraftingStatistics:
     `rounds` drafted, `plain_steps` did not. `drafted_tokens` were verified (without the root), `accepted_tokens` of
     them came into the answer; what lies behind its end does not count. `lengths[n]` is how many rounds gave n tokens,
     the bonus token included. `plans` counts rounds by the plan's name ("given N": up to N candidates that no draft
-    model proposed, with "+" beside those of one), `tokens` what they gave. `seconds` are those of all rounds and
-    steps; `draft_seconds` and `verify_seconds` those of the draft's and the base's part of the rounds, None where the
-    parts cannot be timed. Rounds that serve several sequences count for each of them, seconds included.
+    model proposed), `tokens` what they gave. `seconds` are those of all rounds and steps; `draft_seconds` and
+    `verify_seconds` those of the draft's and the base's part of the rounds, None where the parts cannot be timed.
+    Rounds that serve several sequences count for each of them, seconds included.
     """
 
     rounds: int

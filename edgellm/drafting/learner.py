@@ -14,10 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy
+from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search, reported
+from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -76,7 +76,7 @@ class Learner(Policy):
         self._latest: tuple[int, bool] = (1, False)
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
-        self._best_compared: Option | None = None
+        self._best_compared: Sequence[Option] = ()
         #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
         self._rested_until = 0
         self._chosen, self.searches = 0, (Search(), Search())
@@ -114,9 +114,7 @@ class Learner(Policy):
         self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
-            own = () if begun or self._adaptive else self.own
-            fitting = (each for each in own if each.longest <= room and runner.is_ready(step.batch, each, ruled))
-            return next(fitting, None), None
+            return first_fitting(() if begun or self._adaptive else self.own, *step), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
         if known and self._looks(ruled, not (self._missed or waited)):
@@ -183,13 +181,13 @@ class Learner(Policy):
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
-                tokens = step.batch + sum([sum(each.chances[: plan.given_nodes]) for each in found])
+                tokens = step.batch + sum([sum(each.chances[: plan.top_k]) for each in found])
                 ranked.append(Option(plan, tokens, times.of(plan)))
-            if longest <= plan.given_nodes:
+            if longest <= plan.top_k:
                 break
         for option in sorted(ranked, key=lambda each: -each.rate):
             if step.runner.takes_given(step.batch, option.plan, step.ruled):  # type: ignore[arg-type]
-                self._best_compared = option
+                self._best_compared = (option,)
                 return option.plan if option.rate > GAIN * other.rate else None
         return None
 
@@ -288,14 +286,15 @@ class Learner(Policy):
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""
-        batch, ruled = self._latest
+        (batch, ruled), times = self._latest, self._times.get(self._latest)
         rounds = dict(self._rounds + Counter({PLAIN: self.rested_steps}))
         said_before = {"said before": self.host.trust.ratios} if self.looks_up else {}
-        acceptance = self._choice.chances[ruled].estimates() | said_before
-        times = self._times.get(self._latest)
-        options = [] if times is None else self._choice.ratings(batch, ruled, times)
-        if options and self._best_compared is not None:
-            options.append(self._best_compared)
-        by_rate = None if self.own else max(options, key=lambda option: option.rate, default=None)
-        chosen = self._choice.current if by_rate is None else by_rate.plan
-        return reported(options, chosen, batch, (rounds, self._choice.explored, acceptance))
+        counted = rounds, self._choice.explored, self._choice.chances[ruled].estimates() | said_before
+        if times is None:
+            return DraftingReport(PLAIN, "nothing was timed yet", *counted)
+        options = [*self._choice.ratings(batch, ruled, times), *self._best_compared]
+        ranked = {each.plan: each.forecast(batch) for each in sorted(options, key=lambda each: -each.rate)}
+        chosen = self._choice.current if self.own else next(iter(ranked))
+        best = next((each for plan, each in ranked.items() if plan is not None), "nothing was said before")
+        why = f"{ranked[None]}; the best draft, {best}" if chosen is None else f"{ranked[chosen]}; {ranked[None]}"
+        return DraftingReport(ranked[chosen].name, why, *counted, [*ranked.values()])

@@ -92,7 +92,7 @@ class OwnPlans:
     def ended(self, plan: DraftPlan | None, emitted: Sequence[int], ruled: bool, steps: int = 1) -> None:
         """A round that gave each sequence so many tokens has ended, or so many plain steps."""
         self._stale += steps if plan is None else REFRESHED
-        if self._plans and (plan is None or not plan.takes_given):
+        if self._plans and (plan is None or not plan.is_given):
             self.chances[ruled].record(plan, emitted, steps)
             self._steps += steps
             self._used[plan] = self._steps

@@ -56,35 +56,23 @@ class Proposed(NamedTuple):
 
     def cut(self, plan: DraftPlan) -> GivenTree:
         """The first candidates, as far as a plan has places for them: it has the levels then, too."""
-        tokens, parents, _ = self.tree
-        return GivenTree(tokens[: plan.given_nodes], parents[: plan.given_nodes])
+        return GivenTree(self.tree.tokens[: plan.top_k], self.tree.parents[: plan.top_k])
 
     def behind(self, tokens: Sequence[int]) -> Proposed | None:
         """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
-        said, parents = self.tree.tokens, self.tree.parents
-        count, place = len(said), -1
+        (said, parents), place = self.tree, -1
         for token in tokens:
-            for node in range(place + 1, count):
-                if parents[node] == place and said[node] == token:
-                    place = node
-                    break
-            else:
+            same = (n for n in range(place + 1, len(said)) if parents[n] == place and said[n] == token)
+            if (place := next(same, -1)) < 0:
                 return None
-        kept: list[int] = []
-        moved, places = {place: -1}, []
-        for node in range(place + 1, count):
-            if (parent := moved.get(int(parents[node]))) is not None:
-                moved[node] = len(kept)
-                kept.append(node)
-                places.append(parent)
-        if not kept:
-            return None
-        came = self.chances[place]
-        return Proposed(
-            GivenTree([said[node] for node in kept], places),
-            [self.chances[node] / came for node in kept],
-            [self.promises[node] for node in kept] if self.promises else (),
-        )
+        moved = {place: -1}  # the nodes behind that place, and where they stand then
+        for node in range(place + 1, len(said)):
+            if parents[node] in moved:
+                moved[node] = len(moved) - 1
+        kept, came = [*moved][1:], self.chances[place]
+        tree = GivenTree([said[node] for node in kept], [moved[parents[node]] for node in kept])
+        chances = [self.chances[node] / came for node in kept]
+        return Proposed(tree, chances, [self.promises[node] for node in kept]) if kept else None
 
 
 #: No candidates.
@@ -115,7 +103,7 @@ class Trust:
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
-        reached, (said, parents) = {-1: 0}, proposed.tree[:2]
+        reached, (said, parents) = {-1: 0}, proposed.tree
         for node, promise in enumerate(proposed.promises):
             depth = reached.get(parents[node])
             if depth is None or depth == len(tokens):

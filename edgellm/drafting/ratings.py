@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,23 +60,6 @@ class Option(NamedTuple):
     def forecast(self, batch: int) -> Forecast:
         """For people."""
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
-
-
-def reported(
-    options: Sequence[Option],
-    chosen: DraftPlan | None,
-    batch: int,
-    counted: tuple[dict[str, int], int, dict[str, list[float]]],
-) -> DraftingReport:
-    """What was `counted` (rounds, tries, acceptance), with what was chosen of the options, and why."""
-    if not options:
-        return DraftingReport(PLAIN, "nothing was timed yet", *counted)
-    ranked = [option.forecast(batch) for option in sorted(options, key=lambda option: -option.rate)]
-    plain = next(each for each in ranked if each.name == PLAIN)
-    taken = next((option.forecast(batch) for option in options if option.plan is chosen), plain)
-    best = next((each for each in ranked if each.name != PLAIN), "nothing was said before")
-    reason = f"{plain}; the best draft, {best}" if taken is plain or chosen is None else f"{taken}; {plain}"
-    return DraftingReport(taken.name, reason, *counted, ranked)
 
 
 #: What is known of steps is looked at anew after so many plain ones at the most.

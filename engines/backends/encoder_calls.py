@@ -36,6 +36,7 @@ from edgellm.kernels.encoder.contract import (
     MAX_NORM_WIDTH,
     NO_ACTIVATION,
     WIDTH_STEP,
+    Convolution,
     activation_number,
     heads_refusal,
     padded_width,
@@ -265,9 +266,8 @@ class EncoderCalls:
 
     def _unfold(self, step: Unfold, number: int) -> Place:
         columns = padded_width(step.channels * math.prod(step.kernel))
-        given = step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding
-        output = self._buffer((step.places, columns), "compute")
-        return self._call("unfold", self._values[step.value], *given, output)
+        given = Convolution(step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding)
+        return self._call("unfold", self._values[step.value], given, self._buffer((step.places, columns), "compute"))
 
     def _product(self, step: Product, number: int) -> Place:
         value = self._values[step.value]

@@ -157,11 +157,10 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
     exchange = exchange_bytes(states, dtype) if slots > 1 else 0
-    given = 3 * slots * nodes * ITEM_SIZES["int32"]  # of each node that the host gives: token, parent, whether it leads
     return {
         "draft weights": weights * item,
         "draft KV caches": state_bytes(states, dtype),
-        "draft buffers": rows * inputs * item + exchange + masks + given + (slots * logits + rotary) * wide,
+        "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
     }
 
 

@@ -40,9 +40,8 @@ class DraftPlan:
     root included. Engines and arrays may be wider than the tree: `built_top_k`, where it is not 0, is their width.
     `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
     drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
-    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Up to `given_nodes` candidates, up to `given_depth`
-    deep, come with each round: of the kind `GIVEN` all of them, for no draft model proposes; in a joint tree the
-    draft's fill the rest. Build one with `tree`, `chain`, `choices_plan` or `given`, and a joint one with `joined`.
+    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Of the kind `GIVEN` up to K candidates, up to D
+    deep, come with each round, and no draft model proposes. Build one with `tree`, `chain`, `choices_plan` or `given`.
     """
 
     kind: str
@@ -55,8 +54,6 @@ class DraftPlan:
     posterior_threshold: float = field(default=0.09, hash=False)
     posterior_alpha: float = field(default=0.3, hash=False)
     built_top_k: int = field(default=0, hash=False)
-    given_nodes: int = field(default=0, hash=False)
-    given_depth: int = field(default=0, hash=False)
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):
@@ -70,7 +67,7 @@ class DraftPlan:
         ):
             if value < least:
                 raise EngineError(f"{name} is {value}: expected at least {least}")
-        most = candidate_count(self.levels, self.top_k) + self.given_nodes + 1
+        most = candidate_count(self.levels, self.top_k) + 1
         if self.tree_size > most:
             raise EngineError(
                 f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
@@ -86,17 +83,6 @@ class DraftPlan:
             raise EngineError(f"only a chain can be sampled from the draft's distribution, not a {self.kind}")
         if self.sampled and self.acceptance != "exact":
             raise EngineError("a sampled chain has its own exact test: typical acceptance does not apply to it")
-        if not 0 <= self.given_nodes < self.tree_size or (self.given_depth > 0) != (self.given_nodes > 0):
-            raise EngineError(
-                f"{self.given_nodes} given nodes, up to {self.given_depth} deep, in a {self.kind} of {self.tree_size} "
-                "nodes: expected fewer nodes than the tree has, and both or none above 0"
-            )
-        if self.is_joint and (self.sampled or self.acceptance != "exact"):
-            other = "a sampled chain" if self.sampled else "typical acceptance"
-            raise EngineError(
-                f"given nodes beside {other}: which candidates there are would show in the tokens. Give none, or take "
-                "exact acceptance of likeliest candidates"
-            )
 
     @cached_property
     def is_static(self) -> bool:
@@ -105,27 +91,13 @@ class DraftPlan:
 
     @cached_property
     def is_given(self) -> bool:
-        """Whether all candidates come from the host."""
+        """Whether the candidates come from the host."""
         return self.kind == GIVEN
-
-    @cached_property
-    def is_joint(self) -> bool:
-        """Whether some candidates come from the host and the others from a draft model."""
-        return self.takes_given and not self.is_given
-
-    @cached_property
-    def takes_given(self) -> bool:
-        """Whether candidates come with each round."""
-        return self.given_nodes > 0
 
     @cached_property
     def selected(self) -> int:
         """S: the most nodes of the tree that are chosen among the numbered candidates."""
         return len(self.selection) if self.is_static else min(self.tree_size - 1, self.candidates)
-
-    def verified(self, given_nodes: int) -> int:
-        """How many candidates a round verifies that was given so many."""
-        return given_nodes if self.is_given else min(self.tree_size - 1, self.selected + given_nodes)
 
     @property
     def levels(self) -> int:
@@ -149,16 +121,14 @@ class DraftPlan:
     @cached_property
     def longest(self) -> int:
         """W: the most tokens that a round can emit, the bonus token included."""
-        return max(self.steps, self.given_depth) + 1
+        return self.steps + 1
 
     @cached_property
     def name(self) -> str:
         """A short name for tables and messages."""
         sizes = f"{self.kind} {self.tree_size - 1 if self.is_given else self.steps}"
         if self.kind not in ("chain", GIVEN):
-            sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size - self.given_nodes}"
-        if self.is_joint:
-            sizes += f" + given {self.given_nodes}"
+            sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size}"
         return sizes + (" sampled" if self.sampled else "") + (" typical" if self.acceptance == "typical" else "")
 
     @cached_property
@@ -178,20 +148,11 @@ class DraftPlan:
 
     def shortened(self, steps: int) -> DraftPlan:
         """The same plan with at most `steps` levels, which must be at least 1."""
-        if steps >= self.longest - 1:
+        if steps >= self.steps:
             return self
         choices = tuple(node for node in self.choices if len(node) <= steps)
-        most = len(choices) or candidate_count(min(self.steps, steps), self.top_k)
-        size = min(self.tree_size, most + self.given_nodes + 1)
-        depth = min(self.given_depth, steps)
-        return replace(self, steps=min(self.steps, steps), tree_size=size, choices=choices, given_depth=depth)
-
-    def joined(self, nodes: int, depth: int, most: int) -> DraftPlan:
-        """The joint plan of this one and up to `nodes` given candidates, up to `depth` one after the other, in a tree
-        of at most `most` nodes, the root included: where that is short up to half of them are given ones, for which the
-        draft's give way."""
-        nodes = min(nodes, max(most - self.tree_size, most // 2))
-        return replace(self, tree_size=min(self.tree_size + nodes, most), given_nodes=nodes, given_depth=depth)
+        most = len(choices) or candidate_count(steps, self.top_k)
+        return replace(self, steps=steps, tree_size=min(self.tree_size, most + 1), choices=choices)
 
     def for_engines(self, limits: EngineLimits, fixed_shapes: bool) -> DraftPlan:
         """The plan as engines of these limits take it; raises EngineError where they cannot.
@@ -220,7 +181,7 @@ class DraftPlan:
         described = f"tree of {len(self.choices)} choices" if self.kind == "choices" else self.kind
         for name, found, most in (
             ("draft_top_k", self.top_k, limits.draft_top_k),
-            ("draft_steps", self.longest - 1, limits.draft_steps),
+            ("draft_steps", self.steps, limits.draft_steps),
             ("verify_tree_size", self.tree_size, limits.verify_sizes[-1]),
         ):
             if found > most:
@@ -267,7 +228,7 @@ def chain(steps: int, **rule: Any) -> DraftPlan:
 
 def given(nodes: int, depth: int) -> DraftPlan:
     """A tree of up to `nodes` candidates, up to `depth` one after the other, that come with each round."""
-    return DraftPlan(GIVEN, nodes, depth, nodes + 1, given_nodes=nodes, given_depth=depth)
+    return DraftPlan(GIVEN, nodes, depth, nodes + 1)
 
 
 def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:

@@ -35,7 +35,7 @@ from edgellm.kernels.acceptance.contract import Chain
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
-from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
+from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows, candidate_count
 
 
 class EagleDraftEngineRunner(ModelDrafter):
@@ -76,7 +76,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         top_k, steps = limits.draft_top_k, limits.draft_steps
         sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
-        self._given = backend.zeros((3 * limits.max_batch * sizes[-1],), "int32")
         self._media_inputs = MediaInputs(backend, draft.decoder, limits, self._tables.rotary)
         if draft.image_embeddings:
             self._media_inputs.rows = base.media_rows
@@ -131,10 +130,6 @@ class EagleDraftEngineRunner(ModelDrafter):
         """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 
-    def given(self, batch: int, plan: DraftPlan) -> Given | None:
-        """The nodes that come with each round of a joint plan, for the leading slots."""
-        return Given(leading(self._given, (3, batch, plan.given_nodes))) if plan.is_joint else None
-
     def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
         level - 1."""
@@ -169,7 +164,6 @@ class EagleDraftEngineRunner(ModelDrafter):
             HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed),
             inputs,
             self.expansion(plan),
-            self.given(batch, plan),
         )
         return in_order([prepare, engine.enqueue])
 
@@ -198,7 +192,7 @@ class EagleDraftEngineRunner(ModelDrafter):
     def own_proposal(self, batch: int, plan: DraftPlan) -> Proposal:
         candidates = self.candidates(batch, plan)
         chain = self.chain(batch, plan) if plan.sampled else None
-        return Proposal(candidates, self.expansion(plan), self.given(batch, plan), chain)
+        return Proposal(candidates, self.expansion(plan), chain)
 
     def draw_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What draws token `level` of a sampled chain from the latest logits, and keeps their distribution."""

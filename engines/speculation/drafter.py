@@ -27,20 +27,18 @@ from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, pendi
 from edgellm.kernels.acceptance.contract import Chain, Pending
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.tree.contract import Candidates, Expansion, Given
+from edgellm.kernels.tree.contract import Candidates, Expansion
 
 
 class Proposal(NamedTuple):
     """The candidates of a plan in the leading slots, which is all that verification sees of a drafter.
 
     `expansion` is what the last level is finished with, the mapping of the draft's ids among it (None: the candidates
-    are there), `given` are those that come with each round of a joint plan, `chain` is what a sampled one is drawn
-    from.
+    are there), `chain` is what a sampled one is drawn from.
     """
 
     candidates: Candidates
     expansion: Expansion | None = None
-    given: Given | None = None
     chain: Chain | None = None
 
 
@@ -214,7 +212,7 @@ class ModelDrafter(Drafter):
         return super().proposal(batch, plan) if plan.is_given else self.own_proposal(batch, plan)
 
     def engines(self, batch: int, plan: DraftPlan, taken: int) -> list[tuple[EngineShape, int]]:
-        """See `Drafter`: the one that takes in, and unless all candidates are given the one that proposes."""
+        """See `Drafter`: the one that takes in, and unless candidates are given the one that proposes."""
         takes = self.accept_shape(batch, taken, self.limits.tree_key_ranges[-1]), taken
         return [takes] if plan.is_given else [takes, self.proposing_engine(batch, plan)]
 

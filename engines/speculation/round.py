@@ -125,23 +125,15 @@ class Round:
             self.parts = [*zip(part_keys(key), (before, {ACCEPTANCE: accept}), strict=True)]
 
     def give(self, trees: Sequence[GivenTree]) -> None:
-        """Bring the candidates of each slot; for a plan that takes given ones, before its stages run."""
-        upload, candidates, joint = self._base.backend.upload, self._proposal.candidates, self._proposal.given
-        if joint is not None:
-            _, batch, nodes = joint.nodes.shape
-            padded = np.zeros((3, batch, nodes), np.int32)
-            padded[:2] = _padded(trees, batch, nodes)
-            for slot, tree in enumerate(trees):
-                padded[2, slot, : len(tree.tokens)] = tree.leads
-            upload(joint.nodes, padded)
-            return
+        """Bring the candidates of each slot, for a given plan; before its stages run."""
+        upload, candidates = self._base.backend.upload, self._proposal.candidates
         tokens, parents = _padded(trees, *candidates.tokens.shape)
         upload(candidates.tokens, tokens)
         upload(candidates.parents, parents)
 
     def nodes(self, trees: Sequence[GivenTree]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and parents [B, T] int32 of the trees of a constrained round with these given ones: where a draft
-        model proposes, too, as soon as they are laid out, while the base computes what follows them."""
+        """Tokens and parents [B, T] int32 of the trees of a constrained round, these where they are given: where a
+        draft model proposes as soon as they are laid out, while the base computes what follows them."""
         shape = self._tree.nodes.tokens.shape
         return padded_trees(trees, *shape) if self.key.plan.is_given else self._laid_out.wait()
 
@@ -163,15 +155,10 @@ class Round:
 
 class GivenTree(NamedTuple):
     """Candidates for one slot: `tokens` [N], and the `parents` [N] int32 of each, an earlier place, -1 of those that
-    follow the sequence's last token.
-
-    A chain may lead a joint tree: the draft model goes on behind it, as far as it has levels, as if it were certain of
-    these tokens. Its other proposals stand beside it.
-    """
+    follow the sequence's last token."""
 
     tokens: Sequence[int] | np.ndarray
     parents: Sequence[int] | np.ndarray
-    leads: bool = False
 
 
 def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,10 +2,9 @@
 
 A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
 the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
-slot got, and which. Candidates may be given by the host instead, with a draft model or without one, or beside the
-draft's in one tree. Where rules say which tokens may come, a step is two launches: the host fills masks while the first
-computes the logits, the second chooses. Rounds and plain steps leave the same state behind: they may follow each other
-in any order.
+slot got, and which. Candidates may be given by the host instead, with a draft model or without one. Where rules say
+which tokens may come, a step is two launches: the host fills masks while the first computes the logits, the second
+chooses. Rounds and plain steps leave the same state behind: they may follow each other in any order.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class DecodingRunner:
 
         Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
         """
-        if plan.takes_given != (trees is not None):
+        if plan.is_given != (trees is not None):
             raise EngineError(f"a round of {plan.name}: trees are given to a plan of given candidates, and to no other")
         longest = max(self.base.lengths[:batch])
         if longest + plan.longest > self.limits.kv_capacity:
@@ -195,8 +194,8 @@ class DecodingRunner:
         return self._kinds.key(batch, plan, *kind, self.draft.taken(batch), max(base.lengths[:batch]))
 
     def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
-        """Whether a round of a plan that takes given candidates can run now in the `batch` leading slots: there are
-        engines that verify its tree, room for it, and no capture to wait for."""
+        """Whether a round of a plan of given candidates can run now in the `batch` leading slots: there are engines
+        that verify its tree, room for it, and no capture to wait for."""
         longest = max(self.base.lengths[:batch])
         bucket = self.draft.bucket(batch)
         nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
@@ -213,7 +212,7 @@ class DecodingRunner:
         kinds = [(*each, False) for each in product(plans, batches)]
         kinds += [(plan, batch, True) for batch, plan in product(batches, dict.fromkeys((*plans, *forced)))]
         for plan, batch, constrained in kinds:
-            if plan.takes_given and not self.verification.takes(batch, plan):
+            if plan.is_given and not self.verification.takes(batch, plan):
                 continue
             for plain, adapts in product((True, False), self.base.adapter_kinds):
                 for key in self._kinds.keys(batch, plan, plain, adapts, constrained):
@@ -226,7 +225,7 @@ class DecodingRunner:
 
             def stages(number: int = number) -> Stages:
                 current = self._rounds.get(key) or self._make_round(key)
-                if key.plan.takes_given:
+                if key.plan.is_given:
                     current.give(())
                 return current.parts[number][1]
 

@@ -132,7 +132,6 @@ class TreeVerification:
             tree.nodes,
             inputs,
             proposal.expansion,
-            proposal.given,
         )
         return prepare, engine.enqueue
 

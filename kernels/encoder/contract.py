@@ -19,7 +19,7 @@ A call gives what enqueues it, so that an encoder's launches are prepared once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
@@ -110,6 +110,20 @@ def _check_normed_heads(sizes: dict[str, Any]) -> str | None:
     return heads_refusal(size)
 
 
+class Convolution(NamedTuple):
+    """What a convolution reads: of images of `height` by `width` rows in reading order, the first `channels` columns of
+    the `down` by `across` rows at every `stride`th place, with `above` rows and `left` columns of zeros around."""
+
+    channels: int
+    height: int
+    width: int
+    down: int
+    across: int
+    stride: int
+    above: int
+    left: int
+
+
 def places(size: int, kernel: int, stride: int, padding: int) -> int:
     """At how many places of a dimension of so many values a convolution's kernel stands, `padding` zeros at either
     end."""
@@ -117,15 +131,15 @@ def places(size: int, kernel: int, stride: int, padding: int) -> int:
 
 
 def _check_unfold(sizes: dict[str, Any]) -> str | None:
-    height, width, down, across = (sizes[name] for name in ("height", "width", "down", "across"))
-    stride, above, left = (sizes[name] for name in ("stride", "above", "left"))
-    if min(height, width, down, across, stride, sizes["channels"]) < 1 or min(above, left) < 0:
+    own = Convolution(*(sizes[f"convolution.{name}"] for name in Convolution._fields))
+    channels, height, width, down, across, stride, above, left = own
+    if min(own[:6]) < 1 or min(above, left) < 0:
         return "sizes of images, kernels, strides and channels begin at 1, paddings at 0"
     found = places(height, down, stride, above) * places(width, across, stride, left)
     if sizes["S"] % (height * width) or sizes["S"] // (height * width) * found != sizes["R"]:
         return f"{sizes['S']} rows of images of {height} x {width} have {found} places each, not {sizes['R']} in all"
-    if sizes["channels"] > sizes["K"] or sizes["channels"] * down * across > sizes["P"]:
-        return f"{sizes['channels']} channels of {sizes['K']} columns, by {down} x {across} places to {sizes['P']}"
+    if channels > sizes["K"] or channels * down * across > sizes["P"]:
+        return f"{channels} channels of {sizes['K']} columns, by {down} x {across} places to {sizes['P']}"
     return None
 
 
@@ -257,21 +271,10 @@ class EncoderKernels(Protocol):
 
     @limited(_check_unfold)
     def unfold(
-        self,
-        values: Annotated[OwnArray, "SK mixed"],
-        channels: int,
-        height: int,
-        width: int,
-        down: int,
-        across: int,
-        stride: int,
-        above: int,
-        left: int,
-        output: Annotated[OwnArray, "RP mixed"],
+        self, values: Annotated[OwnArray, "SK mixed"], convolution: Convolution, output: Annotated[OwnArray, "RP mixed"]
     ) -> Launchable:
-        """What each place of a convolution reads, side by side: of images of `height` by `width` rows in reading order,
-        the first `channels` columns of the `down` by `across` rows at every `stride`th place, with `above` rows and
-        `left` columns of zeros around. The channel is the slowest of a result's columns, zeros stand behind."""
+        """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
+        stand behind."""
 
     def product(
         self,

@@ -9,7 +9,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, cuda_header
 from edgellm.kernels.decode.arguments import MACROS
-from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, MAX_HEAD_SIZE, EncoderKernels
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, MAX_HEAD_SIZE, Convolution, EncoderKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
@@ -136,11 +136,9 @@ class CudaEncoder(Launcher):
         kernel = row_kernel("norms.cu", "standard_norm", "float32" if bias is None else bias.dtype)
         return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
 
-    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+    def unfold(self, values: DeviceArray, convolution: Convolution, output: DeviceArray) -> Launch:
         """What a convolution reads; see the contract. A thread has an element."""
-        sizes, packed = self._packed(
-            "unfold", values, channels, height, width, down, across, stride, above, left, output
-        )
+        sizes, packed = self._packed("unfold", values, convolution, output)
         kernel = row_kernel("rows.cu", "unfold", values.dtype, output.dtype)
         blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
         return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (packed,))

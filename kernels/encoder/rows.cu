@@ -111,13 +111,14 @@ __global__ void __launch_bounds__(THREADS) add_scaled_rows(const __grid_constant
 template <class In, class Out>
 __global__ void __launch_bounds__(THREADS) unfold(const __grid_constant__ UnfoldArguments a) {
     const size_t element = size_t(blockIdx.x) * THREADS + threadIdx.x;
-    const unsigned height = a.height, width = a.width, down = a.down, across = a.across, stride = a.stride;
-    const unsigned columns = (width + 2 * a.left - across) / stride + 1, rows = (height + 2 * a.above - down) / stride + 1;
+    const auto& of = a.convolution;
+    const unsigned height = of.height, width = of.width, down = of.down, across = of.across, stride = of.stride;
+    const unsigned columns = (width + 2 * of.left - across) / stride + 1, rows = (height + 2 * of.above - down) / stride + 1;
     const unsigned row = element / a.P, column = element % a.P;
     const unsigned channel = column / (down * across), place = column % (down * across), in_image = row % (rows * columns);
-    const int y = int(in_image / columns * stride + place / across) - int(a.above);
-    const int x = int(in_image % columns * stride + place % across) - int(a.left);
-    const bool is_inside = channel < a.channels && y >= 0 && y < int(height) && x >= 0 && x < int(width);
+    const int y = int(in_image / columns * stride + place / across) - int(of.above);
+    const int x = int(in_image % columns * stride + place % across) - int(of.left);
+    const bool is_inside = channel < of.channels && y >= 0 && y < int(height) && x >= 0 && x < int(width);
     begin();
     if (row >= a.R) return;
     float value[1] = {};

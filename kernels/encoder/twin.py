@@ -10,7 +10,7 @@ import numpy as np
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, checked_launch, launched, product
-from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
@@ -77,7 +77,8 @@ class NumpyEncoder:
         np.copyto(output, x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon)))
 
     @checked_launch(_check)
-    def unfold(self, values, channels, height, width, down, across, stride, above, left, output):
+    def unfold(self, values: np.ndarray, convolution: Convolution, output: np.ndarray) -> None:
+        channels, height, width, down, across, stride, above, left = convolution
         images = values[:, :channels].reshape(-1, height, width, channels)
         padded = np.pad(images, ((0, 0), (above, above), (left, left), (0, 0)))
         seen = np.lib.stride_tricks.sliding_window_view(padded, (down, across), (1, 2))[:, ::stride, ::stride]

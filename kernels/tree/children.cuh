@@ -156,64 +156,15 @@ __device__ inline void finish_row(
     __syncwarp();  // before the lists are those of the next row
 }
 
-// The given token that leads a level, -1 where none does. There are `most` nodes of each of as many sequences as the grid is
-// high.
-__device__ inline int leading_token(const Given& given, unsigned most, size_t sequence, unsigned level) {
-    if (level > most) return -1;
-    const int* token = given.nodes + sequence * most + level - 1;
-    size_t row = size_t(gridDim.y) * most;
-    bool leads = __ldcg(token + 2 * row) == 1 && __ldcg(token + row) == int(level) - 2;
-    return leads ? max(-1, __ldcg(token)) : -1;
-}
+__device__ inline int target_token(const int* draft_to_target, int id) { return id < 0 ? -1 : __ldg(draft_to_target + id); }
 
-// How a token that is one of the target already stands among those of the draft's vocabulary, and back.
-__device__ inline int as_draft_id(int token) { return -2 - token; }
-
-__device__ inline int target_token(const int* draft_to_target, int id) {
-    if (id < -1) return as_draft_id(id);
-    return id < 0 ? -1 : __ldg(draft_to_target + id);
-}
-
-// Puts a token first among the children of slot 0, with the score 0, and moves others back. By the warp that finished them.
-__device__ inline void lead_children(const Merge& merge, const Children& children, int token) {
-    static_assert(MAXIMUM_TOP_K <= 64, "a lane moves two children");
-    unsigned lane = threadIdx.x % 32, width = merge.results.width, last = width - 1;
-    unsigned start = level_start(merge.level, merge.top_k);
-    if (merge.level > 1 && children.parents[0] != int(level_start(merge.level - 1, merge.top_k))) return;
-    unsigned long long keys[2];
-    int ids[2];
-#pragma unroll
-    for (unsigned i = 0; i < 2; ++i) {
-        unsigned rank = lane + 32 * i;
-        keys[i] = rank < width ? children.keys[rank] : 0;
-        ids[i] = rank < width ? children.tokens[rank] : -1;
-        if (ids[i] >= 0 && __ldg(merge.draft_to_target + ids[i]) == token) last = min(last, rank);
-    }
-    last = __reduce_min_sync(ALL_LANES, last);
-#pragma unroll
-    for (unsigned i = 0; i < 2; ++i) {
-        unsigned rank = lane + 32 * i;
-        if (rank >= last) continue;
-        children.keys[rank + 1] = keys[i] == 0 ? 0 : keys[i] - 1;  // of the next index
-        children.tokens[rank + 1] = ids[i];
-    }
-    if (lane == 0) {
-        children.keys[0] = value_and_id(0.0f, start);
-        children.tokens[0] = as_draft_id(token);
-    }
-    __syncwarp();
-}
-
-// All children of the sequence's frontier, led by a token (-1: none); every warp calls it, the block synchronizes
-// afterwards.
-__device__ inline void finish_children(
-    const Merge& merge, const Children& children, unsigned long long* lists, int leading) {
+// All children of the sequence's frontier; every warp calls it, the block synchronizes afterwards.
+__device__ inline void finish_children(const Merge& merge, const Children& children, unsigned long long* lists) {
     unsigned warp = threadIdx.x / 32;
     if (warp >= merge.mergers) return;
     lists += warp * merge.results.chunks * merge.results.width;
 #pragma unroll 1
     for (unsigned row = warp; row < merge.rows(); row += merge.mergers) finish_row(merge, children, row, lists);
-    if (warp == 0 && leading >= 0) lead_children(merge, children, leading);
 }
 
 // The draft's ids become tokens; those of the rows from `first` on, `count` of them, are written as candidates. By

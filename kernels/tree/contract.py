@@ -16,8 +16,7 @@ draft model, which writes their KV rows committed + (d-1) K to committed + d K -
 its token is -1, its parent -1.
 
 Arrays are C-contiguous: B sequences, C >= `candidate_count` candidates, U draft vocabulary, n rows of the draft model's
-output (1 at level 1, else K; of a block, its guesses), G the draft's hidden size, T tokens, J given nodes; other axes
-as in
+output (1 at level 1, else K; of a block, its guesses), G the draft's hidden size, T tokens; other axes as in
 `edgellm.kernels.sampling.contract`. A NaN counts as -inf. Every kernel writes into arrays of the caller; none allocates
 and none synchronizes, so that a CUDA graph can hold them. Both implementations give the same bits.
 """
@@ -30,11 +29,10 @@ from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
-#: The largest K, D, T, J and draft vocabulary that the kernels take.
+#: The largest K, D, T and draft vocabulary that the kernels take.
 MAXIMUM_TOP_K = 64
 MAXIMUM_STEPS = 32
 MAXIMUM_TREE_TOKENS = 1024
-MAXIMUM_GIVEN = 64
 MAXIMUM_DRAFT_VOCABULARY = 1 << 18
 
 
@@ -69,22 +67,6 @@ class Candidates(NamedTuple):
     parents: Annotated[OwnArray, "BC int32"]
     frontiers: Annotated[OwnArray, "BFK int32"]
     selected: Annotated[OwnArray, "BS int32"]
-
-
-class Given(NamedTuple):
-    """Candidates that no draft model proposed: tokens, the parent of each, an earlier place, or -1 for the root, and 1
-    for those that the draft model goes on from, else 0.
-
-    A sequence has as many as lead its row: the first without a token (-1), or with a parent that is not before it, ends
-    them. The draft model goes on from a chain that begins the row: node d - 1 with the 1 and the parent d - 2 **leads**
-    level d. The level begins with its token then, as if the draft model were certain of it: among the children of
-    frontier slot 0 (or of the root) it comes first, with the score 0, and those before its own place, or all but the
-    last where it had none, move back by one. At level d >= 2 that is so where slot 0 holds the first candidate of level
-    d - 1, which it does behind a level that was led (of a static tree, where the caller says so), and where the level
-    was just expanded: `expansion` is not None.
-    """
-
-    nodes: Annotated[OwnArray, "3BJ int32"]
 
 
 class Block(NamedTuple):
@@ -166,8 +148,6 @@ def _check_block_expansion(sizes: dict[str, Any]) -> str | None:
 def _check_proposal(sizes: dict[str, Any]) -> str | None:
     if sizes["T"] != sizes["K"]:
         return f"inputs of T = {sizes['T']} tokens; expected one for each of K = {sizes['K']} frontier slots"
-    if sizes.get("J", 0) > MAXIMUM_GIVEN:
-        return f"J = {sizes['J']} given nodes; expected at most {MAXIMUM_GIVEN}"
     return _check_level(sizes, MAXIMUM_STEPS - 1, sizes["level.number"]) or _check_rows(sizes)
 
 
@@ -176,9 +156,6 @@ def _check_verification(sizes: dict[str, Any]) -> str | None:
         return f"a tree of T = {sizes['T']} tokens; expected at most {MAXIMUM_TREE_TOKENS}"
     if sizes["S"] + 1 > sizes["T"]:
         return f"the root and {sizes['S']} selected nodes; expected at most T = {sizes['T']} tokens"
-    given = sizes.get("J", 0)
-    if given > min(MAXIMUM_GIVEN, sizes["T"] - 1):
-        return f"J = {given} given nodes; expected at most {MAXIMUM_GIVEN}, and fewer than T = {sizes['T']} tokens"
     return _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1)
 
 
@@ -246,13 +223,12 @@ class TreeKernels(Protocol):
         hidden: HiddenRows,
         inputs: StepInputs,
         expansion: Expansion | None,
-        given: Given | None = None,
     ) -> None:
         """Everything that the draft model reads in the propose step of `level`: one token for each frontier slot.
 
-        First a `given` node that leads the level takes its place. Then a dynamic tree writes row level - 1 of
-        `frontiers`: the level's candidates with the highest scores, best first, the lower index first among equals, as
-        many as the tree is wide, -1 where there are no more above -inf. The caller put that of a static tree there.
+        First a dynamic tree writes row level - 1 of `frontiers`: the level's candidates with the highest scores, best
+        first, the lower index first among equals, as many as the tree is wide, -1 where there are no more above -inf.
+        The caller put that of a static tree there.
 
         Slot t of sequence b then gets: `inputs_embeds`, the row of `embedding` that its token names (zeros for an idle
         slot or an unknown id); `fed`, the row of `put_out` of its parent's slot (an idle slot takes row 0);
@@ -272,27 +248,17 @@ class TreeKernels(Protocol):
         tree: TreeNodes,
         inputs: StepInputs,
         expansion: Expansion | None,
-        given: Given | None = None,
     ) -> None:
         """Choose the tree to verify, lay it out as T tokens, and write everything that the base model reads.
 
-        `level` is the last one; deeper candidates are not looked at. A given node that leads it takes its place first,
-        as in `prepare_proposal`. Then a dynamic tree writes `selected`: the S best candidates by score, the lower index
-        first among equals, in ascending order of index; -1 behind them where fewer lie above -inf. Scores never rise
-        along a path and a parent's index is lower, so a selected node's parent is selected too. Of a static tree the
-        caller's choice is read.
+        `level` is the last one; deeper candidates are not looked at. First a dynamic tree writes `selected`: the S best
+        candidates by score, the lower index first among equals, in ascending order of index; -1 behind them where fewer
+        lie above -inf. Scores never rise along a path and a parent's index is lower, so a selected node's parent is
+        selected too. Of a static tree the caller's choice is read.
 
         Token 0 is the root, the state's last token; token i + 1 is candidate selected[b, i]. Draws at a node have the
         position positions[b] + depth; inputs are as in `prepare_proposal`, with rotary rows at kvcache_start_index +
         depth + position_offsets, and masks of keys j < kvcache_start_index and kvcache_start_index + ancestors.
-
-        Of `given` nodes a sequence has g: they are tokens 1 to g, in their order, and token g + i + 1 is candidate
-        selected[b, i], as far as T reaches. A given node *is* a candidate where that says the same after the same: of
-        the level of the node's depth, the node's token, the parent -1 for a child of the root, else the candidate that
-        the node's parent is (the lowest index of several). Such a candidate has no place of its own: a dynamic tree
-        selects among the others, min(S, T - 1 - g) of them, the place of a static tree's is padding. What continues it
-        hangs below the given node, the first of several. So no node of the tree has a child of the draft's and a given
-        one with the same token, and a sequence without given nodes has the tree that it has without `given`.
 
         Padding, a place without a candidate, one whose token is -1, or whose parent is not in the tree, is token -1,
         parent -1, depth 0, its own only ancestor.

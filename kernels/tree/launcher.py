@@ -44,7 +44,6 @@ def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSo
             ("EXPAND_THREADS", _EXPAND_THREADS),
             ("TREE_THREADS", _THREADS),
             ("MAXIMUM_TOP_K", contract.MAXIMUM_TOP_K),
-            ("MAXIMUM_GIVEN", contract.MAXIMUM_GIVEN),
             ("MAXIMUM_TREE_TOKENS", contract.MAXIMUM_TREE_TOKENS),
             *(() if embedding is None else embedding.macros),
         ),
@@ -101,9 +100,9 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(dtype, embedding), f"draft_block<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"]), _THREADS, (packed,))
 
-    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion):
         tables, embedding = split_tables(tables)
-        arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
+        arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
         sizes, packed = self._packed("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
         mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion, rows)
@@ -112,9 +111,9 @@ class CudaTree(Launcher):
         kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
-    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion):
         tables, embedding = split_tables(tables)
-        arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
+        arguments = (level, state, tables, candidates, tree, inputs, expansion)
         sizes, packed = self._packed("prepare_verification", *arguments)
         top_k, count = sizes["K"], contract.candidate_count(level.number, sizes["K"])
         rows = 0 if expansion is None else 1 if level.number == 1 else top_k

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_proposal(PrepareProposalAr
     if (chunks == 0) {
         read_children(candidates, children, level, top_k);
     } else {
-        finish_children(merge, children, lists, leading_token(a.given, a.J, sequence, level));
+        finish_children(merge, children, lists);
     }
     __syncthreads();
     if (threadIdx.x < SELECT_THREADS) {

@@ -11,7 +11,7 @@ from edgellm.kernels.contracts import Contracts, rows_of
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.sampling.twin import look_up
 from edgellm.kernels.tree import contract
-from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Given, Level, TreeKernels, TreeNodes
+from edgellm.kernels.tree.contract import Block, Candidates, Expansion, Level, TreeKernels, TreeNodes
 from edgellm.kernels.tree.log_softmax import LogSoftmax
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -73,11 +73,9 @@ class NumpyTree:
         np.less_equal(np.arange(sizes["L"], dtype=np.int32), last[:, None, :, None], out=inputs.attention_mask)
         look_up(tables, tokens, rows + tables.position_offsets[:, None], inputs)
 
-    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion, given=None):
-        sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion, given)
+    def prepare_proposal(self, level, committed, tables, candidates, hidden, inputs, expansion):
+        sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion)
         number = level.number
-        if given is not None and expansion is not None:
-            _lead(level, candidates, given)
         tokens = np.full(candidates.frontiers.shape[::2], -1, np.int32)
         for row, entries in enumerate(candidates.frontiers):
             if level.dynamic:
@@ -92,19 +90,15 @@ class NumpyTree:
         places = committed.astype(np.int64) + tables.position_offsets + (number - 1)
         look_up(tables, tokens, places[:, None], inputs)
 
-    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion, given=None):
-        sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion, given)
+    def prepare_verification(self, level, state, tables, candidates, tree, inputs, expansion):
+        sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion)
         count, start = contract.candidate_count(level.number, sizes["K"]), state.kvcache_start_index
-        if given is not None and expansion is not None:
-            _lead(level, candidates, given)
         for row in range(sizes["B"]):
             own = rows_of(candidates, row)
-            known = [] if given is None else _given_nodes(*given.nodes[:2, row].tolist())
-            same = _same_candidates(known, own, level.number) if known else []
             if level.dynamic:
-                _select_nodes(own.scores[:count], own.selected, same, sizes["T"] - 1 - len(known))
+                _select_nodes(own.scores[:count], own.selected)
             root, first = int(state.token_ids[row, 0]), int(start[row])
-            ways = _build_tree(root, own, count, rows_of(tree, row), known, same)
+            ways = _build_tree(root, own, count, rows_of(tree, row))
             _write_mask(inputs.attention_mask[row, 0], first, ways)
         np.add(tree.depths, state.positions[:, None], out=tree.draw_positions)
         places = start.astype(np.int64) + tables.position_offsets
@@ -199,58 +193,9 @@ def _select_frontier(scores: np.ndarray, level: Level, frontier: np.ndarray) -> 
     frontier[places.size :] = -1
 
 
-def _lead(level: Level, candidates: Candidates, given: Given) -> None:
-    """Let the given nodes that lead a level take their places among its candidates; see `Given`."""
-    number, (batch, _, top_k) = level.number, candidates.frontiers.shape
-    if number > given.nodes.shape[2]:
-        return
-    start, above = contract.level_start(number, top_k), -1 if number == 1 else contract.level_start(number - 1, top_k)
-    for row in range(batch):
-        token, parent, leads = given.nodes[:, row, number - 1].tolist()
-        if leads != 1 or token < 0 or parent != number - 2:
-            continue
-        if number > 1 and candidates.frontiers[row, number - 2, 0] != above:
-            continue
-        siblings = candidates.tokens[row, start : start + level.width]
-        places = np.flatnonzero(siblings == token)
-        moved = slice(start, start + 1 + int(places[0] if places.size else level.width - 1))
-        for array, first in ((candidates.tokens, token), (candidates.scores, 0.0), (candidates.parents, above)):
-            array[row, moved] = [first, *array[row, moved][:-1]]
-
-
-def _given_nodes(tokens: list[int], parents: list[int]) -> list[tuple[int, int]]:
-    """Token and parent of each given node of a sequence; see `Given`."""
-    nodes = [*zip(tokens, parents, strict=True)]
-    ends = (place for place, (token, parent) in enumerate(nodes) if token < 0 or not -1 <= parent < place)
-    return nodes[: next(ends, len(nodes))]
-
-
-def _same_candidates(known: list[tuple[int, int]], candidates: Candidates, last_level: int) -> list[int]:
-    """The candidate that each given node of a sequence is; -1 where it is none."""
-    top_k = candidates.frontiers.shape[1]
-    same: list[int] = []
-    depths: list[int] = []
-    for token, parent in known:
-        depth, above = (1, -1) if parent < 0 else (depths[parent] + 1, same[parent])
-        depths.append(depth)
-        same.append(-1)
-        if depth <= last_level and (above >= 0) == (depth > 1):
-            start = contract.level_start(depth, top_k)
-            level = slice(start, contract.level_start(depth + 1, top_k))
-            found = np.flatnonzero((candidates.tokens[level] == token) & (candidates.parents[level] == above))
-            if found.size:
-                same[-1] = start + int(found[0])
-    return same
-
-
-def _select_nodes(scores: np.ndarray, selected: np.ndarray, same: list[int], room: int) -> None:
-    """Write the best of `scores` [n] float32 in ascending order of place to `selected` [S], -1 behind: at most `room`,
-    and none of those that given nodes are the `same` as (-1: none)."""
-    if excluded := [candidate for candidate in same if candidate >= 0]:
-        scores = scores.copy()
-        scores[excluded] = _MINUS_INFINITY
-    places = _best_candidates(scores, min(selected.size, room)) if room else np.zeros(0, np.int32)
-    places.sort()
+def _select_nodes(scores: np.ndarray, selected: np.ndarray) -> None:
+    """Write the best of `scores` [n] float32 in ascending order of place to `selected` [S], -1 behind."""
+    places = np.sort(_best_candidates(scores, selected.size))
     selected[: places.size] = places
     selected[places.size :] = -1
 
@@ -290,11 +235,8 @@ def _write_mask(mask: np.ndarray, committed: int, rows: list[list[int]]) -> None
     mask.reshape(-1)[flat] = True
 
 
-def _build_tree(
-    root: int, candidates: Candidates, count: int, tree: TreeNodes, known: list[tuple[int, int]], same: list[int]
-) -> list[list[int]]:
-    """Lay out the root, the given nodes `known` and the selected ones of the first `count` candidates of one sequence,
-    as its `tree`. `same` are the candidates that given nodes are.
+def _build_tree(root: int, candidates: Candidates, count: int, tree: TreeNodes) -> list[list[int]]:
+    """Lay out the root and the selected ones of the first `count` candidates of one sequence, as its `tree`.
 
     Returns the places on the way from the root to each token. See `TreeKernels.prepare_verification`.
     """
@@ -303,20 +245,13 @@ def _build_tree(
     ways = [[place] for place in range(size)]
     beyond = np.flatnonzero((candidates.selected < 0) | (candidates.selected >= count))
     chosen = candidates.selected[: beyond[0]] if beyond.size else candidates.selected
-    chosen = chosen[: size - 1 - len(known)]
     tree.tokens[0] = root
     tree.tokens[1:] = -1
     tree.parents[...] = -1
-    for place, ((token, parent), candidate) in enumerate(zip(known, same, strict=True), 1):
-        if candidate >= 0:
-            places.setdefault(candidate, place)
-        ways[place] = [*ways[parent + 1], place]
-        tree.tokens[place], tree.parents[place] = token, parent + 1
     tokens, parents = candidates.tokens[chosen].tolist(), candidates.parents[chosen].tolist()
-    own = enumerate(zip(chosen.tolist(), tokens, parents, strict=True), 1 + len(known))
-    for place, (candidate, token, parent) in own:
+    for place, (candidate, token, parent) in enumerate(zip(chosen.tolist(), tokens, parents, strict=True), 1):
         above = places.get(parent)
-        if token >= 0 and above is not None and candidate not in places:
+        if token >= 0 and above is not None:
             places[candidate] = place
             ways[place] = [*ways[above], place]
             tree.tokens[place], tree.parents[place] = token, above

@@ -7,45 +7,14 @@ namespace draft {
 
 constexpr unsigned TREE_WARPS = TREE_THREADS / 32;
 
-// The given nodes of one sequence, in shared memory.
-struct GivenNodes {
-    int *tokens, *parents, *depths;
-    int* same;  // the candidate that each of them is, NO_CANDIDATE of the others
-    unsigned count;
-};
-constexpr int NO_CANDIDATE = 0x7fffffff;
-
-// Reads the leading ones. By a whole block; returns how many.
-__device__ inline unsigned read_given(const int* tokens, const int* parents, unsigned most, const GivenNodes& given) {
-    __shared__ unsigned number;
-    if (threadIdx.x == 0) number = most;
-    __syncthreads();
-    if (threadIdx.x < most) {
-        int token = __ldcg(tokens + threadIdx.x), parent = __ldcg(parents + threadIdx.x);
-        given.tokens[threadIdx.x] = token, given.parents[threadIdx.x] = parent;
-        given.same[threadIdx.x] = NO_CANDIDATE;
-        if (token < 0 || parent < -1 || parent >= int(threadIdx.x)) atomicMin(&number, threadIdx.x);
-    }
-    __syncthreads();
-    if (threadIdx.x < number) {
-        int depth = 1;
-#pragma unroll 1
-        for (int node = given.parents[threadIdx.x]; node >= 0; node = given.parents[node]) ++depth;
-        given.depths[threadIdx.x] = depth;
-    }
-    __syncthreads();
-    return number;
-}
-
-// The candidates as the selection sees them, without those that given nodes are. Those of the last level may still be in shared memory alone. KEPT: all of them
+// The candidates as the selection sees them. Those of the last level may still be in shared memory alone. KEPT: all of them
 // are brought there at once; else, where they are too many, they are read at each look.
 template <bool KEPT> struct CandidateView {
     SequenceCandidates candidates;
     Children children;
     unsigned* kept_keys;  // ordered keys of the scores
     int *kept_tokens, *kept_parents;
-    unsigned count, first_child, level, top_k;
-    GivenNodes given;
+    unsigned count, first_child, top_k;
 
     // The children are there only after a barrier; what comes before them is read meanwhile.
     __device__ void keep(unsigned first, unsigned end, unsigned thread, unsigned threads) const {
@@ -66,13 +35,7 @@ template <bool KEPT> struct CandidateView {
     __device__ int parent_at(unsigned i) const {
         return i < first_child ? __ldcg(candidates.parents + i) : children.parents[(i - first_child) / top_k];
     }
-    __device__ unsigned key(unsigned i) const {
-        if (KEPT) return kept_keys[i];
-        for (unsigned node = 0; node < given.count; ++node) {
-            if (given.same[node] == int(i)) return 0;
-        }
-        return key_at(i);
-    }
+    __device__ unsigned key(unsigned i) const { return KEPT ? kept_keys[i] : key_at(i); }
     __device__ int token(unsigned i) const { return KEPT ? kept_tokens[i] : token_at(i); }
     __device__ int parent(unsigned i) const { return KEPT ? kept_parents[i] : parent_at(i); }
     // How many are at least `least`; the same in all threads of the block.
@@ -86,28 +49,6 @@ template <bool KEPT> struct CandidateView {
         return number;
     }
 };
-
-// Finds the candidate that each given node is, and leaves it out of the selection. By a whole block, synchronized before.
-template <bool KEPT> __device__ inline void find_given(const CandidateView<KEPT>& view) {
-    const GivenNodes& given = view.given;
-#pragma unroll 1
-    for (unsigned node = 0; node < given.count; ++node) {
-        int parent = given.parents[node], token = given.tokens[node];
-        int above = parent < 0 ? -1 : given.same[parent];
-        unsigned depth = given.depths[node];
-        if (above == NO_CANDIDATE || depth > view.level) continue;  // all threads, or none
-        unsigned end = level_start(depth + 1, view.top_k);
-#pragma unroll 1
-        for (unsigned i = level_start(depth, view.top_k) + threadIdx.x; i < end; i += TREE_THREADS) {
-            if (view.token(i) == token && view.parent(i) == above) atomicMin(given.same + node, int(i));
-        }
-        __syncthreads();
-    }
-    if (KEPT && threadIdx.x < given.count && given.same[threadIdx.x] != NO_CANDIDATE) {
-        view.kept_keys[given.same[threadIdx.x]] = 0;
-    }
-    __syncthreads();
-}
 
 // The `wanted` largest keys above that of -inf, equal ones by index, as ascending indices to `selected`; returns how many.
 template <bool KEPT>
@@ -166,26 +107,18 @@ __device__ inline unsigned read_ascending(const int* source, unsigned size, unsi
     return number;
 }
 
-// Place in the tree of the parent of the selected candidate `entry`, whose own is `place`; that where the parent is not in
-// the tree, or the candidate has another place, that of a given node.
+// Place in the tree of the parent of the candidate at `place`; the place itself where the parent is not in the tree.
 __device__ inline unsigned place_of_parent(
-    const GivenNodes& given, const int* selected, unsigned number, unsigned entry, unsigned place, int token,
-    int parent) {
-    if (token < 0) return place;
-    unsigned above = parent == -1 ? 0 : place;
-#pragma unroll 1
-    for (unsigned node = given.count; node-- > 0;) {
-        if (given.same[node] == selected[entry]) return place;
-        if (given.same[node] == parent) above = node + 1;  // the first of several is the last here
-    }
-    if (above != place || parent >= selected[entry]) return above;
+    const int* selected, unsigned number, unsigned place, int token, int parent) {
+    if (token < 0 || parent >= selected[place - 1]) return place;
+    if (parent == -1) return 0;
     unsigned first = 0, last = number;  // the first entry that is not below the parent lies in this range
 #pragma unroll 1
     while (first < last) {
         unsigned middle = (first + last) / 2;
         if (selected[middle] < parent) first = middle + 1; else last = middle;
     }
-    return first < number && selected[first] == parent ? given.count + first + 1 : place;
+    return first < number && selected[first] == parent ? first + 1 : place;
 }
 
 struct Node {
@@ -241,7 +174,6 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_verification(PrepareVerifi
     __shared__ unsigned char on_path[MAXIMUM_TREE_TOKENS];
     __shared__ Node node;
     __shared__ int own_token;
-    __shared__ int of_given[4][MAXIMUM_GIVEN];
     launch_next_kernel();
     unsigned tokens = gridDim.x, place = blockIdx.x, level = a.level.number, top_k = a.K, keys = a.L;
     unsigned counted = level_start(level + 1, top_k), selected_size = a.S;
@@ -256,7 +188,7 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_verification(PrepareVerifi
     int* kept = children.parents + (chunks == 0 ? 0 : rows);
     CandidateView<KEPT> view = {
         candidates, children, reinterpret_cast<unsigned*>(kept), kept + counted, kept + 2 * counted, counted,
-        first_child, level, top_k, {of_given[0], of_given[1], of_given[2], of_given[3], 0}};
+        first_child, top_k};
     int* own_selected = a.candidates.selected + sequence * selected_size;
     unsigned char* mask_row = a.inputs.attention_mask + at * keys;
     unsigned row_thread = TREE_THREADS - 1 - threadIdx.x;
@@ -268,39 +200,30 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_verification(PrepareVerifi
         write_mask_row(mask_row, keys, (long long)length - 1, row_thread, MASK_THREADS);
     }
     if (chunks != 0) {
-        finish_children(merge, children, lists, leading_token(a.given, a.J, sequence, level));
+        finish_children(merge, children, lists);
         __syncthreads();
         map_tokens(merge, children, 0, place == 0 ? rows : 0, threadIdx.x, TREE_THREADS);
     }
     __syncthreads();
     view.keep(min(first_child, counted), counted, threadIdx.x, TREE_THREADS);
     __syncthreads();
-    if (a.J != 0) {
-        const int* nodes = a.given.nodes + sequence * a.J;
-        view.given.count = read_given(nodes, nodes + size_t(gridDim.y) * a.J, a.J, view.given);
-        find_given(view);
-    }
-    unsigned number, given = view.given.count, room = min(selected_size, tokens - 1 - given);
+    unsigned number;
     if (a.level.dynamic) {
-        number = room == 0 ? 0 : select_ascending(view, room, chosen);
+        number = select_ascending(view, selected_size, chosen);
 #pragma unroll 1
         for (unsigned i = threadIdx.x; place == 0 && i < selected_size; i += TREE_THREADS) {
             own_selected[i] = i < number ? chosen[i] : -1;
         }
     } else {
-        number = min(room, read_ascending(own_selected, selected_size, counted, chosen));
+        number = read_ascending(own_selected, selected_size, counted, chosen);
     }
     if (threadIdx.x == 0 && place == 0) own_token = root;
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {
         unsigned above = i;
-        if (i > 0 && i <= given) {
-            above = view.given.parents[i - 1] + 1;
-            if (i == place) own_token = view.given.tokens[i - 1];
-        } else if (i > given && i <= given + number) {
-            unsigned entry = i - given - 1;
-            int token = view.token(chosen[entry]);
-            above = place_of_parent(view.given, chosen, number, entry, i, token, view.parent(chosen[entry]));
+        if (i > 0 && i <= number) {
+            int token = view.token(chosen[i - 1]);
+            above = place_of_parent(chosen, number, i, token, view.parent(chosen[i - 1]));
             if (i == place) own_token = token;
         }
         up[i] = above;

@@ -11,7 +11,6 @@ from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepIn
 from edgellm.kernels.tree.contract import (
     Candidates,
     Expansion,
-    Given,
     HiddenRows,
     Level,
     TreeNodes,
@@ -76,125 +75,25 @@ def proposal_rows(frontiers: np.ndarray, level: int, slot: int) -> set[int]:
     return rows | proposal_rows(frontiers, level - 1, parent)
 
 
-def tree(
-    root: int,
-    selected: list[int],
-    tokens: np.ndarray,
-    parents: np.ndarray,
-    size: int,
-    given: list[tuple[int, int]] = (),
-    same: list[int | None] = (),
-) -> list[tuple]:
-    """(token, parent's place, depth, places on the way from the root) of each of `size` places.
-
-    `given` are the token and parent of each given node, `same` the candidate that it is.
-    """
-    first = 1 + len(given)
-    place = {
-        candidate: i
-        for i, candidate in enumerate(selected[: size - first], first)
-        if 0 <= candidate < len(tokens) and candidate not in same
-    }
-
-    def given_path(node: int) -> list[int]:
-        return [0] if node < 0 else [*given_path(given[node][1]), node + 1]
+def tree(root: int, selected: list[int], tokens: np.ndarray, parents: np.ndarray, size: int) -> list[tuple]:
+    """(token, parent's place, depth, places on the way from the root) of each of `size` places."""
+    place = {candidate: i for i, candidate in enumerate(selected, 1) if 0 <= candidate < len(tokens)}
 
     def path(candidate: int) -> list[int] | None:
         if candidate == -1:
             return [0]
-        if candidate in same:
-            return given_path(same.index(candidate))
         if candidate not in place or tokens[candidate] < 0:
             return None
         parent = int(parents[candidate])
-        above = path(parent) if parent < candidate or parent in same else None
+        above = path(parent) if parent < candidate else None
         return None if above is None else [*above, place[candidate]]
 
     nodes: list[tuple] = [(root, -1, 0, [0])]
     for i in range(1, size):
-        if i < first:
-            way, token = given_path(i - 1), given[i - 1][0]
-        else:
-            candidate = selected[i - first] if i - first < len(selected) else -1
-            way = path(candidate) if candidate in place else None
-            token = -1 if way is None else int(tokens[candidate])
-        nodes.append((token, way[-2], len(way) - 1, way) if way else (-1, -1, 0, [i]))
+        candidate = selected[i - 1] if i <= len(selected) else -1
+        way = path(candidate) if candidate in place else None
+        nodes.append((int(tokens[candidate]), way[-2], len(way) - 1, way) if way else (-1, -1, 0, [i]))
     return nodes
-
-
-def given_of(row: np.ndarray) -> list[tuple[int, int]]:
-    """Token and parent of the nodes that begin a row [3, J]."""
-    nodes: list[tuple[int, int]] = []
-    for token, parent, _ in row.T.tolist():
-        if token < 0 or parent < -1 or parent >= len(nodes):
-            break
-        nodes.append((token, parent))
-    return nodes
-
-
-def same_candidates(
-    given: list[tuple[int, int]], tokens: np.ndarray, parents: np.ndarray, steps: int, top_k: int
-) -> list[int | None]:
-    """The candidate that each given node is, by its path from the root."""
-
-    def find(node: int) -> tuple[int | None, int]:
-        token, parent = given[node]
-        above, depth = (-1, 0) if parent < 0 else find(parent)
-        if above is None or depth == steps:
-            return None, depth + 1
-        found = [
-            candidate
-            for candidate in range(level_start(depth + 1, top_k), level_start(depth + 2, top_k))
-            if tokens[candidate] == token and parents[candidate] == above
-        ]
-        return (found[0] if found else None), depth + 1
-
-    return [find(node)[0] for node in range(len(given))]
-
-
-def led(children: list[tuple[int, float, int]], width: int, token: int, parent: int) -> list[tuple[int, float, int]]:
-    """(token, score, parent) of the children of slot 0 where a given token leads: it comes first, once."""
-    own, idle = children[:width], children[width:]
-    others = [child for child in own if child[0] != token]
-    return [(token, 0.0, parent), *others][:width] + idle
-
-
-def leading_chains(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int, longest: int) -> Given:
-    """A chain for each sequence, the first tokens of which lead; behind it other nodes."""
-    given = np.full((3, batch, nodes), -1, np.int32)
-    for b in range(batch):
-        count = int(rng.integers(0, min(longest, nodes) + 1))
-        more = int(rng.integers(0, nodes - count + 1))
-        given[0, b, : count + more] = rng.integers(0, vocabulary, count + more)
-        given[1, b, :count] = range(-1, count - 1)
-        given[1, b, count : count + more] = [int(rng.integers(-1, node)) for node in range(count, count + more)]
-        given[2, b] = np.arange(nodes) < rng.integers(0, count + 1)
-    return Given(given)
-
-
-def random_given(
-    rng: np.random.Generator, candidates: Candidates, nodes: int, vocabulary: int, strange: bool = False
-) -> Given:
-    """Up to `nodes` for each sequence, most of them tokens that candidates say there; with `strange` entries among
-    them that end them."""
-    batch = len(candidates.tokens)
-    given = np.full((3, batch, nodes), -1, np.int32)
-    given[2] = 0
-    for b in range(batch):
-        is_candidate: list[int | None] = []
-        for node in range(int(rng.integers(0, nodes + 1))):
-            parent = node - 1 if rng.random() < 0.7 else int(rng.integers(-1, node))
-            above = -1 if parent < 0 else is_candidate[parent]
-            children = [] if above is None else np.flatnonzero(candidates.parents[b] == above).tolist()
-            children = [child for child in children if candidates.tokens[b, child] >= 0]
-            chosen = int(rng.choice(children)) if children and rng.random() < 0.8 else None
-            token = int(rng.integers(0, vocabulary)) if chosen is None else int(candidates.tokens[b, chosen])
-            is_candidate.append(chosen)
-            given[:2, b, node] = token, parent
-        if strange and nodes and rng.random() < 0.3:
-            at = int(rng.integers(0, nodes))
-            given[:2, b, at] = [(-1, -1), (3, at), (3, nodes + 5), (3, -2)][int(rng.integers(4))]
-    return Given(given)
 
 
 def rotary_row(table: np.ndarray, position: int) -> np.ndarray:

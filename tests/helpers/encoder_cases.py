@@ -9,7 +9,7 @@ import numpy as np
 from device_bits import from_bits, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.encoder.contract import ACTIVATIONS
+from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,18 @@ CASES = {
         ),
     ),
     "plain_standard_norm": Case("standard_norm", (values(9, 75), None, None, 9.0, 1e-6, nothing(9, 75))),
-    "places": Case("unfold", (Compute(values(2 * 9 * 7, 24)), 24, 9, 7, 3, 3, 2, 1, 1, Compute(nothing(40, 216)))),
-    "places_of_one_channel": Case("unfold", (values(3 * 8 * 5, 1), 1, 8, 5, 3, 3, 2, 1, 1, Compute(nothing(36, 16)))),
-    "places_of_a_column": Case("unfold", (Compute(values(4 * 6, 8)), 5, 4, 6, 4, 1, 1, 0, 0, Compute(nothing(6, 24)))),
-    "places_in_time": Case("unfold", (values(300, 40), 40, 1, 300, 1, 3, 2, 0, 1, Compute(nothing(150, 120)))),
+    "places": Case(
+        "unfold", (Compute(values(2 * 9 * 7, 24)), Convolution(24, 9, 7, 3, 3, 2, 1, 1), Compute(nothing(40, 216)))
+    ),
+    "places_of_one_channel": Case(
+        "unfold", (values(3 * 8 * 5, 1), Convolution(1, 8, 5, 3, 3, 2, 1, 1), Compute(nothing(36, 16)))
+    ),
+    "places_of_a_column": Case(
+        "unfold", (Compute(values(4 * 6, 8)), Convolution(5, 4, 6, 4, 1, 1, 0, 0), Compute(nothing(6, 24)))
+    ),
+    "places_in_time": Case(
+        "unfold", (values(300, 40), Convolution(40, 1, 300, 1, 3, 2, 0, 1), Compute(nothing(150, 120)))
+    ),
     "product": Case("product", (values(70, 75), Compute(values(75, 40, seed=1)), 0.125, Compute(nothing(70, 40)))),
     "wide_product": Case("product", (values(256, 1152), Compute(values(1152, 136)), 1.0, Compute(nothing(256, 136)))),
     "turned_heads": heads(37, 4, 72, True),

@@ -31,7 +31,7 @@ DRAFTINGS = {
     "typical": replace(TREE, acceptance="typical"),
     "choices": DraftingConfig(kind="choices", choices=[[0], [1], [0, 0]]),
     "suffix": DraftingConfig(kind="suffix"),
-    "joint": replace(TREE, suffix_decoding=True),
+    "both": replace(TREE, suffix_decoding=True),
     "adaptive": DraftingConfig(10, 6, 60, adaptive=True),
 }
 

@@ -105,15 +105,14 @@ def rules(seed: int = 0) -> TokenConstraint:
 
 
 def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]], plan: DraftPlan) -> list[GivenTree]:
-    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows; those
-    with an even number of nodes lead where a draft model proposes, too."""
+    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows."""
     trees = []
     for tokens in likely:
-        count = int(generator.integers(0, plan.given_nodes + 1))
+        count = int(generator.integers(0, plan.top_k + 1))
         chosen, parents, depths = [], [], []
         for node in range(count):
-            above = [-1, *(place for place in range(node) if depths[place] < plan.given_depth)]
-            goes_on = node and depths[-1] < plan.given_depth and generator.random() < 0.6
+            above = [-1, *(place for place in range(node) if depths[place] < plan.steps)]
+            goes_on = node and depths[-1] < plan.steps and generator.random() < 0.6
             parent = node - 1 if goes_on else int(generator.choice(above))
             depth = 0 if parent < 0 else depths[parent]
             follows = depth < len(tokens) and generator.random() < 0.8
@@ -122,7 +121,7 @@ def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]]
             chosen.append(token if token not in siblings else min({*range(VOCABULARY)} - siblings))
             parents.append(parent)
             depths.append(depth + 1)
-        trees.append(GivenTree(chosen, parents, len(chosen) % 2 == 0))
+        trees.append(GivenTree(chosen, parents))
     return trees
 
 
@@ -150,7 +149,7 @@ def ruled_answers(
         )
         fitted = plan and fitting(plan, room)
         trees = None
-        if fitted is not None and fitted.takes_given:
+        if fitted is not None and fitted.is_given:
             trees = random_trees(
                 generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitted
             )

@@ -50,24 +50,26 @@ DRAFTINGS = {
 
 class GivenTrees(Policy):
     """Gives candidates wherever it may, what rules force and others, right and wrong ones; plain steps begin in the
-    place of every other round, where steps begin before tokens are known. Beside `another` drafter's plans in one tree,
-    if there is one, which go on alone where nothing is given."""
+    place of every other round, where steps begin before tokens are known. In turns with `another` drafter's rounds, if
+    there is one."""
 
     looks_up = drafts = True
 
     def __init__(self, seed: int = 0, another: Policy | None = None) -> None:
-        self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
+        self._random, self._plan, self.rounds, self.others = random.Random(seed), given(7, 3), 0, 0
         self._another = another or Policy()
 
     def choose(
         self, runner: Any, sequences: Sequence[Any], room: int, ruled: bool, known: bool, begun: bool, waited: bool
     ) -> Choice:
-        beside, _ = self._another.choose(runner, sequences, room, ruled)
-        plan = self._plan if beside is None else beside.joined(5, 3, 16)
-        if not known or begun or plan.longest > room or not runner.takes_given(len(sequences), plan):
-            return beside, None
-        self.rounds, self.joint = self.rounds + 1, self.joint + plan.is_joint
-        return plan, [self._tree(sequence.constraint) for sequence in sequences]
+        other, _ = self._another.choose(runner, sequences, room, ruled)
+        is_its_turn = other is not None and self._random.random() < 0.5
+        may_give = known and not begun and self._plan.longest <= room
+        if is_its_turn or not may_give or not runner.takes_given(len(sequences), self._plan):
+            self.others += other is not None
+            return other, None
+        self.rounds += 1
+        return self._plan, [self._tree(sequence.constraint) for sequence in sequences]
 
     def expects_round(self, batch: int, waits: float) -> bool:
         return self._random.random() < 0.5
@@ -80,8 +82,7 @@ class GivenTrees(Policy):
         except ConstraintError:
             forced = []
         others = self._random.sample(range(300), 2)
-        leads = self._random.random() < 0.7
-        return GivenTree([*forced, *others], [*range(-1, len(forced) - 1), -1, -1], leads)
+        return GivenTree([*forced, *others], [*range(-1, len(forced) - 1), -1, -1])
 
 
 def varied_requests(count: int, seed: int) -> list[Request]:
@@ -144,10 +145,10 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
 
 
 def giving(runtime: SpecDecodeRuntime, gives: str) -> None:
-    """Let a runtime give no candidates, or these alone ("given"), or beside its draft model's ("joint")."""
+    """Let a runtime give no candidates, or these alone ("given"), or in turns with its draft model ("turns")."""
     drafters = runtime._drafters
     fixed = FixedDrafter(drafters.setting.plan(runtime.directory.limits)) if drafters.setting else Policy()
-    drafters.drafter = GivenTrees(0, fixed if gives == "joint" else None) if gives else fixed
+    drafters.drafter = GivenTrees(0, fixed if gives == "turns" else None) if gives else fixed
 
 
 @contextmanager
@@ -159,7 +160,7 @@ def opened(engines: Path, name: str, gives: str) -> Iterator[SpecDecodeRuntime]:
 
 @pytest.mark.parametrize(
     ("name", "gives"),
-    [("plain", "given"), ("tree", ""), ("tree", "joint"), ("chain", "given"), ("chain", "joint"), ("choices", "given")],
+    [("plain", "given"), ("tree", ""), ("tree", "turns"), ("chain", "given"), ("chain", "turns"), ("choices", "given")],
 )
 def test_batches_whose_members_come_and_go(
     serving_engines: Path, expected: tuple[list[Request], list[Answer]], name: str, gives: str
@@ -169,10 +170,10 @@ def test_batches_whose_members_come_and_go(
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
         assert not gives or runtime._drafters.drafter.rounds > 5
-        assert gives != "joint" or runtime._drafters.drafter.joint > 5
+        assert gives != "turns" or runtime._drafters.drafter.others > 5
 
 
-@pytest.mark.parametrize(("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "joint"), ("chain", "")])
+@pytest.mark.parametrize(("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "turns"), ("chain", "")])
 def test_captured_steps_with_one_under_way(
     captured: Callable[..., Any], expected: tuple[list[Request], list[Answer]], name: str, gives: str
 ) -> None:
@@ -238,7 +239,7 @@ def ids(serving_engines: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "given"), ("tree", "joint"), ("chain", "given")]
+    ("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "given"), ("tree", "turns"), ("chain", "given")]
 )
 def test_a_grammar_without_a_way_on_fails_one_request_alone(
     captured: Callable[..., Any], ids: Callable[[str], list[int]], name: str, gives: str
@@ -328,7 +329,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     assert first.logprob == pytest.approx(law[first.token_id], abs=1e-4)
     assert [each.logprob for each in plain.logprobs[1:]] == [0.0] * (len(plain.token_ids) - 1)
     assert free.logprobs[0].top[-1][1] > -np.inf
-    with opened(serving_engines, name, "joint" if name != "plain" else "") as runtime:
+    with opened(serving_engines, name, "turns" if name != "plain" else "") as runtime:
         found = runtime.handle_request(Request([4, 5], None, params))
         assert found.token_ids == plain.token_ids
         for one, other in zip(found.logprobs, plain.logprobs, strict=True):
@@ -339,7 +340,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
 
 def test_bad_words_of_several_tokens_never_come(serving_engines: Path) -> None:
     """Greedy answers are driven along: each pair of tokens that came is forbidden then."""
-    with opened(serving_engines, "plain", "") as plain, opened(serving_engines, "tree", "joint") as drafted:
+    with opened(serving_engines, "plain", "") as plain, opened(serving_engines, "tree", "turns") as drafted:
         words: list[list[int]] = []
         for _ in range(6):
             params = SamplingParams(max_tokens=12, ignore_eos=True, bad_words=words)
@@ -389,7 +390,7 @@ class KnownAnswers(GivenTrees):
         trees = []
         for sequence in sequences:
             tokens = self._expected[tuple(sequence.prompt_ids)][sequence.known : sequence.known + 3]
-            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1], chosen[0].is_joint))
+            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1]))
         return chosen[0], trees
 
 

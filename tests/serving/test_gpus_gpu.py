@@ -85,7 +85,7 @@ def test_drafted_and_plain_and_run_to_run_nothing_differs(two: LLM) -> None:
 def test_every_kind_of_drafting_gives_the_tokens_of_plain_steps(two: LLM, places: None) -> None:
     two.use_drafting(None)
     expected = answers(two, GREEDY)
-    for name in ("chain", "choices", "suffix", "joint", "adaptive"):
+    for name in ("chain", "choices", "suffix", "both", "adaptive"):
         two.use_drafting(DRAFTINGS[name])
         assert answers(two, GREEDY) == expected, name
     two.use_drafting(TREE)

@@ -80,7 +80,7 @@ class Text:
 
     def reached(self, place: int, plan: DraftPlan) -> int:
         """How many tokens behind a place a round of the draft model guesses."""
-        gain = 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1 - plan.given_nodes, plan.steps)
+        gain = 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1, plan.steps)
         count = 0
         while count < plan.steps and place + count < len(self.answer):
             miss = (1.0 - self.head[place + count] * DEEPER**count) ** gain
@@ -104,11 +104,8 @@ class Text:
         """How many tokens a step gives at a place."""
         if plan is None:
             return 1
-        given = 0 if tree is None else self.followed(place, tree)
-        own = 0 if plan.is_given else self.reached(place, plan)
-        if given and tree is not None and tree.leads and not plan.is_given:
-            given += min(self.reached(place + given, plan), max(0, plan.steps - given))
-        return min(1 + max(given, own), len(self.answer) - place)
+        count = self.followed(place, tree) if tree is not None and plan.is_given else self.reached(place, plan)
+        return min(1 + count, len(self.answer) - place)
 
 
 @dataclass
@@ -287,7 +284,7 @@ def played_fixed(
             taken, trees = plan, [GivenTree([], [])] * len(batch)
             if plan is not None and plan.is_given:
                 for slot in running:
-                    forced = Forcing(batch[slot], places[slot]).forced(plan.given_nodes)
+                    forced = Forcing(batch[slot], places[slot]).forced(plan.top_k)
                     trees[slot] = GivenTree(forced, range(-1, len(forced) - 1))
                     if not forced and index is not None:
                         proposal = index.propose(said[slot], plan.top_k, plan.steps, 3)

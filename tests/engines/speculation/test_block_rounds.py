@@ -12,7 +12,7 @@ from runner_steps import fitting, take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
@@ -42,7 +42,7 @@ def answers(
         room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
         plan = plans[steps % len(plans)]
         plan = None if plan is None else fitting(plan, room)
-        trees = [GivenTree([5, 6], [-1, 0])] * len(prompts) if plan is not None and plan.takes_given else None
+        trees = [GivenTree([5, 6], [-1, 0])] * len(prompts) if plan is not None and plan.is_given else None
         for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
             tokens.extend(emitted)
         steps += 1
@@ -58,9 +58,8 @@ def answers(
 def test_drafted_answers_are_those_of_plain_decoding(
     kind: str, agreeing: bool, backend: str, make_engines: MakeEngines, open_eagle: OpenRunner
 ) -> None:
-    """Alone and together, by every plan, beside given nodes, and in turns with plain steps for longer than pending
+    """Alone and together, by every plan, in turns with given trees, and with plain steps for longer than pending
     entries last."""
-    joint = tree(4, 4, 12).joined(4, 2, 16)
     with open_eagle(make_engines(kind, agreeing), backend) as runner:
         samplings = [GREEDY, SAMPLED, EVERYTHING]
         plain, _ = answers(runner, PROMPTS[:3], samplings, [None])
@@ -68,7 +67,7 @@ def test_drafted_answers_are_those_of_plain_decoding(
             drafted, steps = answers(runner, PROMPTS[:1], [GREEDY], [plan])
             assert drafted == plain[:1] and steps < COUNT, plan.name
         assert not agreeing or steps <= COUNT / 1.8
-        for plans in ([joint], [*PLANS[:3], *[None] * 6]):
+        for plans in ([PLANS[1], given(4, 2)], [*PLANS[:3], *[None] * 6]):
             assert answers(runner, PROMPTS[:3], samplings, plans)[0] == plain
 
 

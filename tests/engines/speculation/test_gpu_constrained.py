@@ -29,7 +29,6 @@ pytestmark = pytest.mark.gpu
 
 LIMITS = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96, draft_top_k=4, draft_steps=4, verify_tree_size=16)
 PLANS = [chain(4), tree(4, 4, 16), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]]), given(7, 4)]
-PLANS += [PLANS[1].joined(5, 4, 16), PLANS[0].joined(6, 4, 16)]
 GREEDY = SamplingValues()
 SAMPLED = SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5, logit_bias=((3, 4.0), (40, 2.5)))
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 11))]

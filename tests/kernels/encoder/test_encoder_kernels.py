@@ -9,7 +9,7 @@ import pytest
 from encoder_cases import CASES, Case, activate, attention, heads, norm, nothing, values
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
-from edgellm.kernels.encoder.contract import ACTIVATIONS, activation_number, heads_refusal, padded_width
+from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution, activation_number, heads_refusal, padded_width
 from edgellm.kernels.encoder.launcher import attention_bytes, attention_tiles
 from edgellm.kernels.encoder.twin import NumpyEncoder, activated
 from edgellm.kernels.errors import KernelError
@@ -141,7 +141,7 @@ def test_rows() -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "unfold"])
 def test_places_of_convolutions(name: str) -> None:
     """What each reads, place by place."""
-    given, channels, height, width, down, across, stride, above, left, _ = CASES[name].on_host("float16")
+    given, (channels, height, width, down, across, stride, above, left), _ = CASES[name].on_host("float16")
     found, row = CASES[name].run_twin(TWIN), 0
     for image in given[:, :channels].reshape(-1, height, width, channels):
         for top in range(-above, height + above - down + 1, stride):
@@ -174,9 +174,18 @@ def test_places_of_convolutions(name: str) -> None:
             Case("normed_heads", (values(2, 40), values(8), values(8), 1e-6, nothing(2, 40))),
             "3 times as many heads of 8",
         ),
-        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 1, 0, 0, nothing(3, 32))), "3 x 3 have 4 places each, not 3"),
-        (Case("unfold", (values(9, 8), 9, 3, 3, 2, 2, 1, 0, 0, nothing(4, 40))), "9 channels of 8 columns"),
-        (Case("unfold", (values(9, 8), 8, 3, 3, 2, 2, 0, 0, 0, nothing(4, 32))), "strides and channels begin at 1"),
+        (
+            Case("unfold", (values(9, 8), Convolution(8, 3, 3, 2, 2, 1, 0, 0), nothing(3, 32))),
+            "3 x 3 have 4 places each, not 3",
+        ),
+        (
+            Case("unfold", (values(9, 8), Convolution(9, 3, 3, 2, 2, 1, 0, 0), nothing(4, 40))),
+            "9 channels of 8 columns",
+        ),
+        (
+            Case("unfold", (values(9, 8), Convolution(8, 3, 3, 2, 2, 0, 0, 0), nothing(4, 32))),
+            "strides and channels begin at 1",
+        ),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),
         (attention(64, 64, 2, 20), r"head sizes up to 128 \(multiples of 8\), not 20"),
         (attention(64, 64, 2, 136), "head sizes up to 128"),

@@ -23,11 +23,10 @@ def expand(drafting, level: int, dynamic: bool = True) -> None:
     KERNELS.expand_frontier(drafting.level(level, dynamic), logits, drafting.candidates, drafting.expansion)
 
 
-def propose(drafting, level: int, dynamic: bool = True, given=None):
+def propose(drafting, level: int, dynamic: bool = True):
     hidden, inputs = drafting.proposal(level)
-    own, expansion = drafting.level(level, dynamic), None if given is None else drafting.expansion
     arrays = drafting.committed, drafting.tables, drafting.candidates, hidden, inputs
-    KERNELS.prepare_proposal(own, *arrays, expansion, given)
+    KERNELS.prepare_proposal(drafting.level(level, dynamic), *arrays, None)
     return hidden, inputs
 
 
@@ -70,7 +69,7 @@ def check_proposal(drafting, level: int, written) -> None:
             assert mask == reference.mask_row(drafting.keys, committed, rows)
 
 
-def check_verification(drafting, written, given=None, level: int | None = None) -> None:
+def check_verification(drafting, written, level: int | None = None) -> None:
     state, candidates, nodes, inputs = written
     tables, steps = drafting.tables, level or drafting.steps
     for b in range(drafting.batch):
@@ -79,9 +78,7 @@ def check_verification(drafting, written, given=None, level: int | None = None) 
         root, size = int(state.token_ids[b, 0]), nodes.tokens.shape[1]
         count = candidate_count(steps, drafting.top_k)
         tokens, parents = candidates.tokens[b, :count], candidates.parents[b, :count]
-        known = [] if given is None else reference.given_of(given.nodes[:, b])
-        same = reference.same_candidates(known, tokens, parents, steps, drafting.top_k)
-        expected = reference.tree(root, chosen, tokens, parents, size, known, same)
+        expected = reference.tree(root, chosen, tokens, parents, size)
         for i, (token, parent, depth, way) in enumerate(expected):
             assert (nodes.tokens[b, i], nodes.parents[b, i], nodes.depths[b, i]) == (token, parent, depth)
             assert np.flatnonzero(nodes.ancestors[b, i]).tolist() == sorted(way)
@@ -94,26 +91,15 @@ def check_verification(drafting, written, given=None, level: int | None = None) 
             assert mask == reference.mask_row(drafting.keys, committed, way)
 
 
-def verify(
-    drafting,
-    rng,
-    tree_size: int,
-    tokens: int,
-    level: int | None = None,
-    static: np.ndarray | None = None,
-    given=None,
-    expanded: bool = False,
-):
-    """The candidates and the nodes of a verification of the levels up to `level` (None: all), the last of which was
-    just `expanded` or is there."""
+def verify(drafting, rng, tree_size: int, tokens: int, level: int | None = None, static: np.ndarray | None = None):
+    """The candidates and the nodes of a verification of the levels up to `level` (None: all)."""
     written = drafting.verification(rng, tree_size, tokens)
     state, candidates, nodes, inputs = written
     if static is not None:
         candidates.selected[...] = static
     own = drafting.level(level or drafting.steps, static is None)
-    expansion = drafting.expansion if expanded else None
-    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, expansion, given)
-    check_verification(drafting, written, given, level)
+    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, None)
+    check_verification(drafting, written, level)
     return candidates, nodes
 
 
@@ -242,166 +228,6 @@ def test_what_is_read_of_a_block(committed, sees_all):
         assert inputs.attention_mask[b, 0, t].tolist() == [key <= last for key in range(70)]
 
 
-def drafted(rng, batch: int, top_k: int, steps: int, vocabulary: int, kind: str = "ordinary", width: int | None = None):
-    """A round of a dynamic tree, up to the candidates of the last level."""
-    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
-    for level in range(1, steps + 1):
-        expand(drafting, level)
-        if level < steps:
-            propose(drafting, level)
-    return drafting
-
-
-def paths(nodes, b: int) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node of a sequence's tree."""
-    tokens, parents = nodes.tokens[b].tolist(), nodes.parents[b].tolist()
-    found = []
-    for place in range(1, len(tokens)):
-        way, at = [], place
-        while at > 0:
-            way.append(tokens[at])
-            at = parents[at]
-        if at == 0 and tokens[place] >= 0:
-            found.append(tuple(reversed(way)))
-    return found
-
-
-@settings(max_examples=120, deadline=None)
-@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
-def test_given_nodes_and_the_drafts_best_in_one_tree(seed, batch, top_k, steps, kind):
-    """Of all paths that candidates and given nodes say: the given ones, and the best of the others that fit."""
-    rng = np.random.default_rng(seed)
-    vocabulary, width = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1))
-    drafting = drafted(rng, batch, top_k, steps, vocabulary, kind, width)
-    count, most = candidate_count(steps, top_k), int(rng.integers(1, 12))
-    tokens = most + 1 + int(rng.integers(0, 14))
-    tree_size = int(rng.integers(2, tokens + 1))
-    given = reference.random_given(rng, drafting.candidates, most, 2 * vocabulary, strange=True)
-    candidates, nodes = verify(drafting, rng, tree_size, tokens, given=given)
-    for b in range(batch):
-        known = reference.given_of(given.nodes[:, b])
-        said = paths(nodes, b)
-        assert nodes.tokens[b, 1 : 1 + len(known)].tolist() == [token for token, _ in known]
-        assert nodes.parents[b, 1 : 1 + len(known)].tolist() == [parent + 1 for _, parent in known]
-        all_tokens, all_parents = candidates.tokens[b, :count], candidates.parents[b, :count]
-        same = set(reference.same_candidates(known, all_tokens, all_parents, steps, top_k)) - {None}
-        others = [(float(candidates.scores[b, i]), i) for i in range(count) if i not in same]
-        best = sorted(reference.best(others, min(tree_size - 1, tokens - 1 - len(known))))
-        assert candidates.selected[b].tolist() == best + [-1] * (tree_size - 1 - len(best))
-        # All that was chosen is there; what both propose is there once, but for what was given twice.
-        assert len(said) == len(known) + len(best)
-        assert len({*said[len(known) :]} - {*said[: len(known)]}) == len(best)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 4), steps=st.integers(1, 5))
-def test_given_nodes_beside_a_static_tree(seed, batch, top_k, steps):
-    """What given nodes say, too, has no place of its own; what goes on from it hangs below them."""
-    rng = np.random.default_rng(seed)
-    drafting = drafted(rng, batch, top_k, steps, int(rng.integers(1, 30)))
-    count, most = candidate_count(steps, top_k), int(rng.integers(1, 9))
-    size = int(rng.integers(1, count + 1))
-    static = np.full((batch, size), -1, np.int32)
-    for b in range(batch):
-        chosen = np.sort(rng.permutation(count)[: rng.integers(0, size + 1)])
-        static[b, : chosen.size] = chosen
-    given = reference.random_given(rng, drafting.candidates, most, 40, strange=True)
-    tokens = max(size, most) + 1 + int(rng.integers(0, most + 1))
-    candidates, _ = verify(drafting, rng, size + 1, tokens, static=static, given=given)
-    assert (candidates.selected == static).all()
-
-
-def children_of_slot_0(drafting, level: int, b: int) -> list[tuple[int, float, int]]:
-    start = level_start(level, drafting.top_k)
-    entries = slice(start, start + drafting.top_k)
-    arrays = drafting.candidates
-    return [*zip(*(a[b, entries].tolist() for a in (arrays.tokens, arrays.scores, arrays.parents)), strict=True)]
-
-
-@settings(max_examples=100, deadline=None)
-@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
-def test_the_draft_goes_on_behind_a_given_chain_that_leads(seed, batch, top_k, steps, kind):
-    """Each of its levels has the given token first; the draft model is fed with it, and its continuations follow."""
-    rng = np.random.default_rng(seed)
-    vocabulary, width, dynamic = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1)), bool(seed % 2)
-    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
-    if not dynamic:  # the first child of each first child goes on, as a chain's
-        firsts = [level_start(level, top_k) for level in range(1, steps)]
-        drafting.candidates.frontiers[:, : len(firsts), 0] = firsts
-    nodes = int(rng.integers(1, 9))
-    given = reference.leading_chains(rng, batch, nodes, 2 * vocabulary, steps + 2)
-    leading = [int(given.nodes[2, b].sum()) for b in range(batch)]
-
-    def check(level: int, before: list) -> None:
-        for b in range(batch):
-            expected = before[b]
-            if level <= leading[b]:
-                parent = -1 if level == 1 else level_start(level - 1, top_k)
-                expected = reference.led(expected, width, int(given.nodes[0, b, level - 1]), parent)
-            assert children_of_slot_0(drafting, level, b) == expected
-
-    for level in range(1, steps + 1):
-        expand(drafting, level, dynamic)
-        check_expansion(drafting, level, dynamic)
-        before = [children_of_slot_0(drafting, level, b) for b in range(batch)]
-        if level < steps:
-            written = propose(drafting, level, dynamic, given)
-            check(level, before)
-            check_proposal(drafting, level, written)
-            for b in range(batch):
-                if level <= leading[b]:
-                    assert drafting.candidates.frontiers[b, level - 1, 0] == level_start(level, top_k)
-    size = candidate_count(steps, top_k) + 1
-    static = None if dynamic else np.tile(np.arange(size - 1, dtype=np.int32), (batch, 1))
-    found = verify(drafting, rng, size, size + nodes, static=static, given=given, expanded=True)[1]
-    check(steps, before)
-    for b in range(batch):
-        said, chain = paths(found, b), tuple(given.nodes[0, b, : min(leading[b], steps)].tolist())
-        assert all(chain[:count] in said for count in range(1, len(chain) + 1))
-        if len(chain) < steps and kind == "ordinary":
-            assert sum(path[:-1] == chain for path in said) >= min(width, vocabulary), "the draft goes on behind it"
-
-
-def test_what_leads_ends_where_the_rest_of_the_chain_is_not_in_its_place():
-    """A node with the 1 that does not follow the one before it, no token, or a level that was not just expanded."""
-    rng = np.random.default_rng(14)
-    for nodes in (
-        [[7, 9], [-1, -1], [1, 1]],
-        [[7, -1], [-1, 0], [1, 1]],
-        [[7, 9], [-1, 0], [1, 0]],
-        [[7, 9], [-1, 0], [0, 1]],
-    ):
-        drafting = reference.random_drafting(rng, 1, 3, 2, 40)
-        given = reference.Given(np.array(nodes, np.int32)[:, None])
-        expand(drafting, 1)
-        drafting.candidates.tokens[0, :3] = 50, 51, 52
-        propose(drafting, 1, given=given)
-        assert (drafting.candidates.tokens[0, 0] == 7) == (nodes[2][0] == 1)
-        expand(drafting, 2)
-        before = drafting.candidates.tokens.copy()
-        verify(drafting, rng, 5, 8, given=given, expanded=True)
-        is_led = nodes[2] == [0, 1] and drafting.candidates.frontiers[0, 0, 0] == 0
-        assert (drafting.candidates.tokens == before).all() != is_led
-        verify(drafting, rng, 5, 8, given=reference.Given(np.array([[[7]], [[-1]], [[1]]], np.int32)))
-        assert (drafting.candidates.tokens == before).all() != is_led
-
-
-def test_a_given_chain_that_the_draft_proposes_carries_what_the_draft_proposes_behind_it():
-    """The draft's likeliest path is given: it stands once, and the freed places go to the next best."""
-    rng = np.random.default_rng(13)
-    drafting = drafted(rng, 1, 3, 4, 40)
-    alone = verify(drafting, np.random.default_rng(1), 9, 9)[1]
-    child = int(drafting.candidates.frontiers[0, 0, 0])
-    token = int(drafting.candidates.tokens[0, child])
-    given = reference.Given(np.array([[[token, 99]], [[-1, 0]], [[0, 0]]], np.int32))
-    joint = verify(drafting, np.random.default_rng(1), 9, 9, given=given)[1]
-    before, after = paths(alone, 0), paths(joint, 0)
-    assert after[:2] == [(token,), (token, 99)] and len(set(after)) == len(after) == 8
-    assert len({*before} & {*after}) == 7, "one place went to what the draft does not propose"
-    below = [path for path in after if path[0] == token and len(path) > 1]
-    assert len(below) > 1, "what the draft proposes behind its own token goes on behind the given one"
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS, vocab=st.integers(1, 400), top_k=st.integers(1, 64), kind=KINDS)
 def test_largest_by_sorting(seed, vocab, top_k, kind):
@@ -525,10 +351,6 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         verify(drafting, rng, 13, 1025, level=2)
     with pytest.raises(KernelError, match=r"root and 12 selected nodes; expected at most T = 8"):
         verify(drafting, rng, 13, 8, level=2)
-    for nodes, tokens in ((65, 100), (8, 8)):
-        given = reference.random_given(rng, drafting.candidates, nodes, 9)
-        with pytest.raises(KernelError, match=rf"J = {nodes} given nodes; expected at most 64, and fewer than T ="):
-            verify(drafting, rng, 5, tokens, level=2, given=given)
     with pytest.raises(KernelError, match=r"1 rows a sequence; expected the root's and one for each of 2 levels"):
         KERNELS.expand_block(
             drafting.level(2), drafting.logits[1][:, :1].copy(), drafting.candidates, drafting.expansion

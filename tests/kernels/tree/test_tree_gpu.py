@@ -47,7 +47,6 @@ class Twins:
             "fed": hidden.fed,
             "proposal": proposal,
             "expansion": drafting.expansion,
-            "given": None,
         }
         self.host |= {f"logits {i + 1}": values for i, values in enumerate(drafting.logits)}
         self.host |= {f"hidden {i + 1}": values for i, values in enumerate(drafting.hidden)}
@@ -82,7 +81,6 @@ class Twins:
             HiddenRows(arrays[f"hidden {level}"], arrays["fed"]),
             arrays["proposal"],
             arrays["expansion"] if expanded else None,
-            arrays["given"],
         )
 
     def verify(self, dynamic: bool = True, level: int | None = None, expanded: bool = True) -> None:
@@ -94,11 +92,7 @@ class Twins:
     def verify_on(self, kernels, arrays, dynamic: bool = True, level: int | None = None, expanded: bool = True) -> None:
         bundles = [arrays[name] for name in ("state", "tables", "candidates", "nodes", "verification")]
         own = self.drafting.level(level or self.drafting.steps, dynamic)
-        kernels.prepare_verification(own, *bundles, arrays["expansion"] if expanded else None, arrays["given"])
-
-    def give(self, given) -> None:
-        """Let the tree have given nodes, too."""
-        self.host["given"], self.device["given"] = given, on_device(self.gpu, given)
+        kernels.prepare_verification(own, *bundles, arrays["expansion"] if expanded else None)
 
     def _sides(self):
         """Kernels and arrays of the twin and of the GPU."""
@@ -246,86 +240,6 @@ def test_what_is_read_of_a_block(gpu, committed, sees_all, compute):
     assert_same(gpu, device[2], host[2], "prepare_block")
 
 
-@pytest.mark.parametrize("kind", ["ordinary", "ties", "awkward"])
-@pytest.mark.parametrize("sizes", ROUNDS, ids=list(ROUNDS))
-def test_given_nodes_in_the_trees(gpu, sizes, kind):
-    """What candidates say, too, and what they do not; more of them than places, none, and entries that end them."""
-    batch, top_k, steps, tree_size, tokens, vocabulary, keys = ROUNDS[sizes]
-    rng = np.random.default_rng(13)
-    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, keys)
-    twins = Twins(gpu, drafting, tree_size, tokens)
-    twins.round()
-    for most in (1, min(7, tokens - 1), min(64, tokens - 1)):
-        for strange in (False, True):
-            given = reference.random_given(rng, drafting.candidates, most, 2 * vocabulary, strange)
-            twins.give(given)
-            twins.expand(steps)
-            twins.verify()
-            twins.verify(expanded=False)
-
-
-@pytest.mark.parametrize("kind", ["ordinary", "ties", "equal", "awkward"])
-@pytest.mark.parametrize("sizes", ROUNDS, ids=list(ROUNDS))
-def test_the_draft_goes_on_behind_given_chains(gpu, sizes, kind):
-    """Chains of the draft's tokens and of others, in dynamic trees and in static ones."""
-    batch, top_k, steps, tree_size, tokens, vocabulary, keys = ROUNDS[sizes]
-    rng = np.random.default_rng(15)
-    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, keys)
-    twins = Twins(gpu, drafting, tree_size, tokens)
-    for most in (1, min(7, tokens - 1), min(40, tokens - 1)):
-        twins.give(reference.leading_chains(rng, batch, most, 2 * vocabulary, steps + 2))
-        twins.round()
-    candidates = twins.host["candidates"]
-    candidates.selected[...] = np.sort(rng.permutation(candidate_count(steps, top_k))[: tree_size - 1])
-    candidates.frontiers[:, :, 0] = [level_start(level, top_k) for level in range(1, candidates.frontiers.shape[1] + 1)]
-    for name in ("selected", "frontiers"):
-        gpu.upload(getattr(twins.device["candidates"], name), getattr(candidates, name))
-    twins.round(dynamic=False)
-
-
-@pytest.mark.parametrize("width", [1, 2, 33, 64])
-def test_given_chains_in_trees_of_every_width(gpu, width):
-    """A warp moves what stood before; the token is the draft's own last, first, or none of its."""
-    rng = np.random.default_rng(width)
-    drafting = reference.random_drafting(rng, 2, 64, 3, 5000, keys=200, width=width)
-    twins = Twins(gpu, drafting, 40, 64)
-    for rank in (0, width // 2, width - 1, None):
-        given = reference.leading_chains(rng, 2, 3, 10_000, 3)
-        if rank is not None:
-            order = np.argsort(-drafting.logits[0][:, 0], axis=1)[:, rank]
-            given.nodes[:, :, 0] = drafting.expansion.draft_to_target[order], [-1] * 2, [1] * 2
-        twins.give(given)
-        twins.round()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_given_nodes_beside_static_trees(gpu, seed):
-    rng = np.random.default_rng(seed)
-    batch, top_k, steps, tree_size = 3, int(rng.integers(1, 6)), int(rng.integers(1, 5)), 12
-    drafting = reference.random_drafting(rng, batch, top_k, steps, 40)
-    twins = Twins(gpu, drafting, tree_size, 16)
-    twins.round()
-    count, selected = candidate_count(steps, top_k), twins.host["candidates"].selected
-    selected[...] = -1
-    for b in range(batch):
-        chosen = np.sort(rng.permutation(count)[: rng.integers(0, tree_size)])
-        selected[b, : chosen.size] = chosen
-    gpu.upload(twins.device["candidates"].selected, selected)
-    for most in (1, 5, 15):
-        twins.give(reference.random_given(rng, drafting.candidates, most, 80, strange=bool(seed % 2)))
-        twins.verify(dynamic=False, expanded=False)
-
-
-def test_more_candidates_than_shared_memory_holds_beside_given_nodes(gpu):
-    rng = np.random.default_rng(14)
-    drafting = reference.random_drafting(rng, 2, 40, 4, 70, "ties", 400)
-    twins = Twins(gpu, drafting, 200, 256)
-    twins.round()
-    for most in (3, 31):
-        twins.give(reference.random_given(rng, drafting.candidates, most, 140))
-        twins.verify(expanded=False)
-
-
 @pytest.mark.parametrize("top_k", [1, 6, 40])
 def test_candidates_that_are_there_already(gpu, top_k):
     """As those of a sampled chain, which no expansion made."""
@@ -387,7 +301,7 @@ def test_captured_round(gpu, caplog):
         launch()
         twins.round_on(TWIN, twins.host)
         for name, value in twins.host.items():
-            if name not in ("expansion", "given"):
+            if name != "expansion":
                 assert_same(gpu, twins.device[name], value, f"replay {replay}: {name}")
 
 
@@ -419,11 +333,8 @@ def test_times_of_the_default_tree(gpu):
         "prepare_proposal": (lambda: twins.propose_on(*side, 5), 40),
         "prepare_verification": (lambda: twins.verify_on(*side), 40),
         "all of a round": (lambda: twins.round_on(*side), 500),
-        "prepare_verification, 7 given nodes": (lambda: twins.verify_on(*side), 45),
     }
     for name, (step, bound) in bounded_steps.items():
-        if "given" in name:
-            twins.give(reference.random_given(rng, drafting.candidates, 7, 64_000))
         time = microseconds(gpu, step, name)
         print(f"{name}: {time:.1f} us")
         assert time < bound
