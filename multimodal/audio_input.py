@@ -132,8 +132,8 @@ def _decoded(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, i
     except AudioError:
         raise
     except Exception as error:  # whatever hostile bytes make a decoder raise
-        found = getattr(error, "error_string", error)  # the rest names an object in memory
-        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {found}") from error
+        reason = getattr(error, "error_string", error)  # the rest names an object in memory
+        raise AudioError(f"{what} is no sound that soundfile reads, or it is damaged: {reason}") from error
 
 
 def _wav(data: bytes, what: str, most_seconds: float) -> tuple[np.ndarray, int] | None:
