@@ -49,8 +49,8 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
     if not isinstance(values, dict):
         raise CheckpointError(f"{place}{key} is {values!r:.60}, expected an object")
     named = values.get("quant_method")
-    if named is None and "config_groups" in values:  # as early releases wrote it
-        named = "compressed-tensors"
+    if named is None and "config_groups" in values:  # as early releases of both packages wrote it
+        named = "modelopt" if "quant_algo" in values else "compressed-tensors"
     method = str(named).lower()
     method = _OTHER_NAMES.get(method, method)
     made = _METHODS.get(method)
