@@ -144,7 +144,7 @@ def _read_pairs(
         for each in adapted_projections(decoder_weights(config))
         for module, rows in each.modules
     }
-    tensors = _language_tensors(file.tensors, settings, problems)
+    tensors = _language_tensors(file, settings, problems)
     trained = _names_in_training(tensors, sizes)
     own = {name: module for module, name in trained.items()}
     expected = {module: name for module, name in trained.items() if settings.adapts(name)}
@@ -179,13 +179,15 @@ def _read_pairs(
     return pairs
 
 
-def _language_tensors(
-    tensors: Mapping[str, TensorInfo], settings: LoraConfig, problems: list[str]
-) -> dict[str, TensorInfo]:
-    """The tensors but those for encoders, which are one problem together, and those for experts, another."""
+def _language_tensors(file: SafetensorsFile, settings: LoraConfig, problems: list[str]) -> dict[str, TensorInfo]:
+    """The tensors but those for encoders, which are one problem together, and those for experts, another.
+
+    What was trained with texts alone may have pairs for encoders that change nothing: each B is as it began, zeros.
+    """
+    tensors = file.tensors
     prefixes = {name: encoder_prefix(name.removeprefix(_WHOLE_MODEL)) for name in tensors}
     vision = [name for name, prefix in prefixes.items() if prefix]
-    if vision:
+    if any(not name.endswith(".lora_A.weight") and file.bytes_of(tensors[name]).any() for name in vision):
         modules = {name.removeprefix(_WHOLE_MODEL).split(".lora_")[0] for name in vision}
         exclude = settings.excluding({prefix for prefix in prefixes.values() if prefix})
         problems.append(
