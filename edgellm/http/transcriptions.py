@@ -81,7 +81,8 @@ def _value(name: str, part: bytes) -> Any:
         text = part[:_MOST_BYTES].decode()
     except UnicodeDecodeError as error:
         raise HTTPError(400, f"{name[:80]} is no text in UTF-8", param=name[:80]) from error
-    return json.loads(text) if name in _TYPED and _JSON.fullmatch(text) else text
+    lower = text.lower()  # Python's clients write True
+    return json.loads(lower) if name in _TYPED and _JSON.fullmatch(lower) else text
 
 
 class TranscriptionWriter(CompletionWriter):

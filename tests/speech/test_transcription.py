@@ -209,7 +209,7 @@ def test_what_a_form_asks_for_in_vain_is_named(body: bytes, message: str) -> Non
 
 
 def test_a_form_has_numbers_as_text_and_fields_that_say_nothing() -> None:
-    fields = {"temperature": "1e-06", "max_tokens": "3", "ignore_eos": "true", "deadline": "2.5", "stop": "5"}
+    fields = {"temperature": "1e-06", "max_tokens": "3", "ignore_eos": "True", "deadline": "2.5", "stop": "5"}
     (asked,) = transcription(form(fields=NAMED | fields | {"language": "", "prompt": ""}), ServedModel("ears")).requests
     assert asked.params == SamplingParams(max_tokens=3, ignore_eos=True, stop="5") and asked.deadline == 2.5
 
