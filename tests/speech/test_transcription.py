@@ -65,7 +65,8 @@ def test_the_prompt_is_what_the_model_was_trained_with(llm: LLM) -> None:
     )
     assert ids.count(token) == 3 * 13
     assert request.params is not None and request.params.temperature == 0
-    assert [language_name(each) for each in ("de", "GERMAN", None)] == ["German", "German", None]
+    spellings = ("de", "GERMAN", "de-AT", None)
+    assert [language_name(each) for each in spellings] == ["German", "German", "German", None]
 
 
 def test_gemma_4_is_asked_in_words_and_goes_on_from_what_it_wrote(gemma4_engines: Path) -> None:
