@@ -23,6 +23,7 @@ _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_win
 _EXTRACTORS = {
     "qwen3_asr": "Qwen3ASRFeatureExtractor",
     "voxtral": "WhisperFeatureExtractor",
+    "qwen2_audio": "WhisperFeatureExtractor",
     "gemma4": "Gemma4AudioFeatureExtractor",
 }
 #: Gemma 4's extractor has no other values; null stands for absence.
@@ -60,10 +61,11 @@ class MelConfig:
 
 @dataclass(frozen=True, eq=False)
 class PreparedAudio:
-    """Sound as its encoder takes it: `features` [bins, F] float32 and digest of each window, and how many `tokens` they
-    stand for."""
+    """Sound as its encoder takes it: `features` [bins, F] float32 of each window, how many of its `frames` were heard,
+    and its digest; and how many `tokens` they stand for."""
 
     features: tuple[np.ndarray, ...]
+    frames: tuple[int, ...]
     digests: tuple[str, ...]
     tokens: int
     kind: str = field(default="audio")
@@ -97,7 +99,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number from 1 to {most}")
         found[key] = value
     rate, transform, hop, least, bins, half = found.values()
-    step, has_whole_windows = 1, config.family == "voxtral"
+    step, has_whole_windows = 1, kind == "WhisperFeatureExtractor"
     if has_whole_windows:
         half, least, step = config.chunk_frames // 2, config.window_frames * hop, config.window_frames * hop
     if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
@@ -119,13 +121,17 @@ def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelCo
 def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
     """float32 samples [N] at the rate of `mel`, as the encoder takes them: features of each window, none longer."""
     features = log_mel(samples, mel)
-    starts = range(0, features.shape[1], config.window_frames)
-    windows = tuple(np.ascontiguousarray(features[:, start : start + config.window_frames]) for start in starts)
+    heard, window = features.shape[1], config.window_frames
+    if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
+        heard = max(3, -(-len(samples) // mel.hop))
+    starts = [start for start in range(0, heard, window) if config.rows(min(window, heard - start))]
+    frames = tuple(min(window, heard - start) for start in starts)
+    windows = tuple(np.ascontiguousarray(features[:, start : start + window]) for start in starts)
     digests, before = list[str](), ""
-    for each in windows:
-        digests.append(hashlib.sha256(f"{before}{each.shape}".encode() + each.tobytes()).hexdigest())
+    for each, count in zip(windows, frames, strict=True):
+        digests.append(hashlib.sha256(f"{before}{each.shape}{count}".encode() + each.tobytes()).hexdigest())
         before = digests[-1] if config.lead_windows else ""
-    return PreparedAudio(windows, tuple(digests), config.rows(features.shape[1]))
+    return PreparedAudio(windows, frames, tuple(digests), sum(map(config.rows, frames)))
 
 
 def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:

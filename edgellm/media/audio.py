@@ -89,8 +89,8 @@ class AudioEncoder:
             reused += None not in known
             for first, last in _unknown(known, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
-                features = np.concatenate(piece.features[lead:last], axis=1)
-                known[first:last] = self._encoded(features, piece.digests[first:last], first - lead)
+                features, frames = np.concatenate(piece.features[lead:last], axis=1), sum(piece.frames[lead:last])
+                known[first:last] = self._encoded(features, frames, piece.digests[first:last], first - lead)
             for each in known:
                 assert each is not None
                 found.append(each)
@@ -109,10 +109,10 @@ class AudioEncoder:
         self._arrays.clear()
         self._weights = {}
 
-    def _encoded(self, features: np.ndarray, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
+    def _encoded(self, features: np.ndarray, frames: int, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
         """The rows of the windows of some `digests`, each in memory of its own; `features` have those of `lead` windows
-        before them, too."""
-        config, backend, frames = self.config, self._encodes, features.shape[1]
+        before them, too, and `frames` of them were heard."""
+        config, backend = self.config, self._encodes
         whole = self._directory.limits.audio_rows
         shape = audio_shape(whole if backend.fixed_shapes else config.chunk_rows(frames))
         if shape not in self._arrays:
@@ -123,7 +123,7 @@ class AudioEncoder:
         arrays = self._arrays[shape]
         bindings = lambda: {**self._weights, **arrays}  # noqa: E731
         engine = self._engines.bound(shape, slice(0, 1), bindings, keep=not config.on_host)
-        for name, values in audio_inputs(config, shape, features).items():
+        for name, values in audio_inputs(config, shape, features, frames).items():
             backend.upload(arrays[name], values)
         engine.enqueue()
         starts = range(lead * config.window_frames, frames, config.window_frames)

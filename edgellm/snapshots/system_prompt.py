@@ -12,6 +12,7 @@ from typing import Any
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefixes import common_tokens, token_key
 from edgellm.text.messages import (
+    ENCODER_NAMES,
     check_encodable,
     checked_tools,
     checked_variables,
@@ -52,9 +53,9 @@ class CachedPrompt:
 class PromptRecord:
     """What a system prompt's tokens were rendered from: JSON values, which a snapshot's header keeps.
 
-    `content` is the prompt's text, or its parts: {"type": "text", "text": ...}, and of each image {"type": "image",
-    "digest": ...}, 64 hexadecimal digits. `tools` and `template_variables` are what the chat template got beside it
-    (None: nothing), the keys of their objects in the order in which it saw them.
+    `content` is the prompt's text, or its parts: {"type": "text", "text": ...}, and of each piece of media its kind as
+    "type" and a "digest", 64 hexadecimal digits. `tools` and `template_variables` are what the chat template got beside
+    it (None: nothing), the keys of their objects in the order in which it saw them.
     """
 
     content: str | list[dict[str, Any]]
@@ -179,9 +180,9 @@ def _check_parts(parts: Any) -> None:
     for number, part in enumerate(parts, 1):
         kind = part.get("type") if isinstance(part, dict) and len(part) == 2 else None
         is_text = kind == "text" and isinstance(part.get("text"), str)
-        digest = part.get("digest") if kind == "image" else None
+        digest = part.get("digest") if kind in ENCODER_NAMES else None
         if not is_text and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            raise RequestError(f"part {number} of content is neither a text nor the digest of an image")
+            raise RequestError(f"part {number} of content is neither a text nor the digest of media")
 
 
 def _check_texts(value: Any, what: str) -> None:

@@ -70,11 +70,14 @@ class AudioConfig:
         """The encoder's rows of the whole chunks that hold so many frames."""
         return -(-frames // self.chunk_frames) * convolved(self.chunk_frames, self.halvings)
 
-    def rows(self, frames: int) -> int:
-        """Rows, each a token of the language model, of so many frames: the last chunk may be shorter."""
+    def encoded_rows(self, frames: int) -> int:
+        """The encoder's rows of so many frames: the last chunk may be shorter."""
         full, rest = divmod(frames, self.chunk_frames)
-        convolved_rows = full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
-        return convolved_rows // self.merged
+        return full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
+
+    def rows(self, frames: int) -> int:
+        """Rows, each a token of the language model, of so many frames."""
+        return self.encoded_rows(frames) // self.merged
 
 
 @dataclass(frozen=True)

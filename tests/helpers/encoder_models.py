@@ -149,6 +149,8 @@ SPEECH_MODELS["voxtral"] = replace(
     merged=4,
 )
 
+SPEECH_MODELS["qwen2_audio"] = replace(SPEECH_MODELS["voxtral"], family="qwen2_audio", intermediate_size=44, merged=2)
+
 
 def grids_of(config: VisionConfig) -> list[Grid]:
     """Grids of images for an encoder: its own square, or odd ones."""
@@ -179,14 +181,15 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
 
 def lengths_of(config: AudioConfig) -> list[int]:
     """Frames of windows for an encoder: whole ones, and others where it takes them."""
-    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family == "qwen3_asr")
+    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family != "voxtral")
 
 
 def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:
     """The shape that takes so many frames, or a `whole` window, and its weights and inputs."""
     shape = audio_shape(config.window_rows if whole else config.chunk_rows(frames))
-    features = np.random.default_rng(4).standard_normal((config.mel_bins, frames), np.float32)
-    return shape, random_weights(config, shape) | audio_inputs(config, shape, features)
+    size = config.mel_bins, frames if config.family == "qwen3_asr" else config.window_frames
+    features = np.random.default_rng(4).standard_normal(size, np.float32)
+    return shape, random_weights(config, shape) | audio_inputs(config, shape, features, frames)
 
 
 def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndarray]:

@@ -84,6 +84,18 @@ def test_gemma_4_is_asked_in_words_and_goes_on_from_what_it_wrote(gemma4_engines
         assert stream.finish().text == other.transcribe((SPEECH, RATE), **SHORT).text
 
 
+def test_qwen2_audio_is_asked_in_words(qwen2_audio_engines: Path) -> None:
+    with LLM(qwen2_audio_engines, backend="numpy", drafting=None) as other:
+        ids = other._runtime.prompt_ids(transcription_request("qwen2_audio", (SPEECH, RATE), said="So"))
+        text = other.tokenizer.decode(ids, skip_special_tokens=False)
+        begun = f"<|im_start|>user\nAudio 1: <|audio_bos|>{'<|AUDIO|>' * 75}<|audio_eos|>\nWrite down what is said,"
+        assert text.startswith(begun) and text.endswith("<|im_start|>assistant\nSo")
+        stream = SpeechStream(other, RATE, **SHORT)
+        for part in np.array_split(SPEECH, 2):
+            stream.hear(part)
+        assert stream.finish().text == other.transcribe((SPEECH, RATE), **SHORT).text
+
+
 def test_voxtral_is_asked_its_own_way(voxtral_engines: Path) -> None:
     """As mistral-common writes transcription requests."""
     with LLM(voxtral_engines, backend="numpy", drafting=None) as other:
