@@ -54,7 +54,10 @@ _MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weig
 _NORM = "model.norm.weight"
 _BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
-_HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_HARMLESS_ENDINGS = (
+    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *("rotary_pos_emb.inv_freq", "vision_model.embeddings.position_ids"),
+)
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"

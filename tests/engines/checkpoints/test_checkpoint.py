@@ -185,6 +185,7 @@ def test_fitting_weights_and_harmless_extras_pass(directory: Path) -> None:
     extras = {
         "lm_head.weight": tensors["model.embed_tokens.weight"].copy(),
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+        "vision_tower.vision_model.embeddings.position_ids": np.arange(2),
     }
     check(directory, tensors)
     check(directory, tensors | extras)
