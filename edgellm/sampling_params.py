@@ -31,7 +31,7 @@ _REALS: dict[str, Any] = {
 }
 _WHOLE: dict[str, Any] = {
     "top_k": (-1, LARGEST_INTEGER, "0 and -1 switch it off"),
-    "seed": (0, LARGEST_SEED),
+    "seed": (-(2**63), LARGEST_SEED, "those below 0, which OpenAI's API has, are taken modulo 2^64"),
     "max_tokens": (1, LARGEST_INTEGER),
     "min_tokens": (0, LARGEST_INTEGER),
     "logprobs": (0, MOST_LOGPROBS),
@@ -138,7 +138,8 @@ def checked_value(name: str, value: Any) -> Any:
     if name in _REALS:
         return _real(name, value, *_REALS[name])
     if name in _WHOLE:
-        return max(0, _integer(name, value, *_WHOLE[name]))
+        number = _integer(name, value, *_WHOLE[name])
+        return number % (LARGEST_SEED + 1) if name == "seed" else max(0, number)
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":

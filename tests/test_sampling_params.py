@@ -40,7 +40,7 @@ BAD = {
     "repetition_penalty": [0, -1, 101, INFINITY],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, "0"],
-    "seed": [-1, 2**64, 1.0, "7"],
+    "seed": [-(2**63) - 1, 2**64, 1.0, "7"],
     "max_tokens": [0, -5, 1.0, True],
     "min_tokens": [-1, 1.0, True, None],
     "stop": ["", [""], ["a", ""], [1], 5, None],
@@ -63,6 +63,7 @@ def test_no_more_tokens_are_needed_than_there_may_be():
 def test_what_others_write_for_nothing_is_nothing():
     """Qwen2.5-VL's `generation_config.json` has the temperature 1e-6, vLLM's clients send a `top_k` of -1."""
     assert SamplingParams(temperature=1e-6, top_k=-1) == SamplingParams()
+    assert SamplingParams(seed=-1).seed == 2**64 - 1
 
 
 def test_every_field_is_tested():
