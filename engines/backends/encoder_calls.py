@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
+from edgellm.engines.backends.encoder_places import Call, Place, laid_out
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.encoder_steps import (
+    Activate,
     AveragePool,
+    CenteredNorm,
     Clip,
     ClippedGate,
     DropFirst,
     EncoderAttention,
+    GatedConvolution,
     Gather,
+    LocalAttention,
     NormedHeads,
+    NormedResidual,
     Prepend,
     Product,
     ScaledResidual,
@@ -33,55 +39,22 @@ from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
 from edgellm.kernels.encoder.contract import (
     ACTIVATIONS,
+    MAX_HEAD_SIZE,
     MAX_NORM_WIDTH,
     NO_ACTIVATION,
     WIDTH_STEP,
     Convolution,
     activation_number,
     heads_refusal,
+    local_refusal,
     padded_width,
 )
 from edgellm.kernels.encoder.launcher import attention_bytes
 
-#: Bytes at whose multiples buffers begin.
-_ALIGNMENT = 256
 #: The most rows of a linear layer.
 _MOST_ROWS = 65_536
 #: The calls that are linear layers.
 LINEAR_CALLS = ("linear", "activated", "gate_up", "linear_residual")
-
-
-@dataclass(frozen=True)
-class Place:
-    """An array in memory: of a tensor at the edge, by name, or of a buffer, by number.
-
-    `dtype` is "compute" where it is the model's; `first` elements stand before it.
-    """
-
-    memory: str | int
-    shape: tuple[int, ...]
-    dtype: str
-    first: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-
-class Call(NamedTuple):
-    """A kernel, by its method's name, and what it gets: places, names of linear layers' weights, numbers."""
-
-    kernel: str
-    arguments: tuple[Any, ...]
-
-    @property
-    def memory(self) -> frozenset[str | int]:
-        """Tensors and buffers that it reads or writes."""
-        found: set[str | int] = {each.memory for each in self.arguments if isinstance(each, Place)}
-        for linear in (each for each in self.arguments if isinstance(each, Linear)):
-            found |= {spec.name for spec in (linear.weight, linear.bias) if spec is not None}
-        return frozenset(found)
 
 
 class EncoderCalls:
@@ -104,7 +77,7 @@ class EncoderCalls:
         for name in program.outputs:
             if self._values[name].memory != name:
                 self._call("copy_rows", self._values[name], None, self._output(name), 0)
-        self.places, self.nbytes = _laid_out(self.calls, self._sizes)
+        self.places, self.nbytes = laid_out(self.calls, self._sizes)
 
     def _call(self, kernel: str, *arguments: Any) -> Any:
         """Gives the last argument: of most kernels where they write."""
@@ -187,7 +160,11 @@ class EncoderCalls:
         self._call("linear", x, step.linear, summed, step.scale)
         if step.activation is None:
             return summed
-        return self._call("activate", summed, activation_number(step.activation), self._buffer(shape, "compute"))
+        return self._activated(summed, step.activation)
+
+    def _activated(self, value: Place, activation: str) -> Place:
+        output = self._buffer((value.shape[0], padded_width(value.shape[1])), "compute")
+        return self._call("activate", value, activation_number(activation), output)
 
     def _linear_residual(self, step: LinearResidual, number: int) -> Place:
         assert step.residual is not None  # encoders have no ranks
@@ -264,6 +241,28 @@ class EncoderCalls:
         standard = (None, None) if step.standard is None else map(self._weight, step.standard)
         return self._call("standard_norm", value, *standard, step.factor, step.epsilon, output)
 
+    def _centered_norm(self, step: CenteredNorm, number: int) -> Place:
+        value, mask = self._values[step.value], None if step.mask is None else self._values[step.mask]
+        output = self._buffer((value.shape[0], step.weight.shape[0]), "compute")
+        return self._call("centered_norm", value, self._weight(step.weight), mask, step.epsilon, output)
+
+    def _normed_residual(self, step: NormedResidual, number: int) -> Place:
+        output, weight = self._in_place(step.residual, number), self._weight(step.norm.weight)
+        given = self._values[step.value], weight, step.norm.epsilon, self._values[step.residual]
+        return self._call("add_normed", *given, step.share, output)
+
+    def _gated_convolution(self, step: GatedConvolution, number: int) -> Place:
+        value, (width, _), norm = self._values[step.value], step.weight.shape, step.norm
+        output = self._buffer((value.shape[0], width), "compute")
+        weights = self._weight(step.weight), self._weight(norm.weight)
+        return self._call("gated_convolution", value, *weights, norm.epsilon, output)
+
+    def _local_attention(self, step: LocalAttention, number: int) -> Place:
+        qkv, scale = self._values[step.value], self._weight(step.scale)
+        context = self._buffer((qkv.shape[0], step.heads * step.scale.shape[0]), "compute")
+        given = qkv, self._values[step.relative], step.first, step.past, step.cap
+        return self._call("local_attention", *given, scale, context)
+
     def _unfold(self, step: Unfold, number: int) -> Place:
         columns = padded_width(step.channels * math.prod(step.kernel))
         given = Convolution(step.channels, *step.grid[1:], *step.kernel, step.stride, *step.padding)
@@ -294,6 +293,11 @@ _LOWER: dict[type, Callable[[EncoderCalls, Any, int], Place]] = {
     NormedHeads: EncoderCalls._normed_heads,
     StandardNorm: EncoderCalls._standard_norm,
     Unfold: EncoderCalls._unfold,
+    Activate: lambda calls, step, number: calls._activated(calls._values[step.value], step.activation),
+    CenteredNorm: EncoderCalls._centered_norm,
+    NormedResidual: EncoderCalls._normed_residual,
+    GatedConvolution: EncoderCalls._gated_convolution,
+    LocalAttention: EncoderCalls._local_attention,
 }
 
 
@@ -352,6 +356,10 @@ def _norm_refusal(norm: Norm) -> str | None:
     return _width_refusal(width) or (None if width <= MAX_NORM_WIDTH else f"norms take up to {MAX_NORM_WIDTH} columns")
 
 
+def _plain_norm_refusal(norm: Norm) -> str | None:
+    return "it norms by a weight alone" if norm.bias is not None or norm.offset else _norm_refusal(norm)
+
+
 def _width_refusal(width: int) -> str | None:
     return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
 
@@ -362,30 +370,14 @@ _REFUSALS: dict[type, Callable[[Any, int], str | None]] = {
     ScaledResidual: lambda step, limit: _width_refusal(step.weight.shape[0]),
     ClippedGate: lambda step, limit: _activation_refusal(step.activation, False),
     NormedHeads: lambda step, limit: heads_refusal(step.head_size),
+    Activate: lambda step, limit: _activation_refusal(step.activation, False),
+    CenteredNorm: lambda step, limit: (
+        None if step.weight.shape[0] <= MAX_HEAD_SIZE else f"{step.weight.shape[0]} channels, up to {MAX_HEAD_SIZE}"
+    ),
+    NormedResidual: lambda step, limit: _plain_norm_refusal(step.norm),
+    GatedConvolution: lambda step, limit: _plain_norm_refusal(step.norm),
+    LocalAttention: lambda step, limit: local_refusal(step.past, step.scale.shape[0]),
     NormLinear: _norm_linear_refusal,
     LinearResidual: _residual_refusal,
     Unfold: lambda step, limit: None if step.places <= _MOST_ROWS else f"{step.places} places, up to {_MOST_ROWS}",
 }
-
-
-def _laid_out(calls: list[Call], sizes: list[int]) -> tuple[list[int], int]:
-    """Where each buffer begins, in bytes, and the bytes of all.
-
-    Two share memory where one's last use comes before the other's first.
-    """
-    used: dict[str | int, tuple[int, int]] = {}  # its first and its last call; tensors have theirs, too
-    for number, call in enumerate(calls):
-        used |= {each: (used.get(each, (number,))[0], number) for each in call.memory}
-    begins, placed, total = [0] * len(sizes), list[int](), 0
-    for buffer in sorted(range(len(sizes)), key=lambda each: used[each][0]):
-        size = -(-sizes[buffer] // _ALIGNMENT) * _ALIGNMENT
-        beside = [other for other in placed if used[other][1] >= used[buffer][0]]
-        begin = 0
-        for first, end in sorted((begins[other], begins[other] + sizes[other]) for other in beside):
-            if first - begin >= size:
-                break
-            begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
-        begins[buffer] = begin
-        placed.append(buffer)
-        total = max(total, begin + size)
-    return begins, total

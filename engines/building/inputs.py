@@ -93,8 +93,7 @@ class BuildInputs:
     @property
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model, by `EngineShape.model`."""
-        models: dict[str, ModelConfig | None] = {"base": self.config, "draft": self.draft, "vision": self.vision}
-        models["audio"] = None if self.audio is None or self.audio.on_host else self.audio
+        models = {"base": self.config, "draft": self.draft, "vision": self.vision, "audio": self.audio}
         return {name: config for name, config in models.items() if config is not None}
 
     @property

@@ -54,7 +54,7 @@ from edgellm.engines.formats.digests import FileDigest, current_digest, hash_byt
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.model.audio import HEARD_ON_HOST, AudioConfig
+from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import HEADS, DecoderConfig, Mixture
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
@@ -250,10 +250,10 @@ class EngineDirectory:
             return None
         with self.checkpoint() as checkpoint:
             config = read_audio(checkpoint)
-        own = 0 if config.on_host else config.window_rows  # NumPy needs no engine of a size
+        own = config.run_rows
         if (own, config.out_hidden_size) != (rows, self.config.hidden_size):
             raise EngineDirectoryError(
-                f"{self.path}: its encoder of speech has windows of {own} rows and a width of "
+                f"{self.path}: its encoder of speech has runs of {own} rows and a width of "
                 f"{config.out_hidden_size}, expected {rows} and {self.config.hidden_size}: build the directory again"
             )
         return config
@@ -273,7 +273,7 @@ class EngineDirectory:
     def models(self) -> dict[str, ModelConfig]:
         """The configuration of each model that has engines, by `EngineShape.model`."""
         models: dict[str, ModelConfig | None] = {"base": self.config}
-        models["audio"] = self.audio if self.limits.audio_rows else None
+        models["audio"] = self.audio
         models["draft"] = None if self.draft is None else self.draft.config
         models["vision"] = None if self.vision is None else self.vision.config
         return {model: config for model, config in models.items() if config is not None}
@@ -388,7 +388,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
-    if bool(limits.audio_rows) != ("audio" in config.media and config.family not in HEARD_ON_HOST):
+    if bool(limits.audio_rows) != ("audio" in config.media):
         raise values.error("'config' and 'limits' disagree on whether there is an encoder of speech")
     files = parse_files(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)

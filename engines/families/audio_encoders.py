@@ -199,8 +199,6 @@ def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
     """Memory in bytes, by name: weights, inputs and output of the longest run, rows that are kept. A backend that
     `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
-    if config.on_host:
-        dtype, computes_at_once = "float32", True
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)

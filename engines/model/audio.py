@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Families whose encoders of speech have steps that are no kernels.
-HEARD_ON_HOST = ("gemma4",)
-
 
 @dataclass(frozen=True)
 class AudioConfig:
@@ -33,13 +30,8 @@ class AudioConfig:
     tensor_prefix: str
     projector_prefix: str
 
-    #: How many windows are encoded at once.
+    #: How many windows are encoded at once, beside those that these see.
     run_windows = 1
-
-    @property
-    def on_host(self) -> bool:
-        """Whether NumPy encodes beside a GPU, too."""
-        return self.family in HEARD_ON_HOST
 
     @property
     def lead_windows(self) -> int:
@@ -97,7 +89,7 @@ class ConformerConfig(AudioConfig):
     begin: int
     end: int
 
-    run_windows = 64  # 30 seconds and more
+    run_windows = 26  # 12 seconds; with those before them no convolution has more places than kernels take
 
     @property
     def lead_windows(self) -> int:

@@ -14,12 +14,13 @@ from edgellm.engines.model.encoder_steps import (
     CenteredNorm,
     Clip,
     ClippedGate,
-    DepthwiseConvolution,
     DropFirst,
     EncoderAttention,
+    GatedConvolution,
     Gather,
     LocalAttention,
     NormedHeads,
+    NormedResidual,
     Prepend,
     Product,
     ScaledResidual,
@@ -148,19 +149,25 @@ def _standard_norm(graph: Running[Tensor], step: StandardNorm) -> Tensor:
     return operations.to_compute(operations.rms_norm(value, None, step.epsilon))
 
 
-def _activate(graph: Running[Tensor], step: Activate) -> Tensor:
-    operations, value = graph.operations, graph.values[step.value]
-    if not step.width:
-        return operations.activation(value, step.activation)
-    first, second = operations.split(value, (step.width,) * 2, axis=2)
-    return operations.multiply(first, operations.activation(second, step.activation))
-
-
 def _centered_norm(graph: Running[Tensor], step: CenteredNorm) -> Tensor:
     operations, weight = graph.operations, graph.weights[step.weight.name]
     normed = operations.layer_norm(graph.values[step.value], weight, operations.scale(weight, 0.0), step.epsilon)
     positive = operations.activation(normed, "relu")
     return positive if step.mask is None else operations.multiply(positive, graph.values[step.mask])
+
+
+def _normed_residual(graph: Running[Tensor], step: NormedResidual) -> Tensor:
+    normed = graph.to_residual(graph.normed_parts(graph.values[step.value], (step.norm,)))
+    added = normed if step.share == 1.0 else graph.operations.scale(normed, step.share)
+    return graph.operations.add(graph.to_residual(graph.values[step.residual]), added)
+
+
+def _gated_convolution(graph: Running[Tensor], step: GatedConvolution) -> Tensor:
+    operations, width = graph.operations, step.weight.shape[0]
+    first, second = operations.split(graph.values[step.value], (width,) * 2, axis=2)
+    gated = operations.multiply(first, operations.activation(second, "sigmoid"))
+    convolved = operations.depthwise_convolution(gated, graph.weights[step.weight.name])
+    return operations.activation(graph.normed_parts(convolved, (step.norm,)), "silu")
 
 
 #: What gives the output of each kind of step.
@@ -176,11 +183,10 @@ ENCODER_STEPS: dict[type, Callable[[Any, Any], Any]] = {
     StandardNorm: _standard_norm,
     Gather: lambda graph, step: graph.operations.gather_rows(graph.values[step.value], graph.values[step.rows]),
     DropFirst: lambda graph, step: graph.operations.split(graph.values[step.value], (1, step.rows), axis=1)[1],
-    Activate: _activate,
+    Activate: lambda graph, step: graph.operations.activation(graph.values[step.value], step.activation),
     CenteredNorm: _centered_norm,
-    DepthwiseConvolution: lambda graph, step: graph.operations.depthwise_convolution(
-        graph.values[step.value], graph.weights[step.weight.name]
-    ),
+    NormedResidual: _normed_residual,
+    GatedConvolution: _gated_convolution,
     LocalAttention: lambda graph, step: graph.operations.local_attention(
         step, graph.values[step.value], graph.values[step.relative], graph.weights[step.scale.name]
     ),

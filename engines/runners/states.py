@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +27,8 @@ from edgellm.kernels.recurrent.contract import AcceptedPath
 
 #: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
 Kept = Mapping[str, Array]
+#: What makes zeroed arrays of shapes and dtypes by name.
+_Zeros = Callable[[Edge], dict[str, Array]]
 
 
 class SlotRows(NamedTuple):
@@ -43,16 +44,17 @@ class SlotRows(NamedTuple):
 class ReplayInputs:
     """Memory for what steps of up to `tokens` tokens in up to `slots` slots keep of their inputs for a commit."""
 
-    def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, tokens: int) -> None:
+    def __init__(self, zeros: _Zeros, layers: Sequence[LayerState], slots: int, tokens: int) -> None:
+        """`zeros` makes the arrays."""
         self._layers = recurrent_states(layers)
         edge = kept_edge(self._layers, slots, tokens)
-        flat = {name: ((math.prod(shape),), dtype) for name, (shape, dtype) in edge.items()}
-        self._buffers = backend.zeros_side_by_side(flat) if flat else {}
+        rows: Edge = {name: ((slots * tokens, shape[2]), dtype) for name, (shape, dtype) in edge.items()}
+        self._buffers = zeros(rows) if rows else {}
 
     def of(self, batch: int, tokens: int) -> Kept:
         """The arrays [batch, tokens, ...] of a step of that size."""
         edge = kept_edge(self._layers, batch, tokens)
-        return {name: leading(self._buffers[name], shape) for name, (shape, _) in edge.items()}
+        return {name: self._buffers[name][: batch * tokens].reshape(*shape) for name, (shape, _) in edge.items()}
 
 
 class ModelStates:
@@ -75,7 +77,8 @@ class ModelStates:
         """`is_base`: the layers are those that several GPUs may share."""
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
         edge = state_edge(layers, slots, rows)
-        self.tensors = (backend.shared_zeros if is_base else backend.zeros_side_by_side)(edge)
+        self._zeros_of: _Zeros = backend.shared_zeros if is_base else backend.zeros_side_by_side
+        self.tensors = self._zeros_of(edge)
         self._dtypes = {name: dtype for name, (_, dtype) in edge.items()}
         self._views: dict[int, dict[str, Array]] = {}
         self._spare: dict[str, Array] = {}
@@ -107,7 +110,7 @@ class ModelStates:
 
     def kept_inputs(self, slots: int, tokens: int) -> ReplayInputs:
         """Memory for what steps of these states keep."""
-        return ReplayInputs(self._backend, self._layers, slots, tokens)
+        return ReplayInputs(self._zeros_of, self._layers, slots, tokens)
 
     def clear_slot(self, slot: int) -> None:
         """Let a slot's recurrent states be those before the first token."""
@@ -136,11 +139,12 @@ class ModelStates:
         features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
         move_accepted = self._backend.acceptance.move_accepted
         steps: list[Callable[[], None]] = []
-        for wraps in (False, True):  # features move with the first, and once more with the second
-            names = (name for name in self.tensors if name not in self._recurrent)
-            moved = [self.tensors[name] for name in names if (name in self._rings) is wraps]
-            if moved:
-                steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
+        moved: dict[tuple[bool, int], list[Array]] = {}  # alike; features move with each
+        for name, tensor in self.tensors.items():
+            if name not in self._recurrent:
+                moved.setdefault((name in self._rings, tensor.shape[1]), []).append(tensor)
+        for (wraps, _), tensors in moved.items():
+            steps.append(partial(move_accepted, tensors, start, accepted, features, pending, wraps))
         if self._recurrent:
             steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
         return in_order(steps)

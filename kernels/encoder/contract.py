@@ -27,6 +27,8 @@ from edgellm.kernels.errors import KernelError
 
 #: The largest head, and the widest rows of a norm: a block holds one of them.
 MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
+#: The most rows that one sees in local attention: a lane has each.
+MAX_PAST = 32
 #: Linear layers take rows of a multiple of so many columns.
 WIDTH_STEP = 8
 #: The activations without a gate, and the numbers by which kernels know them; none has a number, too.
@@ -58,6 +60,13 @@ def heads_refusal(size: int) -> str | None:
     if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0:
         return None
     return f"encoder attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8), not {size}"
+
+
+def local_refusal(past: int, size: int) -> str | None:
+    """Why local attention does not take heads of so many elements that see so many rows, or None if it does."""
+    if 0 < past <= MAX_PAST and 0 < size <= MAX_HEAD_SIZE:
+        return None
+    return f"local attention takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {past} and {size}"
 
 
 def _check_padded(sizes: dict[str, Any]) -> str | None:
@@ -157,6 +166,27 @@ def _check_attention(sizes: dict[str, Any]) -> str | None:
     if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
         return f"{rows} rows in windows of {window}; expected up to {MAXIMUM_ROWS} whole ones"
     return _check_heads(sizes)
+
+
+def _check_centered(sizes: dict[str, Any]) -> str | None:
+    if not sizes["K"] <= min(sizes["S"], MAX_HEAD_SIZE):
+        return f"a weight of {sizes['K']} for rows of {sizes['S']} columns; expected up to as many, and {MAX_HEAD_SIZE}"
+    return None
+
+
+def _check_convolution(sizes: dict[str, Any]) -> str | None:
+    if sizes["S"] != 2 * sizes["K"]:
+        return f"rows of {sizes['S']} columns; expected {sizes['K']}, and as many gates"
+    return _check_norm(sizes)
+
+
+def _check_local(sizes: dict[str, Any]) -> str | None:
+    width, past, first = sizes["E"], sizes["past"], sizes["first"]
+    if (refusal := local_refusal(past, sizes["D"])) is not None:
+        return refusal
+    if width % sizes["D"] or sizes["W"] != 3 * width or past > sizes["P"] or not 0 <= first <= sizes["S"] - width:
+        return f"qkv of {sizes['W']}, context of {width}, relative rows of {sizes['S']} columns do not fit each other"
+    return None
 
 
 class EncoderKernels(Protocol):
@@ -275,6 +305,53 @@ class EncoderKernels(Protocol):
     ) -> Launchable:
         """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
         stand behind."""
+
+    @limited(_check_centered)
+    def centered_norm(
+        self,
+        values: Annotated[OwnArray, "RS float32"],
+        weight: Annotated[OwnArray, "K compute"],
+        mask: Annotated[OwnArray, "R1 float32"] | None,
+        epsilon: float,
+        output: Annotated[OwnArray, "RK compute"],
+    ) -> Launchable:
+        """A layer norm without a bias of the first K columns of each row, times the mask; at least 0."""
+
+    @limited(_check_norm)
+    def add_normed(
+        self,
+        values: Annotated[OwnArray, "RK float32"],
+        weight: Annotated[OwnArray, "K compute"],
+        epsilon: float,
+        residual: Annotated[OwnArray, "RK float32"],
+        share: float,
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
+        """residual + share * an RMS norm of the values. The output may be the residual."""
+
+    @limited(_check_convolution)
+    def gated_convolution(
+        self,
+        values: Annotated[OwnArray, "RS float32"],
+        weight: Annotated[OwnArray, "KW compute"],
+        norm: Annotated[OwnArray, "K compute"],
+        epsilon: float,
+        output: Annotated[OwnArray, "RK compute"],
+    ) -> Launchable:
+        """See `GatedConvolution` of the engines: x sigmoid(x) of an RMS norm of each column's causal convolution."""
+
+    @limited(_check_local)
+    def local_attention(
+        self,
+        qkv: Annotated[OwnArray, "RW float32"],
+        relative: Annotated[OwnArray, "PS float32"],
+        first: int,
+        past: int,
+        cap: float,
+        scale: Annotated[OwnArray, "D compute"],
+        context: Annotated[OwnArray, "RE compute"],
+    ) -> Launchable:
+        """See `LocalAttention` of the engines, of up to `MAX_PAST` rows."""
 
     def product(
         self,

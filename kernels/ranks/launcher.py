@@ -15,8 +15,10 @@ from edgellm.kernels.launcher import CUDA_TYPES
 
 #: The most GPUs that share a model.
 MOST_RANKS = 8
-#: Threads of a block, pieces of four floats that a thread has in a round, and blocks: every GPU runs as many at once.
-_THREADS, _DEPTH, _MOST_BLOCKS = 256, 8, 64
+#: Threads of a block, pieces of four floats that a thread has in a round, and blocks.
+_THREADS, _DEPTH, _MOST_BLOCKS = 256, 4, 256
+#: Blocks that every GPU runs at once, also where several ranks share it.
+_LEAST_BLOCKS = 64
 #: What an inbox takes for each rank that writes into it, of two rounds; flags in a rank's memory for each rank, and
 #: rounds.
 INBOX_BYTES, FLAGS = 2 * _MOST_BLOCKS * _DEPTH * _THREADS * 16, _MOST_BLOCKS
@@ -27,8 +29,13 @@ class RanksArgument(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p * MOST_RANKS) for name in ("inboxes", "flags")),
-        *members("void* rounds stopped missed", "longlong limit", "int own count early"),
+        *members("void* rounds stopped missed", "longlong limit", "int own count early blocks"),
     ]
+
+
+def blocks_at_once(multiprocessors: Sequence[int], apart: bool) -> int:
+    """How many blocks of a sum all ranks run at once: while one waits for what comes, others write and read."""
+    return min(_MOST_BLOCKS, max(_LEAST_BLOCKS, 2 * min(multiprocessors))) if apart else _LEAST_BLOCKS
 
 
 def ranks_source(dtype: str) -> ModuleSource:
@@ -93,7 +100,7 @@ class CudaRank:
                 f"{output.dtype} {list(output.shape)}; expected float32 of one size, a multiple of 4"
             )
         pieces = values.size // 4
-        blocks = min(_MOST_BLOCKS, max(1, -(-pieces // _THREADS)))
+        blocks = min(self._argument.blocks, max(1, -(-pieces // _THREADS)))
         depth = min(_DEPTH, max(1, -(-pieces // (blocks * _THREADS))))
         pointers = (ctypes.c_void_p(0 if array is None else array.pointer) for array in (values, output, residual))
         numbers = ctypes.c_int(before.dtype == "float32"), ctypes.c_float(scale), ctypes.c_longlong(pieces)

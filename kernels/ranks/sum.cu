@@ -23,7 +23,8 @@ struct Ranks {
     unsigned* missed;   // [1] in memory that the host sees: 1 + the rank that did not come
     long long limit;    // nanoseconds that a round waits
     int own, count;
-    int early;  // whether the next kernel may start before the others came: not where ranks share a GPU
+    int early;   // whether the next kernel may start before the others came: not where ranks share a GPU
+    int blocks;  // the most of a launch
 };
 static_assert(sizeof(Ranks) == HOST_RANKS_BYTES, "the host packs ranks otherwise");
 

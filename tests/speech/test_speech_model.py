@@ -105,7 +105,7 @@ def test_all_is_as_transformers_has_it(name: str, request: pytest.FixtureRequest
         pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in HEARD[name]]
         for index, piece in enumerate(pieces):
             features = log_mel(HEARD[name][index][0], sounds.opened().mel)
-            np.testing.assert_array_equal(np.concatenate(piece.features, axis=1), features)
+            np.testing.assert_array_equal(piece.features(0, len(piece.digests)), features)
             # Of Gemma 4's transformers takes transforms of float32.
             near = TOLERANCE * (3 if name == "gemma4" else 1)
             np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=near)
@@ -137,7 +137,9 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
 ) -> None:
     directory, samples = EngineDirectory.open(gemma4_engines), sound(5.3)
     assert directory.audio is not None and directory.audio.lead_windows == 3
-    whole, streamed = (AudioEncoder(NumpyBackend(directory.config), directory, Metrics()) for _ in range(2))  # type: ignore
+    on_kernels = EncoderBackend(directory.audio, directory.config)
+    backends: tuple[Any, Any] = NumpyBackend(directory.config, audio=directory.audio), on_kernels
+    whole, streamed = (AudioEncoder(each, directory, Metrics()) for each in backends)
     rows, frames, encode = list[np.ndarray](), list[int](), streamed._encoded
     streamed._encoded = lambda *given: frames.append(given[0].shape[1]) or encode(*given)  # type: ignore
     for encoder, lengths in ((whole, [5.3]), (streamed, [0.63, 0.9, 1.7, 2.93, 4.0, 5.3])):
@@ -157,26 +159,9 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
     np.testing.assert_allclose(np.concatenate([each.rows for each in whole.encode([prepared])]), expected, atol=1e-4)
 
 
-def test_gemma_4_hears_on_the_host_wherever_its_language_model_is(gemma4_engines: Path) -> None:
-    directory = EngineDirectory.open(gemma4_engines)
-    assert directory.audio is not None and directory.audio.on_host
-    assert set(directory.models) == {"base", "vision"} and not directory.limits.audio_rows
-    parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.audio))
-    assert directory_facts(gemma4_engines, False)["memory"]["audio weights"] == 4 * parameters
-    backend = NumpyBackend(directory.config)
-    backend.name, backend.compute_dtype = "tensorrt", "bfloat16"
-    encoder = AudioEncoder(backend, directory, Metrics())  # type: ignore[arg-type]
-    assert set(encoder.memory) == {"audio embeddings"}
-    encoder.load()
-    piece = encoder.prepare(MediaReference((sound(2.0), RATE), False, "RGB", "sound", "audio"))
-    bits = np.concatenate([each.rows for each in encoder.encode([piece])]).astype(np.uint32) << 16
-    expected = expected_speech("gemma4")["rows2"]
-    np.testing.assert_allclose(bits.view(np.float32).flatten()[::13], expected, rtol=2**-8, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 def test_engines_of_whole_windows_give_the_same_rows(name: str, request: pytest.FixtureRequest) -> None:
-    """As on a GPU: what is not heard yet is masked, weights have zeros behind them; Gemma 4's are NumPy's rows."""
+    """As on a GPU: what is not heard yet is masked, weights have zeros behind them."""
     directory = EngineDirectory.open(engines_of(name, request))
     encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
     encoder.load()
@@ -343,7 +328,7 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
 def test_a_directory_of_another_encoder_is_refused(speech_engines: Path) -> None:
     directory = EngineDirectory.open(speech_engines)
     assert directory.audio is not None and directory.limits.audio_rows == directory.audio.window_rows == 26
-    with pytest.raises(EngineDirectoryError, match="windows of 26 rows and a width of 32, expected 13 and 32"):
+    with pytest.raises(EngineDirectoryError, match="runs of 26 rows and a width of 32, expected 13 and 32"):
         _ = replace(directory, limits=replace(directory.limits, audio_rows=13)).audio
     described = json.loads((speech_engines / "edgellm.json").read_text())
     del described["limits"]["audio_rows"]

@@ -696,6 +696,18 @@ VARIATIONS = {
 
 _PLAIN = {"rope_theta": 10000.0}
 _FREQUENCIES = 16
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
+    "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
+    "original_max_position_embeddings": 4096,
+    **_PLAIN,
+}
+_LONGROPE_FACTOR = _LONGROPE | {
+    "short_factor": [1.0] * _FREQUENCIES,
+    "long_factor": [2.0] * _FREQUENCIES,
+    "factor": 3.0,
+}
 #: Rotary tables: `max_position_embeddings`, the parameters, and the length that the table is for. Head size 32.
 ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     "default": (4096, {"rope_type": "default", **_PLAIN}, 4096),
@@ -774,51 +786,8 @@ ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
         4096,
     ),
     "proportional": (32768, {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, 4096),
-    "longrope_short": (
-        32768,
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
-            "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        4096,
-    ),
-    "longrope_long": (
-        32768,
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0 + index / 20 for index in range(_FREQUENCIES)],
-            "long_factor": [1.0 + index**1.5 for index in range(_FREQUENCIES)],
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        4097,
-    ),
-    "longrope_factor_and_attention_factor": (
-        32768,
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * _FREQUENCIES,
-            "long_factor": [2.0] * _FREQUENCIES,
-            "factor": 3.0,
-            "attention_factor": 1.25,
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        8192,
-    ),
-    "longrope_factor": (
-        32768,
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * _FREQUENCIES,
-            "long_factor": [2.0] * _FREQUENCIES,
-            "factor": 3.0,
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
-        8192,
-    ),
+    "longrope_short": (32768, _LONGROPE, 4096),
+    "longrope_long": (32768, _LONGROPE, 4097),
+    "longrope_factor_and_attention_factor": (32768, _LONGROPE_FACTOR | {"attention_factor": 1.25}, 8192),
+    "longrope_factor": (32768, _LONGROPE_FACTOR, 8192),
 }

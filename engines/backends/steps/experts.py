@@ -200,7 +200,7 @@ def _steps_of(step: Experts, program: Program) -> Iterator[Step]:
         activation = "silu" if mixture.gated else "relu_squared"
         yield NormLinear(shared_inner, (Input(given),), step.shared[0], activation, mixture.gated)
     if step.latent:
-        yield from _latent_steps(step, given, ids, shares, inner, shared_inner)
+        yield from _latent_steps(replace(step, mixture=mixture), given, ids, shares, inner, shared_inner)
         return
     if step.shared:
         yield NormLinear(shared_output, (Input(shared_inner),), step.shared[1])
