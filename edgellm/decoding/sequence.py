@@ -176,6 +176,7 @@ class DecodingSequence:
                 return
             try:
                 if self.rules is not None and not self.rules.constraint.try_advance(token):
+                    self.rules.check_way_on()
                     raise ConstraintError(
                         f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
                     )

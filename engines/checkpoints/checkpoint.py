@@ -28,7 +28,7 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.gguf.weights import GgufWeights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.compressed_tensors import PackQuantized
-from edgellm.engines.quantization.config import read_quantization
+from edgellm.engines.quantization.config import objects, read_quantization
 from edgellm.engines.quantization.layout import (
     PACKED_ENDINGS,
     TABLE_CLASS,
@@ -43,9 +43,13 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 from edgellm.kernels.user_paths import printable
 
 _MODEL, _EMBEDDING, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_NORM = "model.norm.weight"
 _BARE = ("embed_tokens.weight", "norm.weight")
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
-_HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_HARMLESS_ENDINGS = (
+    *("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"),
+    *("rotary_pos_emb.inv_freq", "vision_model.embeddings.position_ids"),
+)
 #: Those whose every value an int64 holds.
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool")
 _TOKEN_ROWS = "model.embed_tokens_per_layer.weight"
@@ -104,6 +108,9 @@ class Checkpoint(Closing):
         elif self._is_bare:
             self.tensors = {name if name == _HEAD else f"{_MODEL}{name}": info for name, info in self.tensors.items()}
         self.tensors = experts_apart(self.tensors, config)
+        may_be_tied = all(values.get("tie_word_embeddings") is not False for values in objects(config))
+        if may_be_tied and _EMBEDDING not in self.tensors and {_HEAD, _NORM} <= self.tensors.keys():
+            self.tensors[_EMBEDDING] = self.tensors.pop(_HEAD)  # safetensors' save_model keeps one name of both
 
     @classmethod
     def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:

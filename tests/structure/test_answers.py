@@ -11,10 +11,13 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
 from edgellm import Request, RequestError, Response, SamplingParams, Session, Structure, Timings, Usage
+from edgellm.decoding.sequence import DecodingSequence
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.opened_model import SHIPPED_MODEL
 from edgellm.structure.answers import RuleMaker
+from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -87,6 +90,9 @@ def test_rules_go_together_and_a_dead_end_is_named():
     assert rules.constraint.try_advance(brace)
     with pytest.raises(ConstraintError, match="together leave no token"):
         rules.constraint.fill_mask(row)
+    drawn = DecodingSequence((1,), SamplingValues(), OutputText(tokenizer.detokenizer()), wanted=9, rules=rules)
+    drawn.know([5])  # as behind a dead end, where the mask could not be made
+    assert drawn.is_over and "together leave no token" in str(drawn.dead_end)
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ class Bench:
         """A request of so many tokens at the most, exactly so many where nothing constrains it."""
         ends = () if constraint is None else (self.eos,)
         answer = OutputText(self.tokenizer.detokenizer(), (), (), ends, tokens)
-        rules = None if constraint is None else AnswerRules(constraint, self.tokenizer)
+        rules = None if constraint is None else AnswerRules(constraint, self.tokenizer, self.vocabulary.size)
         return DecodingSequence(self.prompt, SamplingValues(), answer, max_tokens=tokens, rules=rules)
 
     def run(self, sequences: Sequence[DecodingSequence], plan: DraftPlan | None = None) -> list[float]:
