@@ -3,9 +3,8 @@
 One learner rates all by what they should give and what they take: tokens a second of all sequences. What candidates
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
-their tokens would have taken is drawn from an `Account`, without which no draft model is asked; looking for candidates
-of the host has a budget of its own (`Search`). Where it looks in vain it rests: the decoding loop asks nothing for some
-steps.
+their tokens would have taken is drawn from an `Account`, without which no draft model is asked and no candidate of the
+host looked for. Where it looks in vain it rests (`Search`): the decoding loop asks nothing for some steps.
 """
 
 from __future__ import annotations
@@ -30,6 +29,10 @@ CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
 #: otherwise.
 GAIN = 1.2
+#: Looking for candidates leaves so much of what may be lost to rounds, and rests for so many steps where no more is
+#: there; so much may be overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled
+#: with tools/bench/drafting_workloads.py and host_time.py.
+LEFT_TO_ROUNDS, LOOKS_REST, OVERDRAFT = 1.0, 32, 6.0
 #: What a round of given candidates saves over its time in plain steps, and how often one comes behind another, or is
 #: found under rules, as first guesses.
 FIRST_SAVED, FIRST_CHANCE = 0.5, 0.5
@@ -84,9 +87,8 @@ class Learner(Policy):
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
         self._saved, self._finds = FIRST_SAVED, FIRST_CHANCE
-        #: Whether behind a round of given candidates nothing was looked for yet, and whether under rules a round was
-        #: found in place of a plain step that had begun.
-        self._behind_round, self._missed = False, False
+        #: Whether behind a round of given candidates nothing was looked for yet.
+        self._behind_round = False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
@@ -117,10 +119,9 @@ class Learner(Policy):
             return first_fitting(() if begun or self._adaptive else self.own, *step), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
-        if known and self._looks(ruled, not (self._missed or waited)):
-            asks = not waited or (self._behind_round and not ruled)
+        if known and self._looks(ruled, not waited):
+            asks, self._behind_round = not waited or (self._behind_round and not ruled), False
             found, best = self._look(step, sequences, asks, waited)
-            self._missed = begun and best is not None
             if best is not None and not begun:
                 self.account.launched(times.risk(best))
                 self._behind_round = True
@@ -145,39 +146,38 @@ class Learner(Policy):
         self._choice.kept -= self.rest
 
     def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
-        """Whether it is time to look for candidates, `is_fresh` or what was found, and the budget affords it."""
-        may_find = bool(self.given_plans) and (ruled or self.looks_up)
-        return may_find and self.searches[ruled].is_due(self._chosen, is_fresh)
+        """Whether it is time to look for candidates, `is_fresh` or what was found, and the account affords it."""
+        search = self.searches[ruled]
+        if not self.given_plans or not (ruled or self.looks_up) or self._chosen < search.begins:
+            return False
+        if self.account.left > LEFT_TO_ROUNDS - (0.0 if is_fresh else OVERDRAFT):
+            return True
+        search.begins = self._chosen + LOOKS_REST
+        return False
 
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too."""
-        began = time.perf_counter()
+        """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too. It costs
+        nothing where the device, which has not `waited`, is at work for longer."""
+        began, search, times = time.perf_counter(), self.searches[step.ruled], self._times[step.batch, step.ruled]
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
-        best = self._best_given(step, found)
-        self._behind_round = False
+        best = self._best_given(step, found, times)
         if step.ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
-        self._charge(step, began, best is not None, waited)
+        seconds = time.perf_counter() - began
+        is_hidden = self._ahead and not waited and self._blocked[step.ruled] > seconds
+        self._looked += 0.0 if is_hidden else seconds
+        if best is not None:
+            search.patience = 0
+        elif not is_hidden:
+            search.put_off(self._chosen, seconds / times.plain)
         return found, best
 
-    def _charge(self, step: Step, began: float, found: bool, waited: bool = False) -> None:
-        """A look has ended, which costs nothing where the device, which has not `waited`, is at work for longer."""
-        search, seconds = self.searches[step.ruled], time.perf_counter() - began
-        if found:
-            search.patience = 0
-        if self._ahead and not waited and self._blocked[step.ruled] > seconds:
-            return
-        self._looked += seconds
-        if not found:
-            search.put_off(self._chosen, seconds / self._times[step.batch, step.ruled].plain)
-
-    def _best_given(self, step: Step, found: Sequence[Proposed]) -> DraftPlan | None:
+    def _best_given(self, step: Step, found: Sequence[Proposed], times: Seconds) -> DraftPlan | None:
         longest = max([len(each.chances) for each in found])
         if not longest:
             return None
-        times = self._times[step.batch, step.ruled]
         other, ranked = self._choice.otherwise(step, times), []
         for plan in self.given_plans:
             if plan.longest <= step.room:
@@ -195,9 +195,7 @@ class Learner(Policy):
         """Ask the index what follows the tokens that are known, where it is time to."""
         step = Step(runner, len(sequences), room, False)
         if (step.batch, False) in self._times and self._looks(False):
-            began = time.perf_counter()
-            found = [self.host.proposed(sequence, room - 1, True) for sequence in sequences]
-            self._charge(step, began, any(each.chances for each in found))
+            self._look(step, sequences, True)
 
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
@@ -207,6 +205,7 @@ class Learner(Policy):
             return False
         if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
             return False
+        self._behind_round = False
         return self._look(step, sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
@@ -220,9 +219,7 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        if self._missed:
-            return self.searches[True].affords(is_fresh=False)
-        return self.searches[True].is_due(self._chosen + 1) and self.waits_for(times, self._finds, waits)
+        return self._looks(True) and self.waits_for(times, self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
@@ -263,7 +260,6 @@ class Learner(Policy):
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
         self.account.ended(tokens, saved - cost, plan is not None)
-        self.searches[ruled].earn(tokens, (0.0 if is_own else saved) - cost)
         times.record(plan, seconds, waited)
 
     def _count_rests(self) -> None:
@@ -274,7 +270,6 @@ class Learner(Policy):
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
         self.account.ended(steps, 0.0, False)
-        self.searches[ruled].earn(steps, 0.0)
         self._times[self.rests_as].record(None, seconds / steps, False, steps)
 
     def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:

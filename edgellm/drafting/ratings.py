@@ -67,45 +67,26 @@ MOST_REST = 255
 
 
 class Search:
-    """When candidates of the host are looked for: looks, and rounds of what they find, are paid from a budget in plain
-    steps. A look in vain puts the next one off, for longer each time, until it costs no more than `LOOK_SHARE` of the
-    steps between."""
+    """When candidates of the host are looked for. A look in vain puts the next one off, for longer each time, until it
+    costs no more than `LOOK_SHARE` of the steps between."""
 
-    #: The budget at first and at most; of each token this share is added, and what rounds save. So much may be
-    #: overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled with
-    #: tools/bench/drafting_workloads.py and host_time.py.
-    FIRST, MOST, SHARE, OVERDRAFT, LOOK_SHARE = 4.0, 14.0, 0.005, 6.0, 0.01
+    LOOK_SHARE = 0.01
 
     def __init__(self) -> None:
         #: The first step before which is looked again, and for how many steps a look in vain puts that off.
         self.begins, self.patience = 0, 0
-        self._budget = self.FIRST
-
-    def affords(self, is_fresh: bool = True) -> bool:
-        """Whether a look can be paid; where it is not `is_fresh` what was found is used."""
-        return self._budget + (0.0 if is_fresh else self.OVERDRAFT) > 0.0
-
-    def is_due(self, step: int, is_fresh: bool = True) -> bool:
-        """Whether it is time to look before a step; until the budget is there again it is not."""
-        if not self.affords(is_fresh):
-            missing = -self._budget - (0.0 if is_fresh else self.OVERDRAFT)
-            self.begins = step + min(MOST_REST, 1 + int(missing / self.SHARE))
-        return step >= self.begins
 
     def put_off(self, step: int, cost: float) -> None:
         """A look in vain before a step took so many plain steps."""
         self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
         self.patience = min(2 * self.patience + 1, MOST_REST)
 
-    def earn(self, tokens: float, saved: float) -> None:
-        """Steps gave so many tokens, and saved so many plain steps."""
-        self._budget = min(self.MOST, self._budget + self.SHARE * tokens + saved)
-
 
 class Account:
-    """What drafting may lose, in plain steps: less than a hundredth of any `WINDOW` tokens, and where it has saved time
-    lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth more than what the next text may
-    cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
+    """What drafting, and looking for what to draft, may lose in plain steps: less than a hundredth of any `WINDOW`
+    tokens, and where it has saved time lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth
+    more than what the next text may cost. The loss that counts is that since the best place of the latest `WINDOW`
+    tokens.
 
     A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
     place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.

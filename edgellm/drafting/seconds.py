@@ -87,10 +87,8 @@ class Seconds:
         """Take notice of a finished step, or of several plain ones that took so many seconds on average."""
         is_plain = plan is None and not waited
         expected, places = (self.plain, ()) if is_plain else (self.of(plan), self._terms[plan][1])
-        surprise, limit = math.log(max(seconds, 1e-9) / expected), steps * math.log(LARGEST_SURPRISE)
-        learned = 1.0
-        if abs(surprise) > limit:  # the more it is, the less it says; and it may come again: it makes nothing surer
-            surprise, learned = limit**2 / surprise, 0.0
+        limit = steps * math.log(LARGEST_SURPRISE)
+        surprise = max(-limit, min(limit, math.log(max(seconds, 1e-9) / expected)))
         logs, variances = self._logs, self._variances
         self._variance += steps * LOAD_DRIFT**2
         self._unfaded += steps
@@ -102,6 +100,6 @@ class Seconds:
         gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
-            variances[place] -= learned * gain * variances[place] ** 2
+            variances[place] -= gain * variances[place] ** 2
         self._load += gain * self._variance * surprise
-        self._variance -= learned * gain * self._variance**2
+        self._variance -= gain * self._variance**2

@@ -29,8 +29,7 @@ Cold = Callable[..., Answer]
 
 def ask_freely(patch: pytest.MonkeyPatch) -> None:
     """What was said before is asked however long its index takes on this machine."""
-    patch.setattr(ratings.Search, "FIRST", 1e6)
-    patch.setattr(ratings.Search, "MOST", 1e6)
+    patch.setattr(ratings.Account, "MOST_LOST", 1e6)
 
 
 @contextmanager
