@@ -4,7 +4,7 @@ One learner rates all by what they should give and what they take: tokens a seco
 promise follows from the tokens that came, what rounds take from finished ones. Choices follow from finished steps
 alone, never from a draft that is under way, so they cannot bias the output. What steps took over the plain steps that
 their tokens would have taken is drawn from an `Account`, without which no draft model is asked and no candidate of the
-host looked for. Where it looks in vain it rests (`Search`): the decoding loop asks nothing for some steps.
+host looked for. Where it looks in vain it rests: the decoding loop asks nothing for some steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from edgellm.drafting.drafter import Choice, Policy, first_fitting
 from edgellm.drafting.own_plans import OwnPlans, Step
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
-from edgellm.drafting.ratings import MOST_REST, Account, DraftingReport, Option, Search
+from edgellm.drafting.ratings import Account, DraftingReport, Option
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -29,6 +29,9 @@ CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
 #: otherwise.
 GAIN = 1.2
+#: What is known of steps is looked at anew after so many plain ones at the most. A look in vain puts the next one off,
+#: for longer each time, until it costs no more than this share of the steps between.
+MOST_REST, LOOK_SHARE = 255, 0.01
 #: Looking for candidates leaves so much of what may be lost to rounds, and rests for so many steps where no more is
 #: there; so much may be overdrawn to use what was found: a look and a round of it take so long on slow hosts. Settled
 #: with tools/bench/drafting_workloads.py and host_time.py.
@@ -62,7 +65,6 @@ class Learner(Policy):
         adaptive: bool = True,
         in_one_pass: bool = False,
     ) -> None:
-        super().__init__()
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
         self.looks_up = index is not None
         self.drafts = self.looks_up or bool(own)
@@ -73,16 +75,17 @@ class Learner(Policy):
         self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
-        guess = CAPTURED if ahead else COMPUTED
-        self._guess = guess.in_one_pass() if in_one_pass else guess
+        self._guess = CAPTURED if ahead else COMPUTED
+        self._guess = self._guess.in_one_pass() if in_one_pass else self._guess
         self._times: dict[tuple[int, bool], Seconds] = {}
         self._latest: tuple[int, bool] = (1, False)
         self._choice = OwnPlans(own, adaptive, self.account)
         self._rounds: Counter[str] = Counter()
         self._best_compared: Sequence[Option] = ()
-        #: How many steps were chosen; of steps without rules and of those under rules when candidates are looked for.
-        self._rested_until = 0
-        self._chosen, self.searches = 0, (Search(), Search())
+        #: How many steps were chosen; of those without rules and of those under rules the first before which candidates
+        #: are looked for again, and for how many steps a look in vain puts that off.
+        self._chosen, self._rested_until = 0, 0
+        self.looks_from, self._patience = [0, 0], [0, 0]
         #: Seconds that looking took since the latest step ended, as far as the device did not hide it, and for how long
         #: the host waits for the device in a step.
         self._looked, self._blocked = 0.0, [0.0, 0.0]
@@ -92,7 +95,7 @@ class Learner(Policy):
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         self.host.open(sequence, prompt_ids)
-        self.account.forget()
+        self.account.risks.clear()
         self._behind_round = False
 
     def close(self, sequence: Drafted) -> None:
@@ -118,19 +121,18 @@ class Learner(Policy):
         if times is None:  # nothing is weighed, or nothing was timed yet
             return first_fitting(() if begun or self._adaptive else self.own, *step), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
-            self._rested_until = self.searches[True].begins = self._chosen + SAMPLE
+            self._rested_until = self.looks_from[True] = self._chosen + SAMPLE
         if known and self._looks(ruled, not waited):
             asks, self._behind_round = not waited or (self._behind_round and not ruled), False
             found, best = self._look(step, sequences, asks, waited)
             if best is not None and not begun:
-                self.account.launched(times.risk(best))
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
-        if plan is not None:
-            self.account.launched(times.risk(plan) if self._adaptive else 0.0)
-        else:
+        if plan is None:
             self._take_rest(ruled)
+        elif self._adaptive:
+            self.account.risks.append(times.risk(plan))
         return plan, None
 
     def _is_host_bound(self, times: Seconds) -> bool:
@@ -141,37 +143,39 @@ class Learner(Policy):
         """Let the loop take plain steps until there is something to look for or to choose."""
         rests = [self._choice.kept] if self.own else []
         if self.given_plans and (ruled or self.looks_up):
-            rests.append(self.searches[ruled].begins - self._chosen - 1)
+            rests.append(self.looks_from[ruled] - self._chosen - 1)
         self.rest = max(0, min(rests, default=MOST_REST))
         self._choice.kept -= self.rest
 
-    def _looks(self, ruled: bool, is_fresh: bool = True) -> bool:
-        """Whether it is time to look for candidates, `is_fresh` or what was found, and the account affords it."""
-        search = self.searches[ruled]
-        if not self.given_plans or not (ruled or self.looks_up) or self._chosen < search.begins:
+    def _looks(self, ruled: bool, is_fresh: bool = True, later: int = 0) -> bool:
+        """Whether it is time to look for candidates, now or so many steps `later`, and the account affords it; those
+        that are not `is_fresh` were found before."""
+        if not self.given_plans or not (ruled or self.looks_up) or self._chosen + later < self.looks_from[ruled]:
             return False
-        if self.account.left > LEFT_TO_ROUNDS - (0.0 if is_fresh else OVERDRAFT):
-            return True
-        search.begins = self._chosen + LOOKS_REST
-        return False
+        is_affordable = self.account.left > LEFT_TO_ROUNDS - (0.0 if is_fresh else OVERDRAFT)
+        if not is_affordable:
+            self.looks_from[ruled] = self._chosen + LOOKS_REST
+        return is_affordable
 
     def _look(
         self, step: Step, sequences: Sequence[Drafted], asks: bool, waited: bool = False
     ) -> tuple[list[Proposed], DraftPlan | None]:
         """What is proposed for each sequence, and the best round of it, if one pays; `asks`: the index, too. It costs
         nothing where the device, which has not `waited`, is at work for longer."""
-        began, search, times = time.perf_counter(), self.searches[step.ruled], self._times[step.batch, step.ruled]
+        began, ruled, times = time.perf_counter(), step.ruled, self._times[step.batch, step.ruled]
         found = [self.host.proposed(sequence, step.room - 1, asks) for sequence in sequences]
         best = self._best_given(step, found, times)
-        if step.ruled:
+        if ruled:
             self._finds += _FIND_PACE * ((best is not None) - self._finds)
         seconds = time.perf_counter() - began
-        is_hidden = self._ahead and not waited and self._blocked[step.ruled] > seconds
+        is_hidden = self._ahead and not waited and self._blocked[ruled] > seconds
         self._looked += 0.0 if is_hidden else seconds
         if best is not None:
-            search.patience = 0
+            self._patience[ruled] = 0
         elif not is_hidden:
-            search.put_off(self._chosen, seconds / times.plain)
+            rest = min(self._patience[ruled], int(seconds / times.plain / LOOK_SHARE))
+            self.looks_from[ruled] = self._chosen + 1 + rest
+            self._patience[ruled] = min(2 * self._patience[ruled] + 1, MOST_REST)
         return found, best
 
     def _best_given(self, step: Step, found: Sequence[Proposed], times: Seconds) -> DraftPlan | None:
@@ -219,7 +223,7 @@ class Learner(Policy):
         times = self._times.get((batch, True))
         if times is None or self._choice.current is not None:
             return self._choice.current is not None
-        return self._looks(True) and self.waits_for(times, self._finds, waits)
+        return self._looks(True, later=1) and self.waits_for(times, self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
@@ -248,8 +252,10 @@ class Learner(Policy):
         times = self._times.get(self._latest)
         self._choice.ended(plan, emitted, ruled)
         if times is None:
-            self._first_step(plan, seconds)
-            self._blocked[ruled] = blocked
+            plain = seconds if plan is None else seconds / self._guess.ratio(plan, batch)
+            like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
+            plans = *self.plans, *self.forced_plans
+            self._times[self._latest], self._blocked[ruled] = Seconds(plans, self._guess, batch, plain, like), blocked
             return
         self.host.learn()
         seconds, cost = max(seconds - looked, 1e-9), looked / times.plain
@@ -259,7 +265,9 @@ class Learner(Policy):
             saved = tokens - min(seconds, LARGEST_SURPRISE * times.of(plan)) / times.plain
         if plan is not None and plan.is_given:
             self._saved += _PACE * (saved * times.plain / seconds - self._saved)
-        self.account.ended(tokens, saved - cost, plan is not None)
+        if is_own and self.account.risks:
+            self.account.risks.popleft()
+        self.account.ended(tokens, saved - cost)
         times.record(plan, seconds, waited)
 
     def _count_rests(self) -> None:
@@ -269,15 +277,8 @@ class Learner(Policy):
         self._chosen += steps
         self._rounds[PLAIN] += steps
         self._choice.ended(None, (), ruled, steps)
-        self.account.ended(steps, 0.0, False)
+        self.account.ended(steps, 0.0)
         self._times[self.rests_as].record(None, seconds / steps, False, steps)
-
-    def _first_step(self, plan: DraftPlan | None, seconds: float) -> None:
-        """The first step of a batch size, under rules or not, has ended: from now on there are figures."""
-        (batch, ruled), guess = self._latest, self._guess
-        like = self._times.get((batch, not ruled)) or next(reversed(self._times.values()), None)
-        plain = seconds if plan is None else seconds / guess.ratio(plan, batch)
-        self._times[batch, ruled] = Seconds((*self.plans, *self.forced_plans), guess, batch, plain, like)
 
     def report(self) -> DraftingReport:
         """What was chosen for the latest batch size, and the figures behind it."""

@@ -62,26 +62,6 @@ class Option(NamedTuple):
         return Forecast(PLAIN if self.plan is None else self.plan.name, self.tokens / batch, self.seconds, self.rate)
 
 
-#: What is known of steps is looked at anew after so many plain ones at the most.
-MOST_REST = 255
-
-
-class Search:
-    """When candidates of the host are looked for. A look in vain puts the next one off, for longer each time, until it
-    costs no more than `LOOK_SHARE` of the steps between."""
-
-    LOOK_SHARE = 0.01
-
-    def __init__(self) -> None:
-        #: The first step before which is looked again, and for how many steps a look in vain puts that off.
-        self.begins, self.patience = 0, 0
-
-    def put_off(self, step: int, cost: float) -> None:
-        """A look in vain before a step took so many plain steps."""
-        self.begins = step + 1 + min(self.patience, int(cost / self.LOOK_SHARE))
-        self.patience = min(2 * self.patience + 1, MOST_REST)
-
-
 class Account:
     """What drafting, and looking for what to draft, may lose in plain steps: less than a hundredth of any `WINDOW`
     tokens, and where it has saved time lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth
@@ -104,14 +84,14 @@ class Account:
         self._tokens = self._saved = self._earned = 0.0
         #: Places, in tokens, and what was saved up to them: each more than at all later ones.
         self._best: deque[tuple[float, float]] = deque([(0.0, 0.0)])
-        #: What each step under way may lose.
-        self._risks: deque[float] = deque()
+        #: What each of a draft model's rounds under way may lose; none is where sequences come.
+        self.risks: deque[float] = deque()
 
     @property
     def left(self) -> float:
-        """What may be lost, whatever comes of the steps under way."""
+        """What may be lost, whatever comes of the rounds under way."""
         earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
-        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self._risks)
+        return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
@@ -123,18 +103,8 @@ class Account:
         """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
         return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
-    def launched(self, risk: float) -> None:
-        """A round was launched that may lose so much."""
-        self._risks.append(risk)
-
-    def forget(self) -> None:
-        """No step is under way."""
-        self._risks.clear()
-
-    def ended(self, tokens: float, saved: float, drafted: bool = True) -> None:
-        """Steps, or one that was `drafted`, gave each sequence so many tokens, and saved so many plain steps."""
-        if drafted and self._risks:
-            self._risks.popleft()
+    def ended(self, tokens: float, saved: float) -> None:
+        """Steps gave each sequence so many tokens, and saved so many plain steps."""
         self._tokens, self._saved = self._tokens + tokens, self._saved + saved
         self._earned = self._earned * math.exp(-tokens / self.EARNED_OVER) + saved
         while self._best and self._best[-1][1] <= self._saved:

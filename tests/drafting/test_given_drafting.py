@@ -13,7 +13,7 @@ from drafted_conversations import ask_freely
 from edgellm.drafting import learner
 from edgellm.drafting.learner import CAPTURED_TREES, Learner
 from edgellm.drafting.proposals import Said
-from edgellm.drafting.ratings import Account, Search
+from edgellm.drafting.ratings import Account
 from edgellm.drafting.seconds import PLAIN
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
@@ -361,11 +361,11 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     takes = 0.01
     for token in range(160, 1300):
         say(token)
-    assert min(np.diff(asked)[-3:]) == 1 / Search.LOOK_SHARE + 1
+    assert min(np.diff(asked)[-3:]) == 1 / learner.LOOK_SHARE + 1
     takes = 0.0
     sequence = opened(drafts, TEXT)
     sequence.say(TEXT[:12])
-    drafts.searches[False].begins = 0
+    drafts.looks_from[False] = 0
     count = len(asked)
     drafts.look_up(Takes(), [sequence], 100)
     assert drafts.promises(Takes(), [sequence], 100)
@@ -385,7 +385,7 @@ def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
     drafts.host.index.propose = lambda *arguments: (asked.append(1), propose(*arguments))[1]
     assert choice(drafts, [sequence], 100, most=31, waited=True) is None and not asked
     assert not drafts.promises(Takes(), [sequence], 100) and not asked
-    drafts.searches[False].begins = 0
+    drafts.looks_from[False] = 0
     drafts.look_up(Takes(), [sequence], 100)
     sequence.say(TEXT[12:13])
     _, (tree,) = choice(drafts, [sequence], 100, most=31, waited=True)

@@ -38,7 +38,7 @@ def drafting_freely(
 ) -> Iterator[SpecDecodeRuntime]:
     """A runtime that drafts from whatever was said before, also where it does not pay."""
     patch.setattr(learner, "GAIN", 0.0)
-    patch.setattr(ratings, "MOST_REST", 0)
+    patch.setattr(learner, "MOST_REST", 0)
     ask_freely(patch)
     with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy") as opened:
         yield keeping_near(opened)
