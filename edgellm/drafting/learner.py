@@ -71,8 +71,8 @@ class Learner(Policy):
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
         #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
-        of_all = (*own, *self.given_plans)
-        self.plans, self.forced_plans = (of_all, ()) if self.looks_up else (self.own, self.given_plans)
+        self.plans = (*own, *self.given_plans) if self.looks_up else self.own
+        self.forced_plans = () if self.looks_up else self.given_plans
         self.host = HostProposals(max(sizes) - 1, deepest, index)
         self.account = Account()
         self._guess = CAPTURED if ahead else COMPUTED
@@ -122,15 +122,19 @@ class Learner(Policy):
             return first_fitting(() if begun or self._adaptive else self.own, *step), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.looks_from[True] = self._chosen + SAMPLE
-        if known and self._looks(ruled, not waited):
+        if known and self._looks(step.batch, ruled, not waited):
             asks, self._behind_round = not waited or (self._behind_round and not ruled), False
             found, best = self._look(step, sequences, asks, waited)
             if best is not None and not begun:
                 self._behind_round = True
                 return best, [each.cut(best) for each in found]
         plan = self._choice.choose(step, times) if self.own and not begun else None
-        if plan is None:
-            self._take_rest(ruled)
+        if plan is None:  # the loop takes plain steps until there is something to look for or to choose
+            rests = [self._choice.kept] if self.own else []
+            if self.given_plans and (ruled or self.looks_up):
+                rests.append(self.looks_from[ruled] - self._chosen - 1)
+            self.rest = max(0, min(rests, default=MOST_REST))
+            self._choice.kept -= self.rest
         elif self._adaptive:
             self.account.risks.append(times.risk(plan))
         return plan, None
@@ -139,18 +143,11 @@ class Learner(Policy):
         """Whether the device waits for the host, so that looking makes plain steps slower, too."""
         return self._ahead and self._blocked[True] < LEAST_BLOCKED * times.plain
 
-    def _take_rest(self, ruled: bool) -> None:
-        """Let the loop take plain steps until there is something to look for or to choose."""
-        rests = [self._choice.kept] if self.own else []
-        if self.given_plans and (ruled or self.looks_up):
-            rests.append(self.looks_from[ruled] - self._chosen - 1)
-        self.rest = max(0, min(rests, default=MOST_REST))
-        self._choice.kept -= self.rest
-
-    def _looks(self, ruled: bool, is_fresh: bool = True, later: int = 0) -> bool:
+    def _looks(self, batch: int, ruled: bool, is_fresh: bool = True, later: int = 0) -> bool:
         """Whether it is time to look for candidates, now or so many steps `later`, and the account affords it; those
         that are not `is_fresh` were found before."""
-        if not self.given_plans or not (ruled or self.looks_up) or self._chosen + later < self.looks_from[ruled]:
+        may_find = bool(self.given_plans) and (ruled or self.looks_up) and (batch, ruled) in self._times
+        if not may_find or self._chosen + later < self.looks_from[ruled]:
             return False
         is_affordable = self.account.left > LEFT_TO_ROUNDS - (0.0 if is_fresh else OVERDRAFT)
         if not is_affordable:
@@ -197,33 +194,30 @@ class Learner(Policy):
 
     def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
-        step = Step(runner, len(sequences), room, False)
-        if (step.batch, False) in self._times and self._looks(False):
-            self._look(step, sequences, True)
+        if self._looks(len(sequences), False):
+            self._look(Step(runner, len(sequences), room, False), sequences, True)
 
     def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
-        step, asks = Step(runner, len(sequences), room, False), self._behind_round
-        if (step.batch, False) not in self._times or not self._looks(False, False):
-            return False
-        if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
+        asks, batch = self._behind_round, len(sequences)
+        may_find = asks or any(each.said is not None and each.said.proposed for each in sequences)
+        if not may_find or not self._looks(batch, False, is_fresh=False):
             return False
         self._behind_round = False
-        return self._look(step, sequences, asks)[1] is not None
+        return self._look(Step(runner, batch, room, False), sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""
-        times = self._times.get((batch, False))
-        return times is not None and self._looks(False, False) and self.waits_for(times, FIRST_CHANCE, waits)
+        is_time = self._looks(batch, False, is_fresh=False)
+        return is_time and self.waits_for(self._times[batch, False], FIRST_CHANCE, waits)
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """See `Policy`. A plain step that begins in a round's place draws the first token of what would have been
         given; the rest is given in the step behind it."""
-        times = self._times.get((batch, True))
-        if times is None or self._choice.current is not None:
-            return self._choice.current is not None
-        return self._looks(True, later=1) and self.waits_for(times, self._finds, waits)
+        if self._choice.current is not None:
+            return True
+        return self._looks(batch, True, later=1) and self.waits_for(self._times[batch, True], self._finds, waits)
 
     def waits_for(self, times: Seconds, chance: float, seconds: float) -> bool:
         """Whether the device should wait so long for the host where a round comes with this `chance`: a plain step that
