@@ -13,14 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from edgellm.drafting.drafter import Choice, Policy, first_fitting
-from edgellm.drafting.own_plans import OwnPlans, Step
+from edgellm.drafting.drafter import Choice, Policy, Step
+from edgellm.drafting.own_plans import OwnPlans
 from edgellm.drafting.proposals import Drafted, HostProposals, Proposed
 from edgellm.drafting.ratings import Account, DraftingReport, Option
 from edgellm.drafting.seconds import CAPTURED, COMPUTED, LARGEST_SURPRISE, PLAIN, Seconds
 from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
-from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 
 #: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
@@ -102,24 +101,17 @@ class Learner(Policy):
         self.host.close(sequence)
 
     def choose(
-        self,
-        runner: DecodingRunner,
-        sequences: Sequence[Drafted],
-        room: int,
-        ruled: bool,
-        known: bool = True,
-        begun: bool = False,
-        waited: bool = False,
+        self, step: Step, sequences: Sequence[Drafted], known: bool = True, begun: bool = False, waited: bool = False
     ) -> Choice:
         """See `Policy`. Where the device has `waited` the index is asked behind a round alone, and not under rules,
         where more is likely to be forced."""
         if self.rested_steps:
             self._count_rests()
-        step = Step(runner, len(sequences), room, ruled)
-        self._chosen, self.rest, self.rests_as = self._chosen + 1, 0, (step.batch, ruled)
+        ruled, self.rests_as = step.ruled, (step.batch, step.ruled)
+        self._chosen, self.rest = self._chosen + 1, 0
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
-            return first_fitting(() if begun or self._adaptive else self.own, *step), None
+            return step.first_fitting(() if begun or self._adaptive else self.own), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.looks_from[True] = self._chosen + SAMPLE
         if known and self._looks(step.batch, ruled, not waited):
@@ -192,20 +184,20 @@ class Learner(Policy):
                 return option.plan if option.rate > GAIN * other.rate else None
         return None
 
-    def look_up(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> None:
+    def look_up(self, step: Step, sequences: Sequence[Drafted]) -> None:
         """Ask the index what follows the tokens that are known, where it is time to."""
-        if self._looks(len(sequences), False):
-            self._look(Step(runner, len(sequences), room, False), sequences, True)
+        if self._looks(step.batch, False):
+            self._look(step, sequences, True)
 
-    def promises(self, runner: DecodingRunner, sequences: Sequence[Drafted], room: int) -> bool:
+    def promises(self, step: Step, sequences: Sequence[Drafted]) -> bool:
         """See `Policy`: a round is taken if the tokens under way are among what is proposed. Nothing is asked but
         behind a round, when something is likely."""
-        asks, batch = self._behind_round, len(sequences)
+        asks = self._behind_round
         may_find = asks or any(each.said is not None and each.said.proposed for each in sequences)
-        if not may_find or not self._looks(batch, False, is_fresh=False):
+        if not may_find or not self._looks(step.batch, False, is_fresh=False):
             return False
         self._behind_round = False
-        return self._look(Step(runner, batch, room, False), sequences, asks)[1] is not None
+        return self._look(step, sequences, asks)[1] is not None
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """See `Policy`: whether another round is likely to follow the one under way, and worth it."""

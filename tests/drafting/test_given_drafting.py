@@ -11,6 +11,7 @@ import pytest
 from drafted_conversations import ask_freely
 
 from edgellm.drafting import learner
+from edgellm.drafting.drafter import Step
 from edgellm.drafting.learner import CAPTURED_TREES, Learner
 from edgellm.drafting.proposals import Said
 from edgellm.drafting.ratings import Account
@@ -54,12 +55,15 @@ class Takes:
         return True
 
 
+FREE = Step(Takes(), 1, 100, False)  # type: ignore[arg-type]
+
+
 def choice(
     drafts: Learner, sequences: Sequence[Answer], room: int, most: int = 31, begun: bool = False, waited: bool = False
 ) -> Any:
     """The round of given candidates that is chosen, and their trees; None where there is none."""
     ruled = any(sequence.constraint is not None for sequence in sequences)
-    plan, trees = drafts.choose(Takes(most), sequences, room, ruled, True, begun, waited)
+    plan, trees = drafts.choose(Step(Takes(most), len(sequences), room, ruled), sequences, True, begun, waited)
     return None if trees is None else (plan, trees)
 
 
@@ -69,10 +73,10 @@ def plain_step(drafts: Learner, sequence: Answer, seconds: float, blocked: float
         drafts.rest, drafts.rested_steps = drafts.rest - 1, drafts.rested_steps + 1
         drafts.rested_seconds += seconds
         return
-    plan, _ = drafts.choose(Takes(), [sequence], 100, False, known)
+    plan, _ = drafts.choose(FREE, [sequence], known)
     assert plan is None
     if not known:
-        drafts.look_up(Takes(), [sequence], 100)
+        drafts.look_up(FREE, [sequence])
     drafts.record(None, [1], seconds, blocked=blocked)
 
 
@@ -120,7 +124,7 @@ def test_rounds_are_taken_where_they_pay_and_not_where_they_do_not() -> None:
                 record(drafts, plan, round_seconds, 5)
         record(drafts, None, 0.01, 1)
         assert (choice(drafts, [sequence], 100, most=31) is not None) == taken
-        assert drafts.promises(Takes(), [sequence], 100) == taken
+        assert drafts.promises(FREE, [sequence]) == taken
         report = drafts.report()
         assert (report.chosen == PLAIN) != taken
         assert report.rounds[PLAIN] == 5 * len(drafts.given_plans) + 1
@@ -367,15 +371,15 @@ def test_what_is_proposed_in_vain_is_asked_for_less_where_that_costs(monkeypatch
     sequence.say(TEXT[:12])
     drafts.looks_from[False] = 0
     count = len(asked)
-    drafts.look_up(Takes(), [sequence], 100)
-    assert drafts.promises(Takes(), [sequence], 100)
+    drafts.look_up(FREE, [sequence])
+    assert drafts.promises(FREE, [sequence])
     sequence.say(TEXT[12:13])
-    assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 1, "what is left was proposed already"
+    assert drafts.promises(FREE, [sequence]) and len(asked) == count + 1, "what is left was proposed already"
     sequence.say([*TEXT[13:], *TEXT[:1]])
-    drafts.look_up(Takes(), [sequence], 100)
+    drafts.look_up(FREE, [sequence])
     assert len(asked) == count + 2, "less than half of it is left"
     sequence.say([999])
-    assert not drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "and nothing now"
+    assert not drafts.promises(FREE, [sequence]) and len(asked) == count + 2, "and nothing now"
 
 
 def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
@@ -384,9 +388,9 @@ def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
     sequence, asked, propose = opened(drafts, [*TEXT, *TEXT[:12]]), [], drafts.host.index.propose
     drafts.host.index.propose = lambda *arguments: (asked.append(1), propose(*arguments))[1]
     assert choice(drafts, [sequence], 100, most=31, waited=True) is None and not asked
-    assert not drafts.promises(Takes(), [sequence], 100) and not asked
+    assert not drafts.promises(FREE, [sequence]) and not asked
     drafts.looks_from[False] = 0
-    drafts.look_up(Takes(), [sequence], 100)
+    drafts.look_up(FREE, [sequence])
     sequence.say(TEXT[12:13])
     _, (tree,) = choice(drafts, [sequence], 100, most=31, waited=True)
     assert list(tree.tokens[:3]) == TEXT[13:16] and len(asked) == 1
@@ -416,6 +420,6 @@ def test_where_the_host_is_slower_than_the_device_plain_steps_are_timed_alone(bl
             drafts.rest, drafts.rested_steps, rested = drafts.rest - 1, drafts.rested_steps + 1, rested + 1
             drafts.rested_seconds += 0.001
             continue
-        plan, _ = drafts.choose(Takes(), [forced], 100, True)
+        plan, _ = drafts.choose(FREE._replace(ruled=True), [forced])
         drafts.record(plan, [1 if plan is None else 8], 0.002, True, blocked=blocked)
     assert (10 < rested < 40) == rests and (rested > 0) == rests
