@@ -95,13 +95,10 @@ class Account:
 
     def affordable(self, cheapest: float) -> float:
         """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
-        left = self.left - self.LATER * (1.0 - self._passed)
+        since_best = self._tokens - self._best[0][0]  # up to `WINDOW`
+        for_later = 1.0 - math.log1p(since_best / self.SOON) / math.log1p(self.WINDOW / self.SOON)
+        left = self.left - self.LATER * for_later
         return max(min(left, cheapest), left / self.CAREFUL)
-
-    @property
-    def _passed(self) -> float:
-        """How much of what is for later may be spent: 0 at the best place, 1 behind `WINDOW` tokens."""
-        return math.log1p((self._tokens - self._best[0][0]) / self.SOON) / math.log1p(self.WINDOW / self.SOON)
 
     def ended(self, tokens: float, saved: float) -> None:
         """Steps gave each sequence so many tokens, and saved so many plain steps."""

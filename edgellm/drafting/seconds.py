@@ -95,8 +95,7 @@ class Seconds:
         if self._unfaded >= FADED and not is_plain:
             kept, self._unfaded = math.exp(-self._unfaded / MEMORY), 0
             logs[:] = [kept * log for log in logs]
-            pairs = zip(variances, self._first, strict=True)
-            variances[:] = [first + kept**2 * (variance - first) for variance, first in pairs]
+            variances[:] = [a + kept**2 * (b - a) for a, b in zip(self._first, variances, strict=True)]
         gain = 1.0 / (self._variance + sum([variances[place] for place in places]) + NOISE**2 / steps)
         for place in places:
             logs[place] += gain * variances[place] * surprise
