@@ -25,8 +25,7 @@ from edgellm.engines.speculation.suffix_index import SuffixIndex
 #: Nodes of the trees of given candidates, the root included: where every shape is captured, and where any is computed
 #: at once.
 CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
-#: Given candidates, whose promises are the best of many, must promise so many times the tokens a second of what is done
-#: otherwise.
+#: Given candidates, the best of many, must promise so many times the tokens a second of what is done otherwise.
 GAIN = 1.2
 #: What is known of steps is looked at anew after so many plain ones at the most. A look in vain puts the next one off,
 #: for longer each time, until it costs no more than this share of the steps between.

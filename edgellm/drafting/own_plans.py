@@ -107,10 +107,7 @@ class OwnPlans:
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
         """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a
         smaller one has shown that they may grow."""
-        rated = self._options(step, times)
-        place = next(place for place, option in enumerate(rated) if option.plan is None)
-        least = min([option.risk for option in rated[:place] or rated[1:]], default=0.0)  # of those that pay, if any
-        most, largest = self._account.affordable(least), self._largest
+        rated, most, largest = self._options(step, times), self._account.affordable, self._largest
         return [each for each in rated if each.plan is None or (each.risk <= most and each.plan.tree_size <= largest)]
 
     def _best(self, safe: Sequence[Option], step: Step) -> Option:

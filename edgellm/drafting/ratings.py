@@ -64,18 +64,17 @@ class Option(NamedTuple):
 
 class Account:
     """What drafting, and looking for what to draft, may lose in plain steps: less than a hundredth of any `WINDOW`
-    tokens, and where it has saved time lately a tenth of that, up to `MOST_EARNED` steps: what is saved beside is worth
-    more than what the next text may cost. The loss that counts is that since the best place of the latest `WINDOW`
-    tokens.
+    tokens, and where it has saved time lately a tenth of that, up to `MOST_EARNED`: it is worth more than what the next
+    text may cost. The loss that counts is that since the best place of the latest `WINDOW` tokens.
 
     A text that suits the drafts has hard spells, too. So not all is lost at once: `LATER` is left for tries behind that
     place, more and more of which may be spent as tokens pass, by their logarithm: a spell may be over soon, or late.
-    And no round but the cheapest may lose more than one part in `CAREFUL` of what is left, so that several tell of a
-    change.
+    And no round may lose more than the `CAREFUL`th part of what is left, so that more than one tells of a change.
     """
 
     #: Settled with tools/bench/drafting_workloads.py; a first round may take half a plain step more than was guessed.
-    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.5, 8, 2.0
+    #: The cheapest on a CPU, guessed to lose 2.1, may be tried still.
+    WINDOW, MOST_LOST, LATER, SOON, CAREFUL = 512, 4.6, 1.0, 8, 1.6
     #: Of what was saved over so many tokens this share may be lost, and at most so many steps. Without it a head that
     #: gives 1.28 of plain decoding in chats gave 1.10 (tools/bench/results/2026-11-28-cpu-learner.md).
     EARNED_OVER, EARNED_SHARE, MOST_EARNED = 1024.0, 0.1, 10.0
@@ -93,12 +92,12 @@ class Account:
         earned = min(self.MOST_EARNED, self.EARNED_SHARE * max(0.0, self._earned))
         return self.MOST_LOST + earned - (self._best[0][1] - self._saved) - sum(self.risks)
 
-    def affordable(self, cheapest: float) -> float:
-        """What a draft model's round that is launched now may lose; its cheapest may lose `cheapest`."""
+    @property
+    def affordable(self) -> float:
+        """What a draft model's round that is launched now may lose."""
         since_best = self._tokens - self._best[0][0]  # up to `WINDOW`
         for_later = 1.0 - math.log1p(since_best / self.SOON) / math.log1p(self.WINDOW / self.SOON)
-        left = self.left - self.LATER * for_later
-        return max(min(left, cheapest), left / self.CAREFUL)
+        return (self.left - self.LATER * for_later) / self.CAREFUL
 
     def ended(self, tokens: float, saved: float) -> None:
         """Steps gave each sequence so many tokens, and saved so many plain steps."""
