@@ -64,8 +64,7 @@ class Learner(Policy):
         in_one_pass: bool = False,
     ) -> None:
         self.own, self._adaptive, self._ahead = tuple(own), adaptive, ahead
-        self.looks_up = index is not None
-        self.drafts = self.looks_up or bool(own)
+        self.looks_up, self.drafts = index is not None, index is not None or bool(own)
         sizes = CAPTURED_TREES if ahead else COMPUTED_TREES
         #: The plans of given candidates, by size.
         self.given_plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes if deepest)
@@ -110,7 +109,9 @@ class Learner(Policy):
         self._chosen, self.rest = self._chosen + 1, 0
         times = self._times.get(self.rests_as)
         if times is None:  # nothing is weighed, or nothing was timed yet
-            return step.first_fitting(() if begun or self._adaptive else self.own), None
+            own = () if begun or self._adaptive else self.own
+            ready = (p for p in own if p.longest <= step.room and step.runner.is_ready(step.batch, p, ruled))
+            return next(ready, None), None
         if ruled and self._is_host_bound(times) and self._chosen >= self._rested_until + SAMPLED_EACH:
             self._rested_until = self.looks_from[True] = self._chosen + SAMPLE
         if known and self._looks(step.batch, ruled, not waited):

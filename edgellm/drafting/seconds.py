@@ -14,9 +14,8 @@ PLAIN = "plain"
 #: adds to it, of the first guess of rounds, as far as all share it, and of a plan's own. Guesses were up to twice or
 #: half of what is measured on an H200, two imitated boards and a CPU (tools/bench/results/2026-11-28-h200-boards.md).
 LOAD_DOUBT, WAITED_DOUBT, GUESS_DOUBT, OWN_DOUBT = 0.3, 0.1, 0.3, 0.25
-#: How far the load moves from one step to the next, how much steps alike differ, and after how many steps a third is
-#: left of what rounds have shown: a plan that looked dear in a busy moment is not left out for ever.
-#: They fade after so many steps at once.
+#: How far the load moves from one step to the next, how much steps alike differ, after how many steps a third is left
+#: of what rounds have shown (a plan that looked dear once is not left out for ever), and how many fade it at once.
 LOAD_DRIFT, NOISE, MEMORY, FADED = 0.05, 0.15, 1500.0, 32
 #: A step that is slower or faster than expected by more than this factor was interrupted, or met cold caches.
 LARGEST_SURPRISE = 2.0
