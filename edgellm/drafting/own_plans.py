@@ -98,11 +98,10 @@ class OwnPlans:
         """All that may be done without given candidates, the fastest first."""
         if self._stale >= REFRESHED:
             self._rated, self._stale = {}, 0
-        rated = self._rated.get((step.batch, step.ruled))
-        if rated is None:
-            rated = sorted(self.ratings(step.batch, step.ruled, times), key=lambda option: -option.rate)
-            self._rated[step.batch, step.ruled] = rated
-        return rated
+        key = step.batch, step.ruled
+        if key not in self._rated:
+            self._rated[key] = sorted(self.ratings(*key, times), key=lambda option: -option.rate)
+        return self._rated[key]
 
     def _safe(self, step: Step, times: Seconds) -> list[Option]:
         """Those that may lose no more than the account affords, plain steps among them, and of trees those of which a

@@ -59,8 +59,7 @@ class Seconds:
         self._plain, self._load, self._variance = plain, 0.0, LOAD_DOUBT**2
         self._terms: dict[DraftPlan | None, tuple[float, Sequence[int]]] = {None: (1.0, (0,))}
         self._terms |= {plan: (guess.ratio(plan, batch), (1, place)) for place, plan in enumerate(plans, 2)}
-        # Of the terms but the load, those of waiting and of all rounds first; they return to the guess, and their
-        # variances to these.
+        # Of the terms but the load, those of waiting and of all rounds first: what their variances return to.
         self._first = [WAITED_DOUBT**2, GUESS_DOUBT**2, *[OWN_DOUBT**2] * len(plans)]
         self._logs, self._variances = [0.0] * len(self._first), [*self._first]
         if like is not None:  # what another batch size has shown is the first guess
