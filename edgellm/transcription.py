@@ -21,8 +21,8 @@ _WORD, _MARK, _NO_LANGUAGE = "language ", "<asr_text>", "none"
 #: Voxtral is asked so, for a sound and a language by its code; its answer is what was said alone (mistral-common's
 #: transcription requests).
 _VOXTRAL = "<s>[INST][BEGIN_AUDIO][AUDIO][/INST]{language}[TRANSCRIBE]"
-#: Gemma 4 is asked in words.
-_GEMMA4 = "Write down what is said{language}, as it is said. Answer with the transcription alone.{words}"
+#: The others but Qwen3-ASR are asked in words.
+_IN_WORDS = "Write down what is said{language}, as it is said. Answer with the transcription alone.{words}"
 #: Before the mark there are at most so many characters.
 _LONGEST_HEAD = 64
 
@@ -42,7 +42,7 @@ def language_name(language: str | None) -> str | None:
         return None
     require_kind(isinstance(language, str), "language", language, 'a code or a name, such as "en" or "English"')
     known = {**LANGUAGES} | {name.lower(): name for name in LANGUAGES.values()}
-    found = known.get(language.lower())
+    found = known.get(language.lower(), known.get(language.lower().partition("-")[0]))  # of en-US the first part
     if found is None:
         raise RequestError(f"there is no language {language!r:.80}{did_you_mean(language.lower(), list(LANGUAGES))}")
     return found
@@ -68,9 +68,9 @@ def transcription_request(
         asked = _VOXTRAL.format(language=codes.get(language_name(language) or "", ""))
         return Request.of(prompt=asked + said, audio=[source], **options)
     messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "audio", "audio": source}]}]
-    if family == "gemma4":
+    if family in ("gemma4", "qwen2_audio"):
         name, words = language_name(language), f" Names and words to expect: {prompt}" if prompt else ""
-        asked = _GEMMA4.format(language=f" in {name}" if name else "", words=words)
+        asked = _IN_WORDS.format(language=f" in {name}" if name else "", words=words)
         messages[0]["content"].append({"type": "text", "text": asked})
         if said:
             messages.append({"role": "assistant", "content": said})

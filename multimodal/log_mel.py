@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ _SIZES |= {"min_length": (8000, 10_000_000), "feature_size": (128, 4096), "n_win
 _EXTRACTORS = {
     "qwen3_asr": "Qwen3ASRFeatureExtractor",
     "voxtral": "WhisperFeatureExtractor",
+    "qwen2_audio": "WhisperFeatureExtractor",
     "gemma4": "Gemma4AudioFeatureExtractor",
 }
 #: Gemma 4's extractor has no other values; null stands for absence.
@@ -35,7 +36,7 @@ _GEMMA4: Mapping[str, Any] = {
 _HIGHEST, _LINEAR, _LINEAR_MELS, _STEP = 8000.0, 1000.0, 15.0, np.log(6.4) / 27
 #: What is quieter than the loudest by more than so much, in powers of ten, counts as that.
 _RANGE = 8.0
-#: Frames of a block, and how many blocks are kept: 5 minutes of speech that goes on, in 35 MiB.
+#: Frames of a block at most, and how many blocks are kept: 5 minutes of speech that goes on, in 35 MiB.
 _BLOCK, _KEPT_BLOCKS = 200, 150
 
 
@@ -43,7 +44,7 @@ _BLOCK, _KEPT_BLOCKS = 200, 150
 class MelConfig:
     """How sound becomes features: its rate in Hz; samples of a Fourier transform, between frames, and of the shortest
     sound; mel bands; samples whose next multiple silence fills a sound up to; and samples of a frame where it is
-    shorter than the transform, as Gemma 4's, whose features are those of `_magnitudes`."""
+    shorter than the transform, as Gemma 4's, whose features are magnitudes."""
 
     rate: int
     transform: int
@@ -52,18 +53,30 @@ class MelConfig:
     bins: int
     step: int = 1
     frame: int = 0
+    part: int = 200
 
     def filled(self, samples: int) -> int:
         """How many so many samples are with the silence behind them."""
         return -(-max(samples, self.least) // self.step) * self.step
 
 
+class _Part(NamedTuple):
+    """Some frames of a sound: logarithms [bins, n] float32 of its bands, the largest of them where features are
+    measured by that of the whole sound, and their digest."""
+
+    logarithms: np.ndarray
+    loudest: float
+    digest: str
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedAudio:
-    """Sound as its encoder takes it: `features` [bins, F] float32 and digest of each window, and how many `tokens` they
-    stand for."""
+    """Sound as its encoder takes it: parts of windows of `window_parts` each, how many `frames` of each window were
+    heard, and its digest; and how many `tokens` they stand for."""
 
-    features: tuple[np.ndarray, ...]
+    parts: tuple[_Part, ...]
+    window_parts: int
+    frames: tuple[int, ...]
     digests: tuple[str, ...]
     tokens: int
     kind: str = field(default="audio")
@@ -76,7 +89,11 @@ class PreparedAudio:
     @property
     def held_pixels(self) -> int:
         """Its memory as pixels of three bytes, as that of images is bounded."""
-        return sum(each.nbytes for each in self.features) // 3
+        return sum(each.logarithms.nbytes for each in self.parts) // 3
+
+    def features(self, first: int, last: int) -> np.ndarray:
+        """Those of windows side by side, [bins, F] float32."""
+        return _features(self.parts, slice(first * self.window_parts, last * self.window_parts))
 
 
 def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
@@ -97,7 +114,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             raise CheckpointError(f"{file}: {key} is {as_json(value)}, expected a whole number from 1 to {most}")
         found[key] = value
     rate, transform, hop, least, bins, half = found.values()
-    step, has_whole_windows = 1, config.family == "voxtral"
+    step, has_whole_windows = 1, kind == "WhisperFeatureExtractor"
     if has_whole_windows:
         half, least, step = config.chunk_frames // 2, config.window_frames * hop, config.window_frames * hop
     if (bins, 2 * half) != (config.mel_bins, config.chunk_frames) or not hop <= transform <= least:
@@ -105,7 +122,7 @@ def read_mel_config(path: Path, config: AudioConfig) -> MelConfig:
             f"{file}: its sizes do not fit config.json, which has {config.mel_bins} bands and chunks of "
             f"{config.chunk_frames} frames: take both as they were published"
         )
-    return MelConfig(rate, transform, hop, least, bins, step)
+    return MelConfig(rate, transform, hop, least, bins, step, 0, _part_frames(config))
 
 
 def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelConfig:
@@ -113,19 +130,30 @@ def _gemma4(file: Path, values: Mapping[str, Any], config: AudioConfig) -> MelCo
         if values.get(key) not in (None, expected):
             raise UnsupportedModelError(f"{file}: {key} is {as_json(values[key])}, supported is {as_json(expected)}")
     frame, hop = _GEMMA4["frame_length"], _GEMMA4["hop_length"]
-    return MelConfig(_GEMMA4["sampling_rate"], _GEMMA4["fft_length"], hop, hop + 1, config.mel_bins, frame=frame)
+    return MelConfig(
+        _GEMMA4["sampling_rate"], _GEMMA4["fft_length"], hop, hop + 1, config.mel_bins, 1, frame, _part_frames(config)
+    )
+
+
+def _part_frames(config: AudioConfig) -> int:
+    """Frames of a part: windows are whole parts, but for the last."""
+    return next(size for size in range(min(_BLOCK, config.window_frames), 0, -1) if not config.window_frames % size)
 
 
 def prepare_audio(samples: np.ndarray, mel: MelConfig, config: AudioConfig) -> PreparedAudio:
     """float32 samples [N] at the rate of `mel`, as the encoder takes them: features of each window, none longer."""
-    features = log_mel(samples, mel)
-    starts = range(0, features.shape[1], config.window_frames)
-    windows = tuple(np.ascontiguousarray(features[:, start : start + config.window_frames]) for start in starts)
-    digests, before = list[str](), ""
-    for each in windows:
-        digests.append(hashlib.sha256(f"{before}{each.shape}".encode() + each.tobytes()).hexdigest())
+    parts, window = _heard(samples, mel), config.window_frames
+    heard, loudest = sum(part.logarithms.shape[1] for part in parts), max(part.loudest for part in parts)
+    if config.family == "qwen2_audio":  # the silence behind the sound is not; three frames make a token
+        heard = max(3, -(-len(samples) // mel.hop))
+    frames = tuple(min(window, heard - start) for start in range(0, heard, window))
+    frames = tuple(count for count in frames if config.rows(count))
+    digests, before, size = list[str](), "", window // mel.part
+    for number, count in enumerate(frames):
+        own = "".join(part.digest for part in parts[number * size : (number + 1) * size])
+        digests.append(hashlib.sha256(f"{before}{loudest} {count} {own}".encode()).hexdigest())
         before = digests[-1] if config.lead_windows else ""
-    return PreparedAudio(windows, tuple(digests), config.rows(features.shape[1]))
+    return PreparedAudio(parts, size, frames, tuple(digests), sum(map(config.rows, frames)))
 
 
 def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
@@ -135,44 +163,71 @@ def log_mel(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
     mel bands; its logarithm to base 10, at least that of the loudest less 8, plus 4, by 4. The last frame of those that
     the sound has is left out, as published.
     """
+    return _features(_heard(samples, mel))
+
+
+def _features(parts: tuple[_Part, ...], own: slice = slice(None)) -> np.ndarray:
+    """Features [bins, F] of its own of a sound's `parts`."""
+    logarithms = np.concatenate([part.logarithms for part in parts[own]], axis=1)
+    loudest = np.float32(max(part.loudest for part in parts))
+    return (np.maximum(logarithms, loudest - np.float32(_RANGE)) + 4) / 4 if loudest > -np.inf else logarithms
+
+
+def _heard(samples: np.ndarray, mel: MelConfig) -> tuple[_Part, ...]:
+    """The parts of samples [N], block by block."""
     length = mel.filled(len(samples))
+    padded = np.concatenate((samples, np.zeros(length - len(samples), np.float32)), dtype=np.float32)
     if mel.frame:
-        return _magnitudes(np.pad(samples.astype(np.float32), (mel.frame // 2, length - len(samples))), mel)
-    padded = np.pad(samples.astype(np.float32), (0, length - len(samples)))
-    mirrored, frames, blocks = np.pad(padded, mel.transform // 2, mode="reflect"), length // mel.hop, []
-    for first in range(0, frames, _BLOCK):
-        last = min(first + _BLOCK, frames) - 1
-        blocks.append(_logarithms(mirrored[first * mel.hop : last * mel.hop + mel.transform].tobytes(), mel))
-    logarithms = np.concatenate(blocks, axis=1)
-    return (np.maximum(logarithms, logarithms.max() - np.float32(_RANGE)) + 4) / 4
-
-
-def _magnitudes(samples: np.ndarray, mel: MelConfig) -> np.ndarray:
-    """The magnitude of each transform in mel bands, of frames of which none ends after the sound, half a frame of
-    silence before it; its natural logarithm, a thousandth added."""
-    frames, blocks = (len(samples) - mel.frame - 1) // mel.hop + 1, []
-    for first in range(0, frames, _BLOCK):
-        last = min(first + _BLOCK, frames) - 1
-        blocks.append(_logarithms(samples[first * mel.hop : last * mel.hop + mel.frame].tobytes(), mel))
-    return np.concatenate(blocks, axis=1)
+        padded = np.concatenate((np.zeros(mel.frame // 2, np.float32), padded))
+        frames = (len(padded) - mel.frame - 1) // mel.hop + 1
+    else:
+        half, frames = mel.transform // 2, length // mel.hop
+        padded = np.concatenate((padded[half:0:-1], padded, padded[-2 : -half - 2 : -1]))
+    found, size = list[_Part](), mel.frame or mel.transform
+    block = mel.part * max(1, _BLOCK // mel.part)
+    for first in range(0, frames, block):
+        last = min(first + block, frames) - 1
+        found += _parts(padded[first * mel.hop : last * mel.hop + size].tobytes(), mel)
+    return tuple(found)
 
 
 @lru_cache(maxsize=_KEPT_BLOCKS)
-def _logarithms(samples: bytes, mel: MelConfig) -> np.ndarray:
-    """Logarithms [bins, n] float32 of the bands of the frames of float32 `samples`. Those of blocks that were heard
-    lately are kept: a sound that goes on is heard again from its beginning."""
+def _parts(samples: bytes, mel: MelConfig) -> list[_Part]:
+    """Those of the frames of float32 `samples`. What was heard lately is kept: a sound that goes on is heard again from
+    its beginning."""
     given = np.frombuffer(samples, np.float32).astype(np.float64)
     size = mel.frame or mel.transform
     frames = np.lib.stride_tricks.sliding_window_view(given, size)[:: mel.hop]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size)
     spectrum = np.fft.rfft(frames * window, mel.transform)
     if mel.frame:
-        return np.asarray(np.log(mel_filters(mel) @ np.abs(spectrum).T + _GEMMA4["mel_floor"]).astype(np.float32))
-    bands = mel_filters(mel) @ (spectrum.real**2 + spectrum.imag**2).T
-    return np.asarray(np.log10(np.maximum(bands, 1e-10)).astype(np.float32))
+        logarithms = np.log(_in_bands(np.abs(spectrum), mel) + _GEMMA4["mel_floor"])
+    else:
+        logarithms = np.log10(np.maximum(_in_bands(spectrum.real**2 + spectrum.imag**2, mel), 1e-10))
+    found = []
+    for first in range(0, len(frames), mel.part):
+        own = np.ascontiguousarray(logarithms[:, first : first + mel.part], np.float32)
+        digest = hashlib.sha256(f"{own.shape}".encode() + own.tobytes()).hexdigest()
+        found.append(_Part(own, -np.inf if mel.frame else float(own.max()), digest))
+    return found
+
+
+def _in_bands(values: np.ndarray, mel: MelConfig) -> np.ndarray:
+    """`mel_filters` times `values` [n, transform / 2 + 1] of n frames: [bins, n]. Of the few frequencies that a band
+    has alone: matrices so small keep BLAS's threads waiting for each other, tens of times as long on busy cores."""
+    starts, places, weights = _triangles(mel)
+    return np.add.reduceat(values.T[places] * weights[:, None], starts, axis=0)
 
 
 @lru_cache(maxsize=4)
+def _triangles(mel: MelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the bands one behind the other: where each begins among its frequencies, one at least, and their weights."""
+    filters = mel_filters(mel)
+    filled = filters > 0
+    filled[:, 0] |= ~filled.any(axis=1)
+    return np.flatnonzero(np.diff(np.nonzero(filled)[0], prepend=-1)), np.nonzero(filled)[1], filters[filled]
+
+
 def mel_filters(mel: MelConfig) -> np.ndarray:
     """Triangles [bins, transform / 2 + 1] float64 over the frequencies of a transform, of equal area, whose middles are
     evenly spaced on Slaney's mel scale; Gemma 4's of equal height, on that of O'Shaughnessy (1987)."""

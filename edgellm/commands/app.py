@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from edgellm import __version__
 from edgellm.commands.console import show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
@@ -105,9 +106,7 @@ class _TopLevel(PanelGroup):
 
 def _print_version(value: bool) -> None:
     if value:
-        from importlib import metadata  # it takes longer than all else here
-
-        print(f"edgellm {metadata.version('edgellm')}")
+        print(f"edgellm {__version__}")
         raise typer.Exit
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import cast
 
 import numpy as np
 
@@ -15,19 +13,16 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import at_place
 from edgellm.engines.families.audio_encoders import AUDIO_CACHE_BYTES, audio_inputs, audio_memory
 from edgellm.engines.families.programs import model_program, model_weights
-from edgellm.engines.formats.tensors import convert
 from edgellm.engines.model.limits import EngineShape, audio_shape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.media import EmbeddingCache, MediaEmbeddings
 from edgellm.errors import AudioError
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.arrays import Array
 from edgellm.metrics import Metrics
 from edgellm.multimodal.audio_input import read_audio as read_samples
 from edgellm.multimodal.log_mel import PreparedAudio, prepare_audio, read_mel_config
 from edgellm.multimodal.sources import source_of_url
 from edgellm.text.messages import MediaReference
-
-logger = logging.getLogger("edgellm.media")
 
 
 class AudioEncoder:
@@ -53,31 +48,20 @@ class AudioEncoder:
         #: What it takes in bytes, by name.
         self.memory: Mapping[str, int] = {}
         if backend is not None:
-            self._backend = self._encodes = backend
-            if self.config.on_host:
-                from edgellm.engines.backends.numpy_backend import NumpyBackend
-
-                # Types: arrays of the two backends meet in `_taken` alone.
-                self._encodes = cast(Backend, NumpyBackend(directory.config, audio=self.config))
-            self._engines = LoadedEngines(self._encodes, [audio_shape(directory.limits.audio_rows)])
+            self._backend = backend
+            self._engines = LoadedEngines(backend, [audio_shape(directory.limits.audio_rows)])
             self.memory = audio_memory(self.config, backend.compute_dtype, backend.computes_at_once)
-            if self.config.on_host and backend.name != NumpyBackend.name:
-                logger.info("speech is encoded on the host with NumPy; the language model computes on the GPU")
-                self.memory = {"audio embeddings": AUDIO_CACHE_BYTES}
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the weights."""
         with closing(self._directory.checkpoint()) as checkpoint:
-            self._weights = self._encodes.load_weights(checkpoint, model_weights(self.config), progress)
+            self._weights = self._backend.load_weights(checkpoint, model_weights(self.config), progress)
 
     def prepare(self, reference: MediaReference) -> PreparedAudio:
-        """Read and prepare a sound. Any thread may call it; AudioError names the piece."""
         with at_place(reference.name, AudioError):
             source = source_of_url(str(reference.source), "audio") if reference.is_url else reference.source
             return prepare_audio(read_samples(source, self.mel.rate, self._most_seconds), self.mel, self.config)
 
     def written(self, piece: PreparedAudio, number: int) -> list[int]:
-        """The ids of a sound in a prompt."""
         before, behind = self.config.around
         return [*before, *[self.kind.token_id] * piece.tokens, *behind]
 
@@ -87,10 +71,10 @@ class AudioEncoder:
         for piece in pieces:
             known = [self._cache.get(digest) for digest in piece.digests]
             reused += None not in known
-            for first, last in _unknown(known, self.config.run_windows):
+            for first, last in _unknown(known, self.config.lead_windows, self.config.run_windows):
                 lead = max(0, first - self.config.lead_windows)
-                features = np.concatenate(piece.features[lead:last], axis=1)
-                known[first:last] = self._encoded(features, piece.digests[first:last], first - lead)
+                features, frames = piece.features(lead, last), sum(piece.frames[lead:last])
+                known[first:last] = self._encoded(features, frames, piece.digests[first:last], first - lead)
             for each in known:
                 assert each is not None
                 found.append(each)
@@ -103,27 +87,25 @@ class AudioEncoder:
         return found
 
     def close(self) -> None:
-        """Free all memory."""
         self._cache.clear()
         self._engines.clear()
         self._arrays.clear()
         self._weights = {}
 
-    def _encoded(self, features: np.ndarray, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
+    def _encoded(self, features: np.ndarray, frames: int, digests: Sequence[str], lead: int) -> list[MediaEmbeddings]:
         """The rows of the windows of some `digests`, each in memory of its own; `features` have those of `lead` windows
-        before them, too."""
-        config, backend, frames = self.config, self._encodes, features.shape[1]
+        before them, too, and `frames` of them were heard."""
+        config, backend = self.config, self._backend
         whole = self._directory.limits.audio_rows
         shape = audio_shape(whole if backend.fixed_shapes else config.chunk_rows(frames))
         if shape not in self._arrays:
-            if config.on_host:  # shapes are many, and memory of one is soon made
-                self._arrays.clear()
+            self._arrays.clear()  # where shapes are many, memory of one is soon made
             program = model_program(config, shape)
             self._arrays[shape] = backend.zeros_side_by_side(program.inputs | program.outputs)
         arrays = self._arrays[shape]
         bindings = lambda: {**self._weights, **arrays}  # noqa: E731
-        engine = self._engines.bound(shape, slice(0, 1), bindings, keep=not config.on_host)
-        for name, values in audio_inputs(config, shape, features).items():
+        engine = self._engines.bound(shape, slice(0, 1), bindings, keep=backend.fixed_shapes)
+        for name, values in audio_inputs(config, shape, features, frames).items():
             backend.upload(arrays[name], values)
         engine.enqueue()
         starts = range(lead * config.window_frames, frames, config.window_frames)
@@ -136,23 +118,21 @@ class AudioEncoder:
 
     def _taken(self, embeddings: Array, first: int, count: int) -> Array:
         """So many rows from the `first` one on, in memory of the language model's backend."""
-        size = count, self.config.out_hidden_size
-        rows = self._backend.empty(size, "compute")
-        if self.config.on_host:
-            own = cast(np.ndarray, embeddings)[0, first : first + count]
-            self._backend.upload(rows, convert(own, "float32", self._backend.compute_dtype)[0])
-        else:  # one window, from its first row on
-            self._backend.copy(rows, leading(embeddings.reshape(-1), size))
+        width = self.config.out_hidden_size
+        rows = self._backend.empty((count, width), "compute")
+        flat = embeddings.reshape(-1)[first * width : (first + count) * width]
+        self._backend.copy(rows, flat.reshape(count, width))
         return rows
 
 
-def _unknown(known: Sequence[MediaEmbeddings | None], most: int) -> Iterator[tuple[int, int]]:
-    """First and behind the last of windows side by side that are not known, so many at a time at most."""
+def _unknown(known: Sequence[MediaEmbeddings | None], lead: int, most: int) -> Iterator[tuple[int, int]]:
+    """First and behind the last of windows side by side that are not known, as many as fit in runs of `lead + most`
+    beside the `lead` windows before the first, of those that there are."""
     first = 0
     while first < len(known):
         last = first + 1
         if known[first] is None:
-            while last < min(first + most, len(known)) and known[last] is None:
+            while last < min(max(first, lead) + most, len(known)) and known[last] is None:
                 last += 1
             yield first, last
         first = last

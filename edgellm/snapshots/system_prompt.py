@@ -11,14 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefixes import common_tokens, token_key
-from edgellm.text.messages import (
-    check_encodable,
-    checked_tools,
-    checked_variables,
-    media_kind,
-    strings_in,
-    text_of_part,
-)
+from edgellm.text.messages import ENCODER_NAMES, JSONCopy, checked_tools, checked_variables, media_kind, text_of_part
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
 
@@ -52,9 +45,9 @@ class CachedPrompt:
 class PromptRecord:
     """What a system prompt's tokens were rendered from: JSON values, which a snapshot's header keeps.
 
-    `content` is the prompt's text, or its parts: {"type": "text", "text": ...}, and of each image {"type": "image",
-    "digest": ...}, 64 hexadecimal digits. `tools` and `template_variables` are what the chat template got beside it
-    (None: nothing), the keys of their objects in the order in which it saw them.
+    `content` is the prompt's text, or its parts: {"type": "text", "text": ...}, and of each piece of media its kind as
+    "type" and a "digest", 64 hexadecimal digits. `tools` and `template_variables` are what the chat template got beside
+    it (None: nothing), the keys of their objects in the order in which it saw them.
     """
 
     content: str | list[dict[str, Any]]
@@ -113,10 +106,9 @@ class PromptRecord:
         known = ("content", "tools", "template_variables")
         if not isinstance(values, dict) or "content" not in values or not values.keys() <= set(known):
             raise RequestError(f"it is not an object with the keys {', '.join(known)}")
-        content = values["content"]
+        content = JSONCopy("content").of(values["content"], "content")
         if not isinstance(content, str):
             _check_parts(content)
-        _check_texts(content, "content")
         return cls(content, *checked_template_inputs(values.get("tools"), values.get("template_variables")))
 
 
@@ -124,10 +116,7 @@ def checked_template_inputs(
     tools: Tools | None, template_variables: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
     """Tools and variables for a chat template, None where there are none; RequestError unless they are JSON values."""
-    found, variables = checked_tools(described_tools(tools)), checked_variables(template_variables) or None
-    _check_texts(found, "tools")
-    _check_texts(variables, "template_variables")
-    return found, variables
+    return checked_tools(described_tools(tools)), checked_variables(template_variables) or None
 
 
 def prompt_label(prompt: SystemPrompt) -> str:
@@ -179,12 +168,6 @@ def _check_parts(parts: Any) -> None:
     for number, part in enumerate(parts, 1):
         kind = part.get("type") if isinstance(part, dict) and len(part) == 2 else None
         is_text = kind == "text" and isinstance(part.get("text"), str)
-        digest = part.get("digest") if kind == "image" else None
+        digest = part.get("digest") if kind in ENCODER_NAMES else None
         if not is_text and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-            raise RequestError(f"part {number} of content is neither a text nor the digest of an image")
-
-
-def _check_texts(value: Any, what: str) -> None:
-    """Raise RequestError where a text in a JSON value has half of a surrogate pair, which is no character."""
-    for text in strings_in(value):
-        check_encodable(text, what)
+            raise RequestError(f"part {number} of content is neither a text nor the digest of media")

@@ -35,7 +35,9 @@ from edgellm.engines.model.sharding import Range
 from edgellm.engines.model.steps import Assemble
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import Array, DeviceArray
+from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import MOST_RANKS, CudaRank
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 _Found = TypeVar("_Found")
 
@@ -84,6 +86,7 @@ class CudaRanks(CudaBackend):
 
     #: It moves the rows of all ranks.
     acceptance = cached_property(lambda self: RankedAcceptance(self.kernel_module, self.kernels))
+    recurrent = cached_property(lambda self: RankedRecurrent(self.kernel_module, self))
 
     def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
         """See `RankStreams.run`."""
@@ -110,7 +113,7 @@ class CudaRanks(CudaBackend):
         return _CheckedReadback(super().read(array), self.memory)
 
     def shared_zeros(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
-        """Arrays of which each rank has the heads or columns that it computes with."""
+        """Arrays of which each rank has the heads, channels or columns that it computes with."""
         return {
             name: RankedArray(edge[name][0], parts[0][1].dtype, parts)
             for name, parts in zip(edge, zip(*self.each(partial(self._zeros_of, edge)), strict=True), strict=True)
@@ -169,7 +172,10 @@ class CudaRanks(CudaBackend):
         """Copy each rank's heads on one stream, so that the last is done when all are."""
         if not isinstance(array, RankedArray):
             return copy(array, values, rows, first)
-        return [copy(part, values[begin:end], rows, first) for ((begin, end),), part in array.parts][-1]
+        if array.axis:  # columns of a convolution, whose rows are the channels
+            pieces = ((part.reshape(1, *part.shape), *each) for each, part in array.pieces())
+            return [copy(part, values[:, begin:end], end - begin) for part, begin, end in pieces][-1]
+        return [copy(part, values[begin:end], rows, first) for (begin, end), part in array.pieces()][-1]
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
@@ -227,6 +233,7 @@ class CudaRanks(CudaBackend):
         if opened is None:
             return
         self._loaded_parts, self._buffers, self.rank = [], {}, None
+        vars(self).pop("recurrent", None)  # which refers to it
         try:
             opened.close()
         finally:  # what is left goes now, and in this thread: nothing refers to itself
@@ -272,8 +279,8 @@ class RankedKernelEngine:
 
     def _of_rank(self, rank: int, name: str, array: Any) -> Any:
         """What a rank is bound to in place of an array: None where it needs nothing."""
-        if name in self._weights:
-            return self._backend.weight(rank, name)
+        if name in self._weights:  # a bias that is added to a sum is the first's alone
+            return self._backend.weight(rank, name) if name in self._engines[rank].program.weights else None
         if isinstance(array, RankedArray):
             return array.parts[rank][1]
         if rank == 0 or name in self._assembled:
@@ -310,3 +317,32 @@ class RankedAcceptance(CudaAcceptance):
         if isinstance(caches[0], RankedArray):
             caches = [part for cache in caches for _, part in cache.parts]
         super().move_accepted(caches, *arguments)
+
+
+class RankedRecurrent(CudaRecurrent):
+    """Commits the states of all ranks, each on its own GPU."""
+
+    def __init__(self, module: KernelModule, ranks: CudaRanks) -> None:
+        super().__init__(module)
+        self._ranks = ranks
+
+    def commit_columns(self, *layers_and_path):
+        """See `CudaRecurrent`, as of the others."""
+        return self._committed("commit_columns", *layers_and_path)
+
+    def commit_matrices(self, *layers_and_path):
+        return self._committed("commit_matrices", *layers_and_path)
+
+    def commit_scans(self, *layers_and_path):
+        return self._committed("commit_scans", *layers_and_path)
+
+    def _committed(self, name, layers, accepted):
+        """What commits each rank's parts of layers; it reads the path in the memory of the first."""
+        if not isinstance(layers[0][0], RankedArray):
+            return getattr(CudaRecurrent, name)(self, layers, accepted)
+
+        def launch(rank: int, backend: CudaBackend) -> list[Callable[[], object]]:
+            own = [type(layer)(*(array.parts[rank][1] for array in layer)) for layer in layers]
+            return [getattr(backend.recurrent, name)(own, accepted)]
+
+        return partial(self._ranks.run, self._ranks.each(launch))

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import BoundEngine, check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, Call, EncoderCalls, Place
+from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, EncoderCalls
+from edgellm.engines.backends.encoder_places import Call, Place
 from edgellm.engines.backends.padded_weights import padded_weights
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
@@ -81,7 +82,6 @@ class EncoderEngine(BoundEngine):
                 self._launches[number] = None
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if None in self._launches:
             check_bound(self, self.tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
             for number, call in enumerate(self._calls):

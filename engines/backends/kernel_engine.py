@@ -27,6 +27,7 @@ from edgellm.engines.backends.steps.table import Choice, adapter_words, passes
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.sharding import Share
 from edgellm.engines.model.states import without_layer
 from edgellm.engines.model.steps import Step, stateful
@@ -77,6 +78,7 @@ class KernelEngine(BoundEngine):
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
         self._is_whole = True
+        self._rows_taken = 0
 
     def attach(self, device: Any, scratch: Array) -> None:
         """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
@@ -107,15 +109,28 @@ class KernelEngine(BoundEngine):
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
-        """See `Engine.bind`."""
         fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
         if fresh:
             self._launches, self._launches_by_layer = [], []
             self._bound |= checked_bindings(self.shape, self.tensors, fresh)
 
     def enqueue(self) -> None:
-        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         self._enqueue(self.launches(), lambda index: None)
+
+    def around_rows(self) -> list[Callable[[], None]]:
+        """What `enqueue` does, in the parts before tokens' own rows are taken and from there on; one where none are."""
+        if TOKEN_ROWS not in self.program.inputs:
+            return [self.enqueue]
+
+        def before() -> None:
+            self._enqueue(self.launches()[: self._rows_taken], lambda index: None)
+            self._is_whole = False
+
+        def behind() -> None:
+            self._is_whole = True  # what stands before was checked, and is there
+            self._enqueue(self.launches()[self._rows_taken :], lambda index: None)
+
+        return [before, behind]
 
     def launches(self) -> Sequence[Any]:
         """What `enqueue` runs, each of which may start before the one before it has ended."""
@@ -170,6 +185,8 @@ class KernelEngine(BoundEngine):
                     self._layer_starts[len(launches)] = starts[number]
                 # The first attention reads KV rows early, which whatever was enqueued before may have written.
                 launches += [] if way.joins(step, run) else run.added()
+                if TOKEN_ROWS in step.reads and not self._rows_taken:
+                    self._rows_taken = len(launches)
                 launches += way.launches(step, run, next_early=number != first)
             launches += run.added()
         return launches

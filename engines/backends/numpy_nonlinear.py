@@ -15,7 +15,6 @@ import numpy as np
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import Mixture
-from edgellm.engines.model.encoder_steps import LocalAttention
 from edgellm.engines.model.operations import Scoring
 from edgellm.kernels.decode.numpy_twins import capped
 from edgellm.kernels.experts.twin import chosen_experts
@@ -258,29 +257,6 @@ def _attend(
     context = np.matmul(scores, values)
     context /= total
     return context
-
-
-def local_attention(step: LocalAttention, x: np.ndarray, relative: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """See `LocalAttention`: in blocks of as many queries as each sees rows, which see two blocks of rows together."""
-    rows, block, size = x.shape[1], step.past, scale.shape[0]
-    blocks = -(-rows // block)
-    heads = np.pad(x[0], ((0, blocks * block - rows), (0, 0))).reshape(blocks, block, 3, step.heads, size)
-    query, key, value = heads.transpose(2, 3, 0, 1, 4)  # [n, blocks, block, D] each
-    query = query * (np.logaddexp(0, scale) / (np.sqrt(size) * np.log(2)))
-    before = ((0, 0), (1, 0), (0, 0), (0, 0))
-    key, value = (np.concatenate((np.pad(each, before)[:, :-1], each), axis=2) for each in (key, value))
-    scores = query @ key.swapaxes(2, 3) * (np.log(1 + np.e) / np.log(2))
-    ahead, behind = np.ogrid[:block, : 2 * block]
-    distance = ahead + block - behind
-    of_distance = query @ relative[0, :block].reshape(block, step.heads, size).transpose(1, 2, 0)[:, None]
-    scores += np.take_along_axis(of_distance, np.clip(distance, 0, block - 1)[None, None], axis=3)
-    scores = capped(scores, step.cap)
-    hidden = np.broadcast_to((distance < 0) | (distance >= block), (blocks, block, 2 * block)).copy()
-    hidden[0, :, :block] = True
-    scores[:, hidden] = -np.inf
-    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-    weights /= weights.sum(axis=3, keepdims=True)
-    return (weights @ value).transpose(1, 2, 0, 3).reshape(1, blocks * block, -1)[:, :rows].astype(x.dtype)
 
 
 def mixed(

@@ -84,7 +84,7 @@ def piece(whole: Any, cut: Cut) -> Any:
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=cut.axis)
 
 
-def _put_back(own: np.ndarray, whole: np.ndarray, cut: Cut) -> None:
+def put_back(own: np.ndarray, whole: np.ndarray, cut: Cut) -> None:
     """Give an array its cut."""
     before, first = (slice(None),) * cut.axis, 0
     for begin, end in cut.ranges:
@@ -138,4 +138,4 @@ class RankedEngine:
         for (rank, name), (own, array, cut) in self._copies.items():
             program = self._shards[rank].program
             if name in program.states or name in program.outputs:
-                _put_back(own, array, cut)
+                put_back(own, array, cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, zip_longest
 from typing import Any
@@ -16,7 +16,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice, no_garbage_collecti
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.sharding import Range
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
-from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument
+from edgellm.kernels.ranks.launcher import FLAGS, INBOX_BYTES, MOST_RANKS, RanksArgument, blocks_at_once
 
 #: What a rank waits for another before it ends the model. Long: kernels may have to be loaded first.
 WAIT_SECONDS = 30.0
@@ -62,7 +62,8 @@ class RankMemory:
         places = [(ctypes.c_void_p * MOST_RANKS)(*(array.pointer for array in each)) for each in (inboxes, flags)]
         own = rounds[rank].pointer, stopped[rank].pointer, self._missed.pointer + 4 * rank
         apart = len({device.gpu.index for device in self._devices}) == len(self._devices)
-        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart)
+        blocks = blocks_at_once([device.gpu.multiprocessors for device in self._devices], apart)
+        return RanksArgument(*places, *own, int(self._seconds * 1e9), rank, len(self._arrays), apart, blocks)
 
     def fail(self, rank: int, error: BaseException) -> EngineError:
         """The error of a rank that has failed, now or before; nothing runs from then on."""
@@ -157,8 +158,9 @@ class RankStreams:
 
 @dataclass(frozen=True)
 class RankedArray:
-    """A state [S, n, C, D], of which each rank has some of the n heads, or adapters [R, N], of which it has some of the
-    columns or all: `parts` are which, in one range or several, and where. It is used as `DeviceArray` is.
+    """A tensor of which each rank has some of an `axis`: a state [S, n, C, D] heads, columns of a convolution [S, n, K]
+    channels, adapters and a recurrent layer's inputs [R, N] columns. `parts` are which, in one range or several, and
+    where. It is used as `DeviceArray` is.
 
     Where there are fewer heads than ranks, several have the same. Of one slot a state is [n, C, D]; then a rank may
     have none of what is looked at.
@@ -167,6 +169,7 @@ class RankedArray:
     shape: tuple[int, ...]
     dtype: str
     parts: tuple[tuple[tuple[Range, ...], DeviceArray], ...]
+    axis: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +180,7 @@ class RankedArray:
         """Some slots or rows, or some heads of a slot."""
         start, stop, _ = leading.indices(self.shape[0])
         shape = (max(0, stop - start), *self.shape[1:])
-        if len(shape) != 3:
+        if self.axis:
             return replace(self, shape=shape, parts=tuple((own, part[leading]) for own, part in self.parts))
         parts = []
         for ((begin, end),), part in self.parts:
@@ -187,12 +190,22 @@ class RankedArray:
         return replace(self, shape=shape, parts=tuple(parts))
 
     def reshape(self, *shape: int) -> RankedArray:
-        """One slot [1, n, C, D] as [n, C, D]; raises ValueError otherwise."""
-        if len(self.shape) != 4 or self.shape[0] != 1 or shape != self.shape[1:]:
+        """Other axes before the one that is shared: one slot [1, n, C, D] as [n, C, D]. Raises ValueError otherwise."""
+        axis, behind = self.axis + len(shape) - len(self.shape), self.shape[self.axis :]
+        if axis < 0 or shape[axis:] != behind or math.prod(shape[:axis]) != math.prod(self.shape[: self.axis]):
             raise ValueError(f"cannot view heads of several GPUs {self.shape} as {shape}")
-        return replace(self, shape=shape, parts=tuple((own, part.reshape(*part.shape[1:])) for own, part in self.parts))
+        parts = ((own, part.reshape(*shape[:axis], *part.shape[self.axis :])) for own, part in self.parts)
+        return replace(self, shape=shape, parts=tuple(parts), axis=axis)
+
+    def pieces(self) -> Iterator[tuple[Range, DeviceArray]]:
+        """Of one slot [1, n, ...] or [n, ...] each range, and what a rank has there."""
+        for ranges, part in self.reshape(*self.shape[self.axis :]).parts:
+            first = 0
+            for begin, end in ranges:
+                yield (begin, end), part[first : first + end - begin]
+                first += end - begin
 
     def beside(self, whole: DeviceArray) -> list[tuple[DeviceArray, DeviceArray]]:
-        """Of one slot [1, n, C, D], each rank's part with its place in an array of one GPU of the same shape."""
+        """Of one slot [1, n, ...] what ranks have, with its place in an array of one GPU of the same shape."""
         rows = whole.reshape(*whole.shape[1:])
-        return [(part, rows[begin:end]) for ((begin, end),), part in self.reshape(*self.shape[1:]).parts]
+        return [(part, rows[begin:end]) for (begin, end), part in self.pieces()]

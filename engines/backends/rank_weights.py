@@ -21,14 +21,12 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.sharding import Cut, Range, sharded
+from edgellm.engines.model.states import is_recurrent
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.quantization.code_words import BLOCK_ROWS
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.quantization.row_runs import PackedLayout, RunsLayout
 from edgellm.kernels.sampling.twin import first_not_finite
-
-#: Items of a memory plan of which a rank has the part of its heads.
-_OF_HEADS = ("KV caches", "KV rows of windows")
 
 
 class RankWeights:
@@ -37,20 +35,24 @@ class RankWeights:
     def __init__(self, directory: EngineDirectory, count: int, packed: Mapping[str, PackedLayout]) -> None:
         """`packed` are the layouts of the packed weights as one GPU has them."""
         config, limits = directory.config, directory.limits
-        if config.is_recurrent:
-            raise EngineError(
-                "recurrent layers are shared by ranks of the NumPy backend alone: take one GPU, or --backend numpy"
-            )
         self._specs = {spec.name: spec for spec in decoder_weights(config)}
-        self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * (config.hidden_size + config.rotary_columns)
+        columns = config.hidden_size + config.rotary_columns + config.token_row_size
+        self._dtype, self._prompt = directory.dtype, limits.prefill_chunk * columns
         decode = limits.base_shape("decode", 1, 1, limits.key_ranges[-1])
         program = model_program(config, limits.with_adapters(decode) if limits.has_lora else decode)
         shards = [sharded(program, rank, count) for rank in range(count)]
         self._count, self._used = count, program.weights.keys()
-        self._cuts, self._heads = (
-            [shard.cuts for shard in shards],
-            {n: size[1] for n, (size, _) in program.states.items()},
-        )
+        self._cuts = [shard.cuts for shard in shards]
+        rows, recurrent = dict[str, int](), dict[str, int]()
+        for name, (size, _) in program.states.items():
+            (recurrent if is_recurrent(name) else rows)[name] = size[1]
+        #: Items of a memory plan of which a rank has a part: of which tensors, and how wide these are.
+        self._shared = {
+            "KV caches": rows,
+            "KV rows of windows": rows,
+            "recurrent states": recurrent,
+            "inputs of recurrent layers": {name: size[2] for name, (size, _) in program.kept.items()},
+        }
         self._adapters = {name: size for name, size in program.matrices.items() if name not in program.weights}
         cuts = [{name: cut for name, cut in shard.cuts.items() if name in self._specs} for shard in shards]
         #: Of each rank what is cut of those weights that it holds in part, and of those that it uses in part.
@@ -152,7 +154,6 @@ class RankWeights:
             math.prod(shape) * ITEM_SIZES[self._dtype if dtype == "compute" else dtype]
             for shape, dtype in self._edge(rank).values()
         ]
-        part = max(self._cuts[rank][name].size / heads for name, heads in self._heads.items())
         own = {
             "weights": sum(sizes),
             "engine scratch": scratch,
@@ -166,7 +167,9 @@ class RankWeights:
             own["LoRA adapters"] = (
                 sum(size[0] * columns[name] for name, size in self._adapters.items()) * ITEM_SIZES[self._dtype]
             )
-        own |= {name: math.ceil(whole.items[name] * part) for name in _OF_HEADS if name in whole.items}
+        for item, widths in self._shared.items():
+            part = max((self._cuts[rank][name].size / width for name, width in widths.items()), default=0)
+            own |= {item: math.ceil(whole.items[item] * part)} if item in whole.items else {}
         if rank == 0:
             return replace(whole, items=whole.items | own)
         # Inputs of a step, and what is put out for nobody.

@@ -10,7 +10,6 @@ import numpy as np
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.encoder_steps import LocalAttention, Unfold
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations, Scoring
@@ -270,14 +269,10 @@ class TensorRTOperations(Operations[Any]):
         layer.num_elementwise_dims = 1
         return self._layer(layer, "gather_rows")
 
-    def unfold(self, step: Unfold, x: Any) -> Any:
+    def unfold(self, *given: Any) -> Any:
         raise EngineError("TensorRT has nothing for convolutions of encoders of speech: kernels and NumPy run them")
 
-    def depthwise_convolution(self, x: Any, weight: Any) -> Any:
-        raise EngineError("TensorRT has nothing for the depthwise convolutions of encoders of speech: NumPy runs them")
-
-    def local_attention(self, step: LocalAttention, x: Any, relative: Any, scale: Any) -> Any:
-        raise EngineError("TensorRT has nothing for the local attention of encoders of speech: NumPy runs it")
+    depthwise_convolution = local_attention = unfold
 
     def concatenate(self, tensors: Sequence[Any], axis: int) -> Any:
         layer = self.network.add_concatenation(list(tensors))

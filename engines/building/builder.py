@@ -183,7 +183,7 @@ def read_build(
     wanted |= {"has_draft": drafted is not None, "is_mtp": drafted == MTP, "draft_block": block}
     wanted |= {"adapter_ranks": ranks, "vision": encoder, "beyond_trained_context": asked.beyond_trained_context}
     chosen = known or checks.choose_limits(config, **wanted, is_packed=folder_quantization(source) is not None)
-    audio_rows = inputs.audio.window_rows if inputs.audio is not None and "audio" in inputs.models else 0
+    audio_rows = 0 if inputs.audio is None else inputs.audio.run_rows
     chosen = replace(checks.with_window_rows(config, chosen), draft_block=block, audio_rows=audio_rows)
     checks.check_limits(config, chosen, asked.beyond_trained_context, drafted is not None, ranks)
     checks.check_image_rows(encoder, vision is not None, chosen)

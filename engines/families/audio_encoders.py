@@ -1,15 +1,18 @@
-"""The encoders of speech: their tensors checked, and Qwen3-ASR's and Voxtral's configurations and programs.
+"""The encoders of speech: their tensors checked, and the configurations and programs of Qwen3-ASR's, Voxtral's and
+Qwen2-Audio's.
 
 Convolutions make of each second of sound a few rows, which a plain transformer lets attend within windows of several
 seconds; a projector leads to the language model. No window sees another: each is a run of its own, and what it gave
 stays as it was when more is heard. Qwen3-ASR's three convolutions go over time and bands, and each second begins anew
-at the same positions; Voxtral's two go over time, a window is always 30 seconds, with silence behind a sound's end,
-and four rows become one token (Whisper's encoder: Radford et al. 2023; Liu et al. 2025).
+at the same positions; the others' two go over time, a window is always 30 seconds, with silence behind a sound's end
+(Whisper's encoder: Radford et al. 2023). Four rows of Voxtral's, side by side, become one token (Liu et al. 2025); the
+mean of two of Qwen2-Audio's, which do not see the silence (Chu et al. 2024).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +26,26 @@ from edgellm.engines.families.gemma4_audio import conformer_inputs, conformer_pr
 from edgellm.engines.families.vision_parts import QKV, TowerWeights, attention_steps, mlp_steps, projection_steps
 from edgellm.engines.model.audio import AudioConfig, ConformerConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig, WeightSpec
-from edgellm.engines.model.encoder_steps import EncoderAttention, Unfold
+from edgellm.engines.model.encoder_steps import EncoderAttention, Gather, Unfold
 from edgellm.engines.model.limits import LARGEST_AUDIO_ROWS, EngineShape, audio_shape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
 from edgellm.kernels.arrays import ITEM_SIZES
 
+#: What the file calls the sizes that all have; Voxtral's does so otherwise.
+_SIZES = ("encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "d_model")
+_VOXTRAL_SIZES = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+#: What Whisper's encoders and Qwen3-ASR's have where the file does not say.
+_WHISPER_DEFAULTS, _ASR_DEFAULTS = (32, 20, 5120, 1280), (24, 16, 4096, 1024)
 _DEFAULTS = {
-    **{"encoder_layers": 24, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096, "d_model": 1024},
     **{"num_mel_bins": 128, "n_window": 50, "n_window_infer": 800, "output_dim": 3584, "downsample_hidden_size": 480},
+    "max_source_positions": 1500,
 }
-_VOXTRAL_DEFAULTS = {
-    **{"num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120, "hidden_size": 1280},
-    **{"num_mel_bins": 128, "max_source_positions": 1500},
-}
-#: The width of Voxtral's language model where the file does not say.
-_VOXTRAL_TEXT = 3072
+#: The families with Whisper's, and the width of their language models where the file does not say.
+_WHISPER = {"voxtral": 3072, "qwen2_audio": 4096}
+#: Inputs that name the even and the odd rows of Qwen2-Audio's.
+_PAIRS = ("even_rows", "odd_rows")
 #: Layer norms have PyTorch's own; positions are sines and cosines of waves up to so long (Vaswani et al. 2017).
 _EPSILON, _LONGEST_WAVE = 1e-5, 10000.0
 #: Far above any published encoder's: bands and half the frames of a chunk.
@@ -86,21 +92,31 @@ def _read_conformer(checkpoint: Checkpoint) -> ConformerConfig:
 
 
 def _read_transformer(checkpoint: Checkpoint) -> AudioConfig:
-    raw, is_voxtral = checkpoint.config.get("audio_config"), checkpoint.config.get("model_type") == "voxtral"
-    given = filled(raw if isinstance(raw, dict) else {}, _VOXTRAL_DEFAULTS if is_voxtral else _DEFAULTS, is_part=True)
-    fields = ConfigFields(given, None, "audio_config")
+    raw, family = checkpoint.config.get("audio_config"), str(checkpoint.config.get("model_type"))
+    sizes = _VOXTRAL_SIZES if family == "voxtral" else _SIZES
+    usual = _WHISPER_DEFAULTS if family in _WHISPER else _ASR_DEFAULTS
+    defaults = _DEFAULTS | dict(zip(sizes, usual, strict=True))
+    fields = ConfigFields(filled(raw if isinstance(raw, dict) else {}, defaults, is_part=True), None, "audio_config")
     if fields.values.get("scale_embedding"):
         fields.refuse("scale_embedding", True, "supported is false")
     fields.word("activation_function", {"gelu": "gelu", None: "gelu"})
-    own = _voxtral(fields, checkpoint) if is_voxtral else _qwen3_asr(fields)
-    hidden, heads = own["hidden_size"], own["num_heads"]
-    if heads and (hidden % heads or hidden % 2 or hidden < 4):
-        key, of = ("hidden_size", "num_attention_heads") if is_voxtral else ("d_model", "encoder_attention_heads")
-        fields.expect(key, hidden, f"a multiple of 2 and of {of}, {heads}, from 4 on")
+    layers, heads, inner, width = sizes
+    read: dict[str, Any] = {
+        "family": family,
+        "num_layers": fields.size(layers, largest=LARGEST_DEPTH),
+        "num_heads": fields.size(heads),
+        "intermediate_size": fields.size(inner),
+        "hidden_size": fields.size(width),
+    }
+    own = _whisper(fields, checkpoint, read) if family in _WHISPER else _qwen3_asr(fields)
+    hidden, count = read["hidden_size"], read["num_heads"]
+    if count and (hidden % count or hidden % 2 or hidden < 4):
+        fields.expect(width, hidden, f"a multiple of 2 and of {heads}, {count}, from 4 on")
     config = AudioConfig(
         mel_bins=fields.size("num_mel_bins", largest=_LARGEST_CHUNK),
         tensor_prefix=first_prefix(("model.audio_tower.", "audio_tower."), checkpoint.tensors),
         projector_prefix=first_prefix(("model.multi_modal_projector.", "multi_modal_projector."), checkpoint.tensors),
+        **read,
         **own,
     )
     fields.raise_problems()
@@ -113,11 +129,6 @@ def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
     if half and window % (2 * half):
         fields.expect("n_window_infer", window, f"a multiple of twice n_window, {2 * half}")
     return {
-        "family": "qwen3_asr",
-        "hidden_size": fields.size("d_model"),
-        "intermediate_size": fields.size("encoder_ffn_dim"),
-        "num_layers": fields.size("encoder_layers", largest=LARGEST_DEPTH),
-        "num_heads": fields.size("encoder_attention_heads"),
         "channels": fields.size("downsample_hidden_size"),
         "halvings": 3,
         "chunk_frames": 2 * half,
@@ -127,26 +138,24 @@ def _qwen3_asr(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _voxtral(fields: ConfigFields, checkpoint: Checkpoint) -> dict[str, Any]:
-    hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
+def _whisper(fields: ConfigFields, checkpoint: Checkpoint, read: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, inner, merged = read["hidden_size"], read["intermediate_size"], 2
     positions = fields.size("max_source_positions", largest=LARGEST_AUDIO_ROWS)
-    merged = inner // max(1, hidden)  # rows side by side are as wide as the inner layer
-    if hidden and (inner % hidden or positions % max(1, merged)):
-        expected = f"a multiple of hidden_size, {hidden}, that max_source_positions, {positions}, is one of"
-        fields.expect("intermediate_size", inner, expected)
+    if read["family"] == "voxtral":
+        merged = inner // max(1, hidden)  # rows side by side are as wide as the inner layer
+        if hidden and (inner % hidden or positions % max(1, merged)):
+            expected = f"a multiple of hidden_size, {hidden}, that max_source_positions, {positions}, is one of"
+            fields.expect("intermediate_size", inner, expected)
+    elif positions % 2:
+        fields.expect("max_source_positions", positions, "an even number: the mean of two rows becomes one token")
     text = checkpoint.config.get("text_config")
     whole = ConfigFields({**(text if isinstance(text, dict) else {})}, None, "text_config")
-    out = whole.size("hidden_size", _VOXTRAL_TEXT)
+    out = whole.size("hidden_size", _WHISPER[read["family"]])
     whole.raise_problems()
     activation = checkpoint.config.get("projector_hidden_act", "gelu")
     if activation != "gelu":
         fields.refuse("projector_hidden_act", activation, "supported is gelu")
     return {
-        "family": "voxtral",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_layers": fields.size("num_hidden_layers", largest=LARGEST_DEPTH),
-        "num_heads": fields.size("num_attention_heads"),
         "channels": hidden,
         "halvings": 1,
         "chunk_frames": 2 * positions,
@@ -161,33 +170,35 @@ def audio_weights(config: AudioConfig) -> list[WeightSpec]:
     return list(audio_program(config, audio_shape(config.window_rows)).weights.values())
 
 
-def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray) -> dict[str, np.ndarray]:
-    """What the program of a shape takes of a window's `features` [bins, F]. For Voxtral their columns are rows, one for
-    each frame. For Qwen3-ASR chunks stand one behind the other, zeros behind the last, and there are the positions of
-    their rows, and which of these rows are those of sound."""
-    bins, frames = features.shape
+def audio_inputs(config: AudioConfig, shape: EngineShape, features: np.ndarray, frames: int) -> dict[str, np.ndarray]:
+    """What the program of a shape takes of a window's `features` [bins, F], the first `frames` of which were heard.
+    For Voxtral and Qwen2-Audio their columns are rows, one for each frame. For Qwen3-ASR chunks stand one behind the
+    other, zeros behind the last, and there are the positions of their rows. Of all but Voxtral's it is said which rows
+    are those of sound; of Qwen2-Audio's, which ones make two."""
     if isinstance(config, ConformerConfig):
         return conformer_inputs(config, shape, features)
-    if config.family == "voxtral":
-        return {"features": np.ascontiguousarray(features.T)[None]}
-    rows = convolved(config.chunk_frames, config.halvings)
-    chunks, half = shape.tokens // rows, config.hidden_size // 2
-    padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - frames)))
+    heard = {"attention_mask": (np.arange(shape.tokens) < config.encoded_rows(frames))[None, None, None]}
+    if config.family in _WHISPER:
+        inputs = {"features": np.ascontiguousarray(features.T)[None]}
+        if config.family == "voxtral":
+            return inputs
+        rows = np.arange(shape.tokens, dtype=np.int32)
+        return inputs | heard | {name: rows[None, first::2].copy() for first, name in enumerate(_PAIRS)}
+    bins, own = len(features), convolved(config.chunk_frames, config.halvings)
+    chunks, half = shape.tokens // own, config.hidden_size // 2
+    padded = np.pad(features, ((0, 0), (0, chunks * config.chunk_frames - features.shape[1])))
     waves = np.exp(-np.log(_LONGEST_WAVE) / (half - 1) * np.arange(half))
-    angles = np.arange(rows)[:, None] * waves
+    angles = np.arange(own)[:, None] * waves
     positions = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
     return {
         "features": padded.reshape(bins, chunks, -1).swapaxes(0, 1).reshape(1, -1, 1),
         "position_embeddings": np.tile(positions, (chunks, 1))[None],
-        "attention_mask": (np.arange(shape.tokens) < config.rows(frames))[None, None, None],
-    }
+    } | heard
 
 
 def audio_memory(config: AudioConfig, dtype: str, computes_at_once: bool) -> dict[str, int]:
     """Memory in bytes, by name: weights, inputs and output of the longest run, rows that are kept. A backend that
     `computes_at_once` has no scratch for what is between steps, of which what convolutions read is widest."""
-    if config.on_host:
-        dtype, computes_at_once = "float32", True
     program = audio_program(config, audio_shape(config.run_rows))
     edge = [(shape, ITEM_SIZES.get(kind, ITEM_SIZES[dtype])) for shape, kind in program.edge.values()]
     everything = sum(math.prod(shape) * item for shape, item in edge)
@@ -208,12 +219,12 @@ def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("projector.", config.projector_prefix)
     hidden, merged, out = config.hidden_size, config.merged, config.out_hidden_size
-    is_voxtral = config.family == "voxtral"
-    inputs, steps = (_voxtral_rows if is_voxtral else _qwen3_asr_rows)(config, shape, tower)
+    is_whisper, is_voxtral = config.family in _WHISPER, config.family == "voxtral"
+    inputs, steps = (_whisper_rows if is_whisper else _qwen3_asr_rows)(config, shape, tower)
     for index in range(config.num_layers):
         layer = f"layers.{index}."
         qkv = tower.linear(f"{layer}self_attn.qkv_proj", dict.fromkeys(QKV, hidden), hidden)
-        if is_voxtral and qkv.bias is not None:
+        if is_whisper and qkv.bias is not None:
             # Its keys have no bias, and any would do: one that all keys have changes no weight of a softmax.
             query, _, value = qkv.bias.parts
             qkv = replace(qkv, bias=replace(qkv.bias, parts=(query, query, value)))
@@ -223,15 +234,21 @@ def audio_program(config: AudioConfig, shape: EngineShape) -> Program:
         attention = EncoderAttention("context", "qkv", *heads, (1, shape.tokens), mask)
         steps += attention_steps("hidden", first, qkv, attention, output)
         steps += mlp_steps("hidden", second, *tower.mlp(f"{layer}fc{{}}", config), "gelu")
-    norm = tower.layer_norm("layer_norm" if is_voxtral else "ln_post", hidden)
-    rows, wide = shape.tokens // merged, merged * hidden
+    norm, rows = tower.layer_norm("layer_norm" if is_whisper else "ln_post", hidden), shape.tokens // merged
+    outputs: Edge = {"audio_embeddings": ((1, rows, out), "compute")}
+    if config.family == "qwen2_audio":
+        # The norm of a mean is that of the sum, with the square of two in its epsilon.
+        steps += [Gather(name, "hidden", name) for name in _PAIRS]
+        steps += [Add("sums", *_PAIRS), Normed("sums", "sums", replace(norm, epsilon=4 * _EPSILON))]
+        linear = NormLinear("audio_embeddings", (Input("sums"),), projector.linear("linear", out, hidden))
+        return Program(shape, inputs, (*steps, linear), outputs)
+    wide = merged * hidden
     linears = (
         projector.linear("linear_1", out if is_voxtral else hidden, wide, bias=not is_voxtral),
         projector.linear("linear_2", out, out if is_voxtral else hidden, bias=not is_voxtral),
     )
     steps += [Normed("hidden", "hidden", norm), Reshape("rows", "hidden", (1, rows, wide))]
     steps += projection_steps("audio_embeddings", ["rows"], linears, "gelu")
-    outputs: Edge = {"audio_embeddings": ((1, rows, out), "compute")}
     return Program(shape, inputs, tuple(steps), outputs)
 
 
@@ -260,7 +277,7 @@ def _qwen3_asr_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights
     return inputs, steps
 
 
-def _voxtral_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights) -> tuple[Edge, list[Step]]:
+def _whisper_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights) -> tuple[Edge, list[Step]]:
     """The same of places in time alone."""
     hidden, bands, frames = config.hidden_size, config.mel_bins, 2 * shape.tokens
     first, second = (tower.convolution(f"conv{n}", hidden, (depth, 3), True) for n, depth in ((1, bands), (2, hidden)))
@@ -271,4 +288,8 @@ def _voxtral_rows(config: AudioConfig, shape: EngineShape, tower: TowerWeights) 
         NormLinear("convolved", (Input("places"),), second, "gelu"),
         Add("hidden", "convolved", tower.weight("embed_positions.weight", shape.tokens, hidden)),
     ]
-    return {"features": ((1, frames, bands), "float32")}, steps
+    inputs: Edge = {"features": ((1, frames, bands), "float32")}
+    if config.family == "qwen2_audio":
+        inputs["attention_mask"] = ((1, 1, 1, shape.tokens), "bool")
+        inputs |= dict.fromkeys(_PAIRS, ((1, shape.tokens // 2), "int32"))
+    return inputs, steps

@@ -12,14 +12,14 @@ import numpy as np
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import text_hidden_size
-from edgellm.engines.families.vision_parts import QKV, TowerWeights, bounded_linear
+from edgellm.engines.families.vision_parts import BoundedLayer, TowerWeights, bounded_qkv
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.audio import ConformerConfig, convolved
 from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.encoder_steps import (
     Activate,
     CenteredNorm,
-    DepthwiseConvolution,
+    GatedConvolution,
     LocalAttention,
     StandardNorm,
     Unfold,
@@ -27,7 +27,7 @@ from edgellm.engines.model.encoder_steps import (
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge
-from edgellm.engines.model.steps import Add, Input, Norm, Normed, NormLinear, Reshape, Scale, SideBySide, Step
+from edgellm.engines.model.steps import Add, Input, Normed, NormLinear, Reshape, Step
 
 #: What stands for a sound's tokens, before and behind them, where the file does not say.
 GEMMA4_AUDIO_TOKEN, _BEGIN, _END = 258881, 256000, 258883
@@ -116,6 +116,8 @@ def conformer_program(config: ConformerConfig, shape: EngineShape) -> Program:
     tower = TowerWeights("audio_tower.", config.tensor_prefix, _EPSILON)
     projector = TowerWeights("embed_audio.", config.projector_prefix)
     hidden, rows, out, bins = config.hidden_size, shape.tokens, config.out_hidden_size, config.mel_bins
+    layers = [f"layers.{index}." for index in range(config.num_layers)]
+    relative = {f"{layer}self_attn.relative_k_proj": hidden for layer in layers}
     frames, first, second = _FRAMES * rows, config.channels, config.second_channels
     steps: list[Step] = []
     for number, (value, depth, channels) in enumerate((("features", 1, first), ("convolved", first, second))):
@@ -129,9 +131,13 @@ def conformer_program(config: ConformerConfig, shape: EngineShape) -> Program:
         ]
     width = convolved(bins, 2) * second
     linear = tower.linear("subsample_conv_projection.input_proj_linear", hidden, width, False)
-    steps += [Reshape("rows", "convolved", (1, rows, width)), NormLinear("hidden", (Input("rows"),), linear)]
-    for index in range(config.num_layers):
-        steps += _Layer(config, tower, f"layers.{index}.").steps()
+    steps += [
+        Reshape("rows", "convolved", (1, rows, width)),
+        NormLinear("hidden", (Input("rows"),), linear),
+        NormLinear("relative", (Input("distances"),), tower.linear("relative_k_proj", relative, hidden, False)),
+    ]
+    for index, layer in enumerate(layers):
+        steps += _Layer(config, tower, layer).steps(index * hidden)
     last = projector.linear("embedding_projection", out, config.encoded_size, False)
     steps += [
         NormLinear("encoded", (Input("hidden"),), tower.linear("output_proj", config.encoded_size, hidden)),
@@ -146,57 +152,37 @@ def conformer_program(config: ConformerConfig, shape: EngineShape) -> Program:
     return Program(shape, inputs, tuple(steps), {"audio_embeddings": ((1, rows, out), "compute")})
 
 
-class _Layer:
-    """The steps of one layer on the residual stream "hidden"."""
+class _Layer(BoundedLayer):
+    """The steps of one layer."""
 
-    def __init__(self, config: ConformerConfig, tower: TowerWeights, prefix: str) -> None:
-        self._config, self._tower, self._prefix = config, tower, prefix
-
-    def steps(self) -> list[Step]:
-        """Attention and a convolution between two feed-forward layers, and a norm."""
+    def steps(self, first: int) -> list[Step]:
+        """Attention and a convolution between two feed-forward layers, and a norm. Of rows of positions the layer has
+        columns from the `first` on."""
         return [
             *self._feed_forward("feed_forward1"),
-            *self._attention(),
+            *self._attention(first),
             *self._convolution(),
             *self._feed_forward("feed_forward2"),
             Normed("hidden", "hidden", self._norm("norm_out")),
         ]
 
-    def _norm(self, name: str) -> Norm:
-        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
-
-    def _linear(self, name: str, output: str, value: str, rows: int = 1, columns: int = 1) -> list[Step]:
-        """A layer of so many times the hidden size."""
-        hidden, clipped = self._config.hidden_size, self._config.clipped
-        return bounded_linear(
-            self._tower, f"{self._prefix}{name}", output, value, (rows * hidden, columns * hidden), clipped
-        )
-
     def _feed_forward(self, name: str) -> list[Step]:
+        hidden, share = self._config.hidden_size, self._config.share
         return [
             Normed("normed", "hidden", self._norm(f"{name}.pre_layer_norm")),
-            *self._linear(f"{name}.ffw_layer_1", "inner", "normed", rows=4),
+            *self._linear(f"{name}.ffw_layer_1", "inner", "normed", 4 * hidden, hidden),
             Activate("inner", "inner", "silu"),
-            *self._linear(f"{name}.ffw_layer_2", "added", "inner", columns=4),
-            Normed("added", "added", self._norm(f"{name}.post_layer_norm")),
-            Scale("added", "added", self._config.share),
-            Add("hidden", "hidden", "added"),
+            *self._added("inner", f"{name}.ffw_layer_2", 4 * hidden, f"{name}.post_layer_norm", share),
         ]
 
-    def _attention(self) -> list[Step]:
-        config, name = self._config, f"{self._prefix}self_attn."
+    def _attention(self, first: int) -> list[Step]:
+        config, folder = self._config, f"{self._prefix}self_attn."
         hidden, heads = config.hidden_size, config.num_heads
-        relative = self._tower.linear(f"{name}relative_k_proj", hidden, hidden, False)
-        scale = self._tower.weight(f"{name}per_dim_scale", hidden // heads)
+        scale = self._tower.weight(f"{folder}per_dim_scale", hidden // heads)
         return [
-            Normed("normed", "hidden", self._norm("norm_pre_attn")),
-            *(step for part in QKV for step in self._linear(f"self_attn.{part}", part, "normed")),
-            SideBySide("qkv", QKV),
-            NormLinear("relative", (Input("distances"),), relative),
-            LocalAttention("context", "qkv", "relative", heads, config.past, config.cap, scale),
-            *self._linear("self_attn.post", "added", "context"),
-            Normed("added", "added", self._norm("norm_post_attn")),
-            Add("hidden", "hidden", "added"),
+            *bounded_qkv(self._tower, folder, self._norm("norm_pre_attn"), hidden, config.clipped),
+            LocalAttention("context", "qkv", "relative", first, heads, config.past, config.cap, scale),
+            *self._added("context", "self_attn.post", hidden, "norm_post_attn"),
         ]
 
     def _convolution(self) -> list[Step]:
@@ -204,11 +190,8 @@ class _Layer:
         weight = self._tower.weight(f"{name}depthwise_conv1d.weight", hidden, kernel, part=(hidden, 1, kernel))
         return [
             Normed("normed", "hidden", self._norm("lconv1d.pre_layer_norm")),
-            *self._linear("lconv1d.linear_start", "inner", "normed", rows=2),
-            Activate("inner", "inner", "sigmoid", hidden),
-            DepthwiseConvolution("inner", "inner", weight),
-            Normed("inner", "inner", self._norm("lconv1d.conv_norm")),
-            Activate("inner", "inner", "silu"),
-            *self._linear("lconv1d.linear_end", "added", "inner"),
+            *self._linear("lconv1d.linear_start", "inner", "normed", 2 * hidden, hidden),
+            GatedConvolution("inner", "inner", weight, self._norm("lconv1d.conv_norm")),
+            *self._linear("lconv1d.linear_end", "added", "inner", hidden, hidden),
             Add("hidden", "hidden", "added"),
         ]

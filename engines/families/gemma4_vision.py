@@ -6,18 +6,18 @@ from __future__ import annotations
 from edgellm.engines.families.decoders import filled
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_fields import Read, dimensions, rotated, text_hidden_size
-from edgellm.engines.families.vision_parts import QKV, TOWER, TowerWeights, bounded_linear, bounds
-from edgellm.engines.model.config import LARGEST_MERGE, WeightSpec
-from edgellm.engines.model.encoder_steps import (
-    AveragePool,
-    Clip,
-    ClippedGate,
-    EncoderAttention,
-    NormedHeads,
-    StandardNorm,
+from edgellm.engines.families.vision_parts import (
+    TOWER,
+    BoundedLayer,
+    TowerWeights,
+    bounded_linears,
+    bounded_qkv,
+    bounds,
 )
+from edgellm.engines.model.config import LARGEST_MERGE
+from edgellm.engines.model.encoder_steps import AveragePool, ClippedGate, EncoderAttention, NormedHeads, StandardNorm
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.steps import Add, Input, Linear, Norm, Normed, NormLinear, Step
+from edgellm.engines.model.steps import Add, Input, Norm, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
 
 #: What stands for an image's tokens, before and behind them, where the file does not say.
@@ -103,70 +103,36 @@ def gemma4_vision_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
-class _Layer:
-    """The steps of one layer on the residual stream "hidden"."""
-
-    def __init__(self, config: VisionConfig, tower: TowerWeights, prefix: str) -> None:
-        self._config, self._tower, self._prefix = config, tower, prefix
+class _Layer(BoundedLayer):
+    """The steps of one layer."""
 
     def steps(self, rows: int) -> list[Step]:
         """Both parts, each normed before and behind."""
-        config, heads = self._config, self._config.num_heads
-        norms = tuple(self._tower.rms_norm(f"{self._prefix}self_attn.{each}_norm", config.head_dim) for each in "qk")
+        config, heads, hidden = self._config, self._config.num_heads, self._config.hidden_size
+        folder = f"{self._prefix}self_attn."
+        norms = tuple(self._tower.rms_norm(f"{folder}{each}_norm", config.head_dim) for each in "qk")
         attention = EncoderAttention(
             "context", "qkv", heads, config.head_dim, (1, rows), "attention_mask", "rotary_cos_sin"
         )
         return [
-            *self._attended("qkv", self._norm("input_layernorm")),
+            *bounded_qkv(
+                self._tower, f"{self._prefix}self_attn.", self._norm("input_layernorm"), hidden, config.clipped
+            ),
             NormedHeads("qkv", "qkv", heads, (norms[0], norms[1])),
             attention,
-            *self._added("context", "self_attn.o_proj", config.hidden_size, "post_attention_layernorm"),
+            *self._added("context", "self_attn.o_proj", hidden, "post_attention_layernorm"),
             *self._activated("activation", self._norm("pre_feedforward_layernorm")),
             *self._added("activation", "mlp.down_proj", config.intermediate_size, "post_feedforward_layernorm"),
         ]
 
-    def _norm(self, name: str) -> Norm:
-        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
-
-    def _attended(self, output: str, norm: Norm) -> list[Step]:
-        """Queries, keys and values."""
-        hidden = self._config.hidden_size
-        if not self._config.clipped:
-            parts = {f"{name}.linear": hidden for name in QKV}
-            joined = self._tower.linear(f"{self._prefix}self_attn.qkv_proj", parts, hidden, False)
-            return [NormLinear(output, (Input("hidden", (norm,)),), joined)]
-        steps = self._each(norm, {f"self_attn.{name}": hidden for name in QKV})
-        clipped = tuple((f"self_attn.{name}", self._bounds(f"self_attn.{name}", "output")) for name in QKV)
-        return [*steps, Clip(output, clipped)]
-
     def _activated(self, output: str, norm: Norm) -> list[Step]:
         """What the gate lets through."""
         hidden, inner, activation = self._config.hidden_size, self._config.intermediate_size, self._config.activation
-        gate, value = "mlp.gate_proj", "mlp.up_proj"
         if not self._config.clipped:
-            parts = dict.fromkeys(("gate_proj.linear", "up_proj.linear"), inner)
+            parts = {f"{name}.linear": inner for name in ("gate_proj", "up_proj")}
             joined = self._tower.linear(f"{self._prefix}mlp.gate_up_proj", parts, hidden, False)
             return [NormLinear(output, (Input("hidden", (norm,)),), joined, activation, gated=True)]
-        bounds = self._bounds(gate, "output"), self._bounds(value, "output")
-        return [*self._each(norm, {gate: inner, value: inner}), ClippedGate(output, gate, value, bounds, activation)]
-
-    def _each(self, norm: Norm, rows: dict[str, int]) -> list[Step]:
-        """What the normed stream gives by several layers, each with bounds of its own."""
-        steps: list[Step] = [Normed("normed", "hidden", norm)]
-        for name, count in rows.items():
-            steps.append(Clip("bounded", (("normed", self._bounds(name, "input")),)))
-            steps.append(NormLinear(name, (Input("bounded"),), self._linear(name, count, self._config.hidden_size)))
-        return steps
-
-    def _added(self, value: str, name: str, columns: int, norm: str) -> list[Step]:
-        """What is added to the residual stream."""
-        sizes = self._config.hidden_size, columns
-        linear = bounded_linear(self._tower, f"{self._prefix}{name}", "added", value, sizes, self._config.clipped)
-        return [*linear, Normed("added", "added", self._norm(norm)), Add("hidden", "hidden", "added")]
-
-    def _linear(self, name: str, rows: int, columns: int) -> Linear:
-        return self._tower.linear(f"{self._prefix}{name}.linear", rows, columns, False)
-
-    def _bounds(self, name: str, side: str) -> WeightSpec:
-        """The least and the most of a layer's "input" or "output"."""
-        return bounds(self._tower, f"{self._prefix}{name}", side)
+        names, folder = ("gate_proj", "up_proj"), f"{self._prefix}mlp."
+        ends = tuple(bounds(self._tower, f"{folder}{name}", "output") for name in names)
+        steps = bounded_linears(self._tower, folder, norm, dict.fromkeys(names, inner), hidden)
+        return [*steps, ClippedGate(output, *names, (ends[0], ends[1]), activation)]

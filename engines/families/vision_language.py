@@ -1,10 +1,12 @@
 """Models with images or speech whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3,
-SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral."""
+SmolVLM, LFM2-VL, InternVL, MiniCPM-V, Qwen3-ASR, Voxtral, Qwen2-Audio."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
@@ -23,7 +25,7 @@ from edgellm.engines.families.vision_config import (
 )
 from edgellm.engines.model.config import DecoderConfig
 
-_LLAVA_IMAGE_TOKEN, _ASR_AUDIO_TOKEN, _VOXTRAL_AUDIO_TOKEN = 32000, 151676, 24
+_LLAVA_IMAGE_TOKEN = 32000
 #: Qwen3 inside has the sizes of the larger Qwen3-ASR where the file does not say.
 _ASR = {
     **QWEN3.defaults,
@@ -36,6 +38,7 @@ _ASR = {
 }
 #: Llama inside has those of Voxtral Mini.
 _VOXTRAL = {
+    **LLAMA.defaults,
     "vocab_size": 131072,
     "hidden_size": 3072,
     "intermediate_size": 8192,
@@ -71,19 +74,17 @@ _PALIGEMMA_TEXT = {
 
 
 def _read_qwen3_asr(fields: ConfigFields) -> DecoderConfig:
-    """Tokens of speech stand at consecutive positions."""
     if "thinker_config" in fields.values:
         fields.refuse("thinker_config", {}, "supported is the layout of transformers: Qwen/Qwen3-ASR-1.7B-hf")
-    config = inner_family(fields, QWEN3).read(text_fields(fields, _ASR))
-    token = fields.token_id("audio_token_id", _ASR_AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
-    return replace(config, audio_token_id=token)
+    return _read_with_speech(fields, QWEN3, _ASR, "audio_token_id", 151676)
 
 
-def _read_voxtral(fields: ConfigFields) -> DecoderConfig:
-    """Tokens of speech stand at consecutive positions."""
-    config = inner_family(fields, LLAMA).read(text_fields(fields, {**LLAMA.defaults, **_VOXTRAL}))
-    token = fields.token_id("audio_token_id", _VOXTRAL_AUDIO_TOKEN, largest=max(0, config.vocab_size - 1))
-    return replace(config, audio_token_id=token)
+def _read_with_speech(
+    fields: ConfigFields, family: Family, defaults: Mapping[str, Any], key: str, token: int
+) -> DecoderConfig:
+    """A language model of the `family`; tokens of speech stand at consecutive positions."""
+    config = inner_family(fields, family).read(text_fields(fields, defaults))
+    return replace(config, audio_token_id=fields.token_id(key, token, largest=max(0, config.vocab_size - 1)))
 
 
 def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
@@ -132,6 +133,10 @@ def _read_minicpmv4_6(fields: ConfigFields) -> DecoderConfig:
     return with_image_tokens(config, fields, "image_token_id", None)
 
 
+_read_voxtral = partial(_read_with_speech, family=LLAMA, defaults=_VOXTRAL, key="audio_token_id", token=24)
+_read_qwen2_audio = partial(
+    _read_with_speech, family=QWEN2, defaults=QWEN2.defaults, key="audio_token_index", token=151646
+)
 _read_smolvlm = partial(_read_tiled, token=SMOLVLM_IMAGE_TOKEN, families=(LLAMA,))
 _read_lfm2_vl = partial(_read_tiled, token=LFM2_VL_IMAGE_TOKEN, families=(LFM2,))
 _read_internvl = partial(_read_tiled, token=INTERNVL_IMAGE_TOKEN, families=(QWEN2, QWEN3, LLAMA, QWEN3_MOE, GPT_OSS))
@@ -146,3 +151,4 @@ INTERNVL = Family("internvl", "InternVLForConditionalGeneration", _read_internvl
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)
 QWEN3_ASR = Family("qwen3_asr", "Qwen3ASRForConditionalGeneration", _read_qwen3_asr, {"tie_word_embeddings": True})
 VOXTRAL = Family("voxtral", "VoxtralForConditionalGeneration", _read_voxtral)
+QWEN2_AUDIO = Family("qwen2_audio", "Qwen2AudioForConditionalGeneration", _read_qwen2_audio)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.encoder_steps import Clip, EncoderAttention, Prepend
+from edgellm.engines.model.encoder_steps import Clip, EncoderAttention, NormedResidual, Prepend
 from edgellm.engines.model.named_weights import NamedWeights
 from edgellm.engines.model.steps import Add, Input, Linear, LinearResidual, Norm, Normed, NormLinear, Step
 from edgellm.engines.model.vision import VisionConfig
@@ -61,6 +62,48 @@ def bounded_linear(
         NormLinear(output, (Input("bounded"),), linear),
         Clip(output, ((output, bounds(tower, name, "output")),)),
     ]
+
+
+def bounded_linears(tower: TowerWeights, folder: str, norm: Norm, rows: Mapping[str, int], columns: int) -> list[Step]:
+    """What "hidden", normed, gives by several clipped layers of a folder, each with its own bounds, under their names;
+    outputs are not clipped yet."""
+    steps: list[Step] = [Normed("normed", "hidden", norm)]
+    for name, count in rows.items():
+        steps.append(Clip("bounded", (("normed", bounds(tower, f"{folder}{name}", "input")),)))
+        steps.append(
+            NormLinear(name, (Input("bounded"),), tower.linear(f"{folder}{name}.linear", count, columns, False))
+        )
+    return steps
+
+
+def bounded_qkv(tower: TowerWeights, folder: str, norm: Norm, hidden: int, clipped: bool) -> list[Step]:
+    """Queries, keys and values of "hidden", normed, side by side as "qkv"."""
+    if not clipped:
+        joined = tower.linear(f"{folder}qkv_proj", {f"{name}.linear": hidden for name in QKV}, hidden, False)
+        return [NormLinear("qkv", (Input("hidden", (norm,)),), joined)]
+    steps = bounded_linears(tower, folder, norm, dict.fromkeys(QKV, hidden), hidden)
+    return [*steps, Clip("qkv", tuple((name, bounds(tower, f"{folder}{name}", "output")) for name in QKV))]
+
+
+class BoundedLayer:
+    """What the layers of Gemma 4's encoders share: norms before and behind parts that add to the stream "hidden"."""
+
+    def __init__(self, config: Any, tower: TowerWeights, prefix: str) -> None:
+        """`prefix` begins the names of the layer's weights."""
+        self._config, self._tower, self._prefix = config, tower, prefix
+
+    def _norm(self, name: str) -> Norm:
+        return self._tower.rms_norm(f"{self._prefix}{name}", self._config.hidden_size)
+
+    def _linear(self, name: str, output: str, value: str, rows: int, columns: int) -> list[Step]:
+        return bounded_linear(
+            self._tower, f"{self._prefix}{name}", output, value, (rows, columns), self._config.clipped
+        )
+
+    def _added(self, value: str, name: str, columns: int, norm: str, share: float = 1.0) -> list[Step]:
+        """What a linear layer gives, normed, is added."""
+        linear = self._linear(name, "added", value, self._config.hidden_size, columns)
+        return [*linear, NormedResidual("hidden", "added", self._norm(norm), "hidden", share)]
 
 
 def used_layers(config: VisionConfig) -> int:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Families whose encoders of speech have steps that are no kernels.
-HEARD_ON_HOST = ("gemma4",)
-
 
 @dataclass(frozen=True)
 class AudioConfig:
@@ -33,13 +30,8 @@ class AudioConfig:
     tensor_prefix: str
     projector_prefix: str
 
-    #: How many windows are encoded at once.
+    #: How many windows are encoded at once, beside those that these see.
     run_windows = 1
-
-    @property
-    def on_host(self) -> bool:
-        """Whether NumPy encodes beside a GPU, too."""
-        return self.family in HEARD_ON_HOST
 
     @property
     def lead_windows(self) -> int:
@@ -70,11 +62,14 @@ class AudioConfig:
         """The encoder's rows of the whole chunks that hold so many frames."""
         return -(-frames // self.chunk_frames) * convolved(self.chunk_frames, self.halvings)
 
-    def rows(self, frames: int) -> int:
-        """Rows, each a token of the language model, of so many frames: the last chunk may be shorter."""
+    def encoded_rows(self, frames: int) -> int:
+        """The encoder's rows of so many frames: the last chunk may be shorter."""
         full, rest = divmod(frames, self.chunk_frames)
-        convolved_rows = full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
-        return convolved_rows // self.merged
+        return full * convolved(self.chunk_frames, self.halvings) + convolved(rest, self.halvings)
+
+    def rows(self, frames: int) -> int:
+        """Rows, each a token of the language model, of so many frames."""
+        return self.encoded_rows(frames) // self.merged
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class ConformerConfig(AudioConfig):
     begin: int
     end: int
 
-    run_windows = 64  # 30 seconds and more
+    run_windows = 26  # 12 seconds; with those before them no convolution has more places than kernels take
 
     @property
     def lead_windows(self) -> int:
@@ -103,7 +98,6 @@ class ConformerConfig(AudioConfig):
 
     @property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids before and behind a sound's tokens."""
         return (self.begin,), (self.end,)
 
 

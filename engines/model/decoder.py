@@ -45,11 +45,14 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         value = "hidden"
     if config.layer_embedding_size:
         inputs[TOKEN_ROWS] = ((shape.batch, shape.tokens, config.token_row_size), "compute")
-        steps += LayerWeights(config, "model.", "model.").token_inputs(value)
+        projected, own = LayerWeights(config, "model.", "model.").token_inputs(value)
+        steps.append(projected)
     for index in range(layers):
         selecting = selects and not selects_late and index == last
         keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
         steps += decoder_layer(config, index, value, selecting, keep, windows, ahead)
+        if config.layer_embedding_size and index == 0:
+            steps.insert(-3, own)  # as late as they may come: before what the MLP gives, which the gate's layer adds
         value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"

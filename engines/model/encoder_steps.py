@@ -163,12 +163,10 @@ class StandardNorm(Step):
 
 @dataclass(frozen=True)
 class Activate(Step):
-    """output = activation(value) of each element or, with the `width` of a half, the first half of value times the
-    activation of its second."""
+    """output = activation(value) of each element."""
 
     value: str = field(metadata=READS)
     activation: str
-    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,18 +181,31 @@ class CenteredNorm(Step):
 
 
 @dataclass(frozen=True)
-class DepthwiseConvolution(Step):
-    """output[t] = sum of weight[:, k] value[t - W + 1 + k], column by column, zeros before the first row; the weight is
-    [C, W]."""
+class NormedResidual(Step):
+    """output = residual + share * norm(value)."""
+
+    value: str = field(metadata=READS)
+    norm: Norm
+    residual: str = field(metadata=READS)
+    share: float
+
+
+@dataclass(frozen=True)
+class GatedConvolution(Step):
+    """output = silu(norm(c)), c[t] = sum of weight[:, k] x[t - W + 1 + k], column by column, zeros before the first
+    row; x is the first half of value times the sigmoid of its second, the weight [C, W]. The middle of a conformer's
+    convolutional part, which is causal here (Gulati et al. 2020)."""
 
     value: str = field(metadata=READS)
     weight: WeightSpec
+    norm: Norm
 
 
 @dataclass(frozen=True)
 class LocalAttention(Step):
     """Attention of each row to itself and the `past` - 1 rows before it, of which a row at distance d has the score
-    cap tanh((q k + q r[d]) / cap), r being rows [1, >= past, n D] of the value `relative`.
+    cap tanh((q k + q r[d]) / cap), r being n D columns from `first` on of rows [1, >= past, ..] of the value
+    `relative`.
 
     `value` [1, rows, 3 n D] holds query, key and value heads. Queries are multiplied by softplus of the weight `scale`
     [D] and by 1 / (sqrt(D) ln 2), keys by ln(1 + e) / ln 2 (Gemma 4).
@@ -202,6 +213,7 @@ class LocalAttention(Step):
 
     value: str = field(metadata=READS)
     relative: str = field(metadata=READS)
+    first: int
     heads: int
     past: int
     cap: float

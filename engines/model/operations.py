@@ -231,7 +231,7 @@ class Operations(Protocol[Tensor]):
         """What each place of a convolution reads of x (see `Unfold`)."""
 
     def depthwise_convolution(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each column of x [1, T, C] convolved with its own of `weight` [C, W] (see `DepthwiseConvolution`)."""
+        """Each column of x [1, T, C] convolved with its own of `weight` [C, W] (see `GatedConvolution`)."""
 
     def local_attention(self, step: LocalAttention, x: Tensor, relative: Tensor, scale: Tensor) -> Tensor:
         """What rows [1, T, 3 n D] get of those before them: [1, T, n D] (see `LocalAttention`)."""

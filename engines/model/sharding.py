@@ -13,8 +13,10 @@ from typing import Any
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.layer_weights import TOKEN_INPUTS
 from edgellm.engines.model.program import Program, kept_states
 from edgellm.engines.model.recurrent_steps import GatedDelta, GatedNorm, SelectiveScan, ShortConvolution
+from edgellm.engines.model.row_steps import TokenInputs
 from edgellm.engines.model.steps import (
     Add,
     AddResidual,
@@ -73,8 +75,9 @@ def sharded(program: Program, rank: int, of: int) -> Shard:
 
     The query heads are divided equally. A rank has the key-value heads of its query heads: where there are fewer than
     ranks, several have the same. `LinearResidual` becomes a partial product, whose bias rank 0 adds, a `Reduce`, and
-    an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. Raises EngineError
-    that names what cannot be shared, Gemma 4's own steps and norms of all heads of a state space among it.
+    an `AddResidual`: of one rank these give the same bits. Of a mixture a rank has whole experts. What tokens' own
+    embeddings let through (Gemma 4) is computed by all: it is less than a sum takes. Raises EngineError that names what
+    cannot be shared, norms of all heads of a state space among it.
     """
     return _Sharding(program, rank, of).shard()
 
@@ -96,6 +99,7 @@ class _Sharding:
         kinds: dict[type, Callable[[Any], Sequence[Step] | None]] = {
             Scale: self._whole,
             Add: self._whole,
+            TokenInputs: self._whole,
             NormLinear: self._norm_linear,
             NormParts: self._norm_parts,
             Attention: self._attention,
@@ -128,8 +132,8 @@ class _Sharding:
 
     def _norm_linear(self, step: NormLinear) -> Sequence[Step] | None:
         rows = step.linear.weight.shape[0]
-        if step.into is not None:
-            return None
+        if step.through is not None or step.output == TOKEN_INPUTS:
+            return self._whole(step)
         if step.output == "logits":
             own = self._rows(step.linear, (self._about(rows),))
             widths = tuple(rows * (rank + 1) // self._of - rows * rank // self._of for rank in range(self._of))
@@ -140,7 +144,7 @@ class _Sharding:
             (first, last), (begin, end) = self._queries(attention), self._heads(attention)
             keys, values = wide * heads, wide * heads + kv_heads  # where they begin, in heads
             parts = (wide * first, wide * last), (keys + begin, keys + end), (values + begin, values + end)
-            ranges = tuple((size * first, size * last) for first, last in parts)
+            ranges = tuple((size * first, size * last) for first, last in parts[: 1 if step.into else 3])
         elif step.output in self._multiplied:
             inner = rows // (2 if step.gated else 1)
             begin, end = self._about(inner)
@@ -169,9 +173,7 @@ class _Sharding:
             replace(step, norms=tuple(norms), squares=squares, wholes=tuple(wholes)),
         )
 
-    def _attention(self, step: Attention) -> Sequence[Step] | None:
-        if step.norms_values:  # of Gemma 4 alone, whose other steps are not shared
-            return None
+    def _attention(self, step: Attention) -> Sequence[Step]:
         (first, last), (begin, end) = self._queries(step), self._heads(step)
         self._cuts |= dict.fromkeys(step.state(self._program.shape).names, Cut(1, ((begin, end),)))
         self._split.add(step.output)
@@ -272,9 +274,9 @@ class _Sharding:
         )
 
     def _experts(self, step: Experts) -> Sequence[Step]:
-        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is."""
-        if step.latent:
-            raise EngineError(f"{step.title}, whose experts have a width of their own, is not shared: take one GPU")
+        """Whole experts are shared, so that each is computed as by one rank; the one of all tokens is as an MLP is.
+        Layers to and from a width of the experts' own are on every rank, each of which leads back its part of the sum.
+        """
         count = step.mixture.experts
         first, last = self._about(count)
 

@@ -261,10 +261,10 @@ class BaseEngineRunner(PrefillingRunner):
         and the choice of their tokens, plainly."""
         key = batch, rows, adapts, plain
         if key not in self._stages:
-            whole = in_order([*self._forward(batch, rows, adapts), *self._choose(batch, plain, False)])
+            choice = self._choose(batch, plain, False)
             kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
             name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
-            self._stages[key] = {**self._own_rows(batch), name: whole}
+            self._stages[key] = self._with_rows(batch, name, self._forward(batch, rows, adapts), choice)
         return self._stages[key]
 
     def _forward_step(self, batch: int, rows: int, adapts: bool) -> Stages:
@@ -272,20 +272,26 @@ class BaseEngineRunner(PrefillingRunner):
         key = "forward", batch, rows, adapts
         if key not in self._stages:
             name = f"logits of {batch} sequences, {rows} rows{', with adapters' if adapts else ''}"
-            self._stages[key] = {**self._own_rows(batch), name: in_order(self._forward(batch, rows, adapts))}
+            self._stages[key] = self._with_rows(batch, name, self._forward(batch, rows, adapts))
         return self._stages[key]
 
     def _choice_step(self, batch: int, plain: bool) -> Stages:
-        """The second half."""
         key = "choice", batch, plain
         if key not in self._stages:
             name = f"choice for {batch} sequences, {'greedy' if plain else 'sampled'}"
             self._stages[key] = {name: in_order(self._choose(batch, plain, True))}
         return self._stages[key]
 
-    def _own_rows(self, batch: int) -> Stages:
-        """What brings the rows of the tokens that the leading slots take next."""
-        return self.token_rows.stages(self.sequences(slice(0, batch)).token_ids)
+    def _with_rows(
+        self, batch: int, name: str, forward: list[Callable[[], None]], behind: Sequence[Callable[[], None]] = ()
+    ) -> Stages:
+        """A forward pass and what is `behind` it; its last part waits for rows of the tokens that the leading slots
+        take, where they have such."""
+        *before, last = forward
+        if not self.config.token_row_size:
+            return {name: in_order([*forward, *behind])}
+        stages = self.token_rows.stages(self.sequences(slice(0, batch)).token_ids, in_order(before))
+        return {**stages, name: in_order([last, *behind])}
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -347,7 +353,6 @@ class BaseEngineRunner(PrefillingRunner):
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
-        """The decode engine of the largest key range."""
         shape = self._decode_shapes.get((batch, adapts))
         if shape is None:
             plain = self.limits.base_shape("decode", batch, 1, self.limits.key_ranges[-1])
@@ -381,14 +386,15 @@ class BaseEngineRunner(PrefillingRunner):
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 
     def _forward(self, batch: int, key_range: int, adapts: bool) -> list[Callable[[], None]]:
-        """What enqueues the logits for each of the leading slots, from device state to device state. All that it works
-        on is looked up here, once."""
+        """What enqueues the logits for each of the leading slots, from device state to device state; the last of it
+        takes tokens' own rows, where they have such. All that it works on is looked up here, once."""
         slots = slice(0, batch)
         shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
         engine = self._engine(shape, slots)
         inputs, token_ids = self._step_inputs(shape), self.sequences(slots).token_ids
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), token_ids, inputs)
-        return [prepare, engine.enqueue]
+        parts = getattr(engine, "around_rows", None)
+        return [prepare, *([engine.enqueue] if parts is None else parts())]
 
     def _choose(self, batch: int, plain: bool, constrained: bool) -> list[Callable[[], None]]:
         """The same of the choice of a token by these logits."""

@@ -3,6 +3,8 @@ file, since the table is as large as all other weights together, and a step need
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from edgellm.engines.backends.base import Backend
@@ -43,10 +45,12 @@ class TokenRows:
         """The rows [.., size] of tokens in the backend's compute dtype (bfloat16 as its bits), those of media the row
         of the padding id, zeros for ids that are none, as -1. Raises CheckpointError for a value that has no place in
         it."""
-        is_token = ((token_ids >= 0) & (token_ids < self._count)).reshape(-1)
-        shown = np.where(np.isin(token_ids, self._media), self._padding, token_ids)
-        rows = self._values(np.where(is_token, shown.reshape(-1), 0))
-        rows[~is_token] = 0
+        ids = token_ids.reshape(-1).tolist()  # few: a step waits for them, and each call of NumPy takes a microsecond
+        known = [0 <= token < self._count for token in ids]
+        shown = [self._padding if token in self._media else token for token in ids]
+        rows = self._values(np.array([token if is_known else 0 for token, is_known in zip(shown, known, strict=True)]))
+        if not all(known):
+            rows[np.logical_not(known)] = 0
         return rows.reshape(*token_ids.shape, self._size)
 
     def _values(self, ids: np.ndarray) -> np.ndarray:
@@ -65,10 +69,13 @@ class TokenRows:
         if self._size:
             self._backend.upload(self._place(*token_ids.shape), self.of(token_ids))
 
-    def stages(self, token_ids: Array) -> Stages:
+    def stages(self, token_ids: Array, before: Callable[[], None] | None = None) -> Stages:
         """What brings those of tokens [B, T] on the device: a step whose tokens were drawn there, or a tree that was
-        laid out there, waits for the host to know them."""
-        return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
+        laid out there, waits for the host to know them. Meanwhile the device does what can be done `before`."""
+        if before is None:
+            return {"token rows": HostStage(self._follow, token_ids)} if self._size else {}
+        asked = HostStage(self._ask, token_ids)
+        return {"asked for tokens": asked, "before token rows": before, "token rows": HostStage(self._answer)}
 
     def bound(self, shape: EngineShape) -> dict[str, Array]:
         """What engines of a shape are bound to: the input `TOKEN_ROWS` [B, T, size]."""
@@ -78,4 +85,11 @@ class TokenRows:
         return leading(self._rows, (batch, tokens, self._size))
 
     def _follow(self, token_ids: Array) -> None:
-        self.bring(self._backend.read(token_ids).wait())
+        self._ask(token_ids)
+        self._answer()
+
+    def _ask(self, token_ids: Array) -> None:
+        self._asked = self._backend.read(token_ids)
+
+    def _answer(self) -> None:
+        self.bring(self._asked.wait())

@@ -65,11 +65,13 @@ template <typename T, int PARTS> struct NormInputs {
     int kept_stride;
     bool keeps_raw;
 
-    // What stands around the loads of the whole block, see AddedInputs.
-    __device__ void begin(int) const {}
+    // What comes before the previous kernel is done, and what stands around the loads of the whole block, see AddedInputs.
+    __device__ void prefetch() const {}
+    struct Ahead {};
+    __device__ Ahead begin(int, int, int) const { return {}; }
     __device__ void end() const {}
     __device__ bool in_last(int column) const { return PARTS == 2 && column >= width; }
-    __device__ void load(int row, int column, float (&target)[8]) const {
+    __device__ void load(int row, int column, float (&target)[8], const Ahead& = {}) const {
         const int part = in_last(column) ? PARTS - 1 : 0;
         const size_t index = static_cast<size_t>(row) * (part == 0 ? stride[0] : stride[PARTS - 1]) + column - part * width;
         if (part == 0 ? is_float[0] : is_float[PARTS - 1])
@@ -124,7 +126,8 @@ __device__ __forceinline__ void stage_normalized(
         item.group += 32;
         if (item.group >= chunks) item.group = 0, item.row += 32 >> lane_bits;
     };
-    inputs.begin(batch);
+    const int own_first = (slice * chunks + own_chunk) * 8;
+    auto ahead = inputs.begin(batch, first.row, own_chunk < chunks && own_first < columns ? own_first : -1);
     float values[HELD][8];
     const auto load = [&](Item item) {
 #pragma unroll
@@ -132,7 +135,8 @@ __device__ __forceinline__ void stage_normalized(
             const int chunk = item.group + own_chunk, column = (slice * chunks + chunk) * 8;
 #pragma unroll
             for (int j = 0; j < 8; ++j) values[i][j] = 0.f;
-            if (chunk < chunks && column >= begin && column < columns) inputs.load(item.row, column, values[i]);
+            if (chunk < chunks && column >= begin && column < columns)
+                inputs.load(item.row, column, values[i], ahead);
         }
     };
     Item next = first;
@@ -311,16 +315,16 @@ __device__ __forceinline__ void stage_as_is(
 template <typename T, typename Inputs>
 __device__ __forceinline__ void stage_rounded(
     const Inputs& inputs, char* activations, int batch, int columns, int steps) {
-    const int chunks = steps * 4, first = threadIdx.x / 32 * chunks;
-    inputs.begin(batch);
+    const int chunks = steps * 4, first = threadIdx.x / 32 * chunks, own = first + static_cast<int>(threadIdx.x) % 32;
+    auto ahead = inputs.begin(batch, 0, own < first + chunks && own * 8 < columns ? own * 8 : -1);
 #pragma unroll 1
     for (int row = 0; row < batch; ++row) {
 #pragma unroll 2
-        for (int chunk = first + threadIdx.x % 32; chunk < first + chunks; chunk += 32) {
+        for (int chunk = own; chunk < first + chunks; chunk += 32) {
             uint4 packed = make_uint4(0, 0, 0, 0);
             if (chunk * 8 < columns) {
                 float values[8];
-                inputs.load(row, chunk * 8, values);
+                inputs.load(row, chunk * 8, values, ahead);
                 packed = pack8<T>(values);
                 if (blockIdx.x == 0 && inputs.kept != nullptr) inputs.keep(row, chunk * 8, values, packed);
             }

@@ -50,6 +50,9 @@ _BLOCK, _WARP, _HEADS, _NEW = fitted(_FITTED, "block", "warp", "heads", "new")
 _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = fitted(_FITTED, "merge", "merge_cluster", "merge_memory")
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = fitted(_FITTED, "tile", "tile_64", "tile_work", "wait", "wait_ahead")
 _TELL, _IN_TURN, _NO_ROOM, _IDLE, _IDLE_WARP = fitted(_FITTED, "tell", "in_turn", "no_room", "idle", "idle_warp")
+#: Bytes of a multiprocessor that two blocks of the linear layer before have.
+_LAYER_BEFORE = 104_000
+(_LATE,) = fitted(_FITTED, "late")
 
 
 class _Attention(ctypes.Structure):
@@ -147,7 +150,8 @@ class AttentionGeometry:
     once; each pair of them is a warp's, or of heads of more than 128 elements that of `tile_warps` (4). `stages` (1 to
     3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
     memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values have the same memory,
-    one after the other, in blocks of one slot, row tile and stage whose tile four warps share.
+    one after the other, in blocks of one slot, row tile and stage whose tile four warps share; `apart`: of a head in
+    two parts each part of the keys, and the values, have their own, so that all of a tile come at once.
     """
 
     splits: int
@@ -157,6 +161,7 @@ class AttentionGeometry:
     in_cluster: bool = False
     tile_warps: int = 1
     in_turn: bool = False
+    apart: bool = False
 
     @property
     def warps(self) -> int:
@@ -179,7 +184,8 @@ class AttentionGeometry:
         if self.tile_warps > 1:  # unfinished sums are in registers, scores are told
             unfinished = self.slots * self.row_tiles * _ROWS * KEY_TILE
         floats = scales + new_scores + unfinished + self._own_states(shape) * shape.state
-        return (1 if self.in_turn else 2) * (ring + shape.tokens) * row + queries * query + 4 * floats
+        rows = 3 * ring + 2 * shape.tokens if self.apart else (1 if self.in_turn else 2) * (ring + shape.tokens)
+        return rows * row + queries * query + 4 * floats
 
     def _own_states(self, shape: AttentionShape) -> int:
         """States of rows that a block merges, by how many blocks share the spans that there are."""
@@ -198,21 +204,22 @@ class AttentionGeometry:
         alone = (self.slots, self.row_tiles, self.stages, self.tile_warps) == (1, 1, 1, _SHARED_TILE_WARPS)
         if not (alone and _takes_turns(shape) if self.in_turn else shape.parts == 1):
             return False
-        if self.in_cluster and shape.parts > 1:
+        if (self.in_cluster and shape.parts > 1) or (self.apart and (shape.parts < 2 or shape.int8)):
             return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
 class AttentionKind(NamedTuple):
     """What a kernel is compiled for. `shares`: several warps have spans of a row; `int8`: KV rows are; `window`: they
-    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see `AttentionGeometry`; `sinks`:
-    each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see `AttentionWeights`."""
+    are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn` (2: apart): see
+    `AttentionGeometry`; `sinks`: each head has one; `neighbours`, `norms_behind`, `cap`, `values_normed`: see
+    `AttentionWeights`."""
 
     shares: bool = True
     int8: bool = False
     window: bool = False
     tile_warps: int | None = None
-    in_turn: bool = False
+    in_turn: int = 0
     sinks: bool = False
     neighbours: bool = False
     norms_behind: bool = False
@@ -226,11 +233,11 @@ _PLAIN = AttentionKind()
 def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -> Kernel:
     """The kernel of a kind for heads of so many elements."""
     tile_warps, int8, steps = kind.tile_warps, kind.int8, -(-head_size // 16)
-    in_turn = kind.in_turn or head_size > _PART
+    in_turn = int(kind.in_turn or head_size > _PART)
     if tile_warps is None:
         tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = (
-        AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn),
+        AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn > 0, in_turn > 1),
         AttentionShape(1, 5, 2, 1, 16 * steps, 1 << 20, int8),
     )
     macros = (
@@ -245,7 +252,7 @@ def attention_kernel(dtype: str, head_size: int, kind: AttentionKind = _PLAIN) -
         ("HOST_INT8", int(int8)),
         ("HOST_WINDOW", int(kind.window)),
         ("HOST_TILE_WARPS", tile_warps),
-        ("HOST_IN_TURN", int(in_turn)),
+        ("HOST_IN_TURN", in_turn),
         ("HOST_SINKS", int(kind.sinks)),
         ("HOST_NEIGHBOURS", int(kind.neighbours)),
         ("HOST_NORMS_BEHIND", int(kind.norms_behind)),
@@ -309,7 +316,14 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, further, window, shape.window_bits if window else 0),
     )
-    how = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn, weights.sinks is not None
+    how = (
+        geometry.shares,
+        int8,
+        window > 0,
+        geometry.tile_warps,
+        geometry.in_turn + geometry.apart,
+        weights.sinks is not None,
+    )
     ready = weights.neighbours, weights.norms_behind, cap > 0, weights.values_normed
     kernel = attention_kernel(context.dtype, size, AttentionKind(*how, *ready))
     grid, cluster = (splits * shape.parts, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
@@ -327,6 +341,9 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
 
     def microseconds(geometry: AttentionGeometry) -> float:
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
+        fills = geometry.warps > _MOST_WARPS // 2 or geometry.shared_bytes(shape) > limit - _LAYER_BEFORE
+        if has_clusters and shape.tokens == 1 and shape.size > _MOST_OF_ONE_WARP and fills:
+            often += _LATE
         return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
     return min(attention_geometries(shape, limit, has_clusters) or [_smallest(shape)], key=microseconds)
@@ -356,6 +373,8 @@ def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[Atten
     if _takes_turns(shape):
         for splits in (each for each in _POWERS if each <= in_memory):
             yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True)
+            if has_clusters:
+                yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True, True)
 
 
 def _smallest(shape: AttentionShape) -> AttentionGeometry:
@@ -394,7 +413,9 @@ def _microseconds(
     begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
     tiles_at_once = together * geometry.warps // geometry.tile_warps
     alone = _TILE + _TILE_64 * sixty_fours / geometry.tile_warps + (_TELL if geometry.tile_warps > 1 else 0)
-    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (_IN_TURN if geometry.in_turn else 0)
+    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (
+        _IN_TURN if geometry.in_turn and not geometry.apart else 0
+    )
     wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
     merge = 0.0
     if geometry.shares:

@@ -17,7 +17,10 @@ constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 constexpr int TILE_WARPS = HOST_TILE_WARPS;
 // Whether a block, which then has one tile at a time, keeps the new keys, a tile's keys and its values one after the other in
 // the same memory, for GPUs whose blocks get too little for all of them.
-constexpr bool IN_TURN = HOST_IN_TURN;
+constexpr bool IN_TURN = HOST_IN_TURN != 0;
+// Or whether both parts of its keys, and its values, have memory of their own, and come before the previous kernel is done.
+constexpr bool APART = HOST_IN_TURN == 2;
+static_assert(!APART || !HOST_INT8, "rows of int8 come in turn");
 static_assert(!IN_TURN || MAX_TOKENS <= KEY_TILE, "new keys lie where a tile does");
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
@@ -83,9 +86,10 @@ __device__ constexpr int new_scales_of(int tokens) { return (tokens + 15) & ~15;
 __device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ring + new_scales_of(tokens)) : 0; }
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
-    const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16, kinds = IN_TURN ? 1 : 2;
+    const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16;
+    const int own_rows = APART ? 3 * ring + 2 * tokens : (IN_TURN ? 1 : 2) * (ring + tokens);
     const int row = row_bytes(steps / parts_of(steps), INT8 ? 1 : 2);
-    const int rows = kinds * (ring + tokens) * row + row_tiles * ROWS * row_bytes(steps, 2);
+    const int rows = own_rows * row + row_tiles * ROWS * row_bytes(steps, 2);
     const int of_tile = TILE_WARPS == 1 ? ROWS * state_stride_of(size) : ROWS * KEY_TILE;
     const int floats = row_tiles * (ROWS * score_stride_of(tokens) + slots * of_tile);
     return rows + 4 * (floats + scales_of(ring, tokens));
@@ -162,8 +166,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (INT8) number_bits = quantized::number_bits(T());
         ring = stages * slots * KEY_TILE;
         keys = reinterpret_cast<Element*>(shared);
-        new_keys = IN_TURN ? keys : keys + 2 * ring * STRIDE;
-        queries = reinterpret_cast<T*>(keys + (IN_TURN ? 1 : 2) * (ring + tokens) * STRIDE);
+        new_keys = keys + (APART ? 3 * ring : IN_TURN ? 0 : 2 * ring) * STRIDE;
+        queries = reinterpret_cast<T*>(keys + (APART ? 3 * ring + 2 * tokens : (IN_TURN ? 1 : 2) * (ring + tokens)) * STRIDE);
         scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
         new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
@@ -225,8 +229,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     }
 
     // Of the rows from `keys` on, the first of the ring's values, and of the new ones.
-    __device__ __forceinline__ int values_row() const { return IN_TURN ? 0 : ring; }
-    __device__ __forceinline__ int new_values_row() const { return IN_TURN ? ring : 2 * ring + tokens; }
+    __device__ __forceinline__ int values_row() const { return APART ? 2 * ring : IN_TURN ? 0 : ring; }
+    __device__ __forceinline__ int new_values_row() const { return APART ? 3 * ring + tokens : IN_TURN ? ring : 2 * ring + tokens; }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(Element); }
 

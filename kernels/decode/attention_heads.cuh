@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
-        const int place = (stage * block.slots + slot) * KEY_TILE + first;
+        const int place = (stage * block.slots + slot) * KEY_TILE + first + (APART ? PART * block.ring : 0);
         const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
             }
             T* query = block.queries + row * block.QUERY_STRIDE;
             CacheElement<T>* key = block.new_keys + row * block.STRIDE;
-            CacheElement<T>* its_value = key + (IN_TURN ? block.ring : block.tokens) * block.STRIDE;
+            CacheElement<T>* its_value = key + (IN_TURN && !APART ? block.ring : block.tokens) * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = lane + 32 * q;

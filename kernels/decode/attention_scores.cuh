@@ -172,7 +172,9 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
     const bool has_new = begin + COUNT * BLOCK > block.start;
     const float* of_rows = new_scores_of(block);
     multiply_queries<COUNT, 0>(score, block, block.keys + ring_row * block.STRIDE);
-    if constexpr (Block<T, STEPS>::PARTS > 1) {
+    if constexpr (APART) {
+        multiply_queries<COUNT, 1>(score, block, block.keys + (block.ring + ring_row) * block.STRIDE);
+    } else if constexpr (Block<T, STEPS>::PARTS > 1) {
         block.wait_for_tile();  // all warps have multiplied the first part
         bring();
         wait_for_copies<0>();

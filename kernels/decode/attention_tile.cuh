@@ -245,7 +245,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
         float score[2 * BLOCKS][4];
         compute_scores(score, block, rows, tile.begin, tile.ring_row,
                        [&] { load_tiles<true, false, 1>(block, division, round, stage); });
-        if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
+        if constexpr (IN_TURN && !APART) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
         read_scores<0>(score, block);
@@ -264,7 +264,7 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
         else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
             targets[half] = block.state_of(rows.row[half], span) + 4;
     }
-    if constexpr (IN_TURN) {
+    if constexpr (IN_TURN && !APART) {
         wait_for_copies<0>();
         block.wait_for_tile();
     }

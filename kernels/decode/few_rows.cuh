@@ -48,37 +48,60 @@ template <typename T> struct AddedInputs : NormInputs<T, 1> {
     AddedTo added;
     float* sums;
 
-    __device__ void begin(int batch) const {
+    // Constants that no step before has left near: a step's weights are more than the second-level cache holds.
+    __device__ void prefetch() const {
+        const auto bring = [](const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); };
+        for (int column = threadIdx.x * 64; column < this->width; column += THREADS * 64)
+            bring(static_cast<const T*>(added.weight) + column);
+        if (threadIdx.x == 0 && added.factor != nullptr) bring(added.factor);
+    }
+    // What a thread takes first comes with the squares, not behind their barrier: eight columns of a row.
+    struct Ahead {
+        float values[8], before[8], factor;
+        uint4 weights;
+        int row, column;
+    };
+    __device__ __forceinline__ void read(Ahead& ahead, int row, int column) const {
+        NormInputs<T, 1>::load(row, column, ahead.values);
+        load8_float(added.residual + static_cast<size_t>(row) * this->width + column, ahead.before);
+        ahead.weights = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(added.weight) + column));
+        ahead.factor = added.factor == nullptr ? 1.f : __ldg(added.factor);
+        ahead.row = row, ahead.column = column;
+    }
+    // `row`, `column` (-1: none): what the thread takes first.
+    __device__ Ahead begin(int batch, int row, int column) const {
+        Ahead ahead;
+        ahead.column = -1;
+        if (row < batch && column >= 0) read(ahead, row, column);
 #pragma unroll 1
-        for (int row = 0; row < batch; ++row) {
+        for (int each = 0; each < batch; ++each) {
             float squares = 0.f;
-            for (int column = threadIdx.x * 8; column < this->width; column += THREADS * 8) {
+            for (int place = threadIdx.x * 8; place < this->width; place += THREADS * 8) {
                 float eight[8];
-                NormInputs<T, 1>::load(row, column, eight);
+                NormInputs<T, 1>::load(each, place, eight);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
             }
             squares = warp_sum(squares);
-            if (threadIdx.x % 32 == 0) sums[row * WARPS + threadIdx.x / 32] = squares;
+            if (threadIdx.x % 32 == 0) sums[each * WARPS + threadIdx.x / 32] = squares;
         }
         __syncthreads();
+        return ahead;
     }
     __device__ void end() const { __syncthreads(); }
-    __device__ void load(int row, int column, float (&target)[8]) const {
-        const size_t index = static_cast<size_t>(row) * this->width + column;
-        float before[8], weights[8];
-        NormInputs<T, 1>::load(row, column, target);
-        load8_float(added.residual + index, before);
-        unpack8<T>(__ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(added.weight) + column)), weights);
+    __device__ void load(int row, int column, float (&target)[8], Ahead& ahead) const {
+        if (ahead.column != column || ahead.row != row) read(ahead, row, column);
+        float weights[8];
+        unpack8<T>(ahead.weights, weights);
         float total = 0.f;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) total += sums[row * WARPS + warp];
         const float own = rsqrtf(total / static_cast<float>(this->width) + added.epsilon);
-        const float factor = added.factor == nullptr ? 1.f : __ldg(added.factor);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) target[j] = fmaf(target[j] * own, weights[j] + added.offset, before[j]) * factor;
+        for (int j = 0; j < 8; ++j)
+            target[j] = fmaf(ahead.values[j] * own, weights[j] + added.offset, ahead.before[j]) * ahead.factor;
         if (blockIdx.x != 0) return;
-        float4* output = reinterpret_cast<float4*>(added.output + index);
+        float4* output = reinterpret_cast<float4*>(added.output + static_cast<size_t>(row) * this->width + column);
         output[0] = make_float4(target[0], target[1], target[2], target[3]);
         output[1] = make_float4(target[4], target[5], target[6], target[7]);
     }
@@ -98,9 +121,15 @@ template <typename T> __device__ __forceinline__ AddedInputs<T> one_input(const 
     return {one_input<T>(static_cast<const NormLinear&>(arguments)), arguments.added, sums};
 }
 
+template <typename T> __device__ __forceinline__ FloatOutput float_output(const NormLinear& arguments) {
+    return float_output(arguments.output, arguments.linear);
+}
+template <typename T> __device__ __forceinline__ GatedOutput<T> gated_output(const NormLinear& arguments) {
+    return {static_cast<T*>(arguments.output), arguments.activation};
+}
 template <typename T> __device__ __forceinline__ ThroughOutput<T> through_output(const NormLinear& arguments) {
     const NormedInput& through = arguments.inputs[1];
-    return {{static_cast<T*>(arguments.output), arguments.activation}, static_cast<const float*>(through.values), through.stride};
+    return {gated_output<T>(arguments), static_cast<const float*>(through.values), through.stride};
 }
 
 template <typename T> __device__ __forceinline__ ResidualOutput<T> residual_output(const LinearResidual& arguments) {

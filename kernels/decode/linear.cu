@@ -3,46 +3,22 @@
 
 namespace decode {
 
-// output = scale (norm(input) weight^T + bias), or of the input as it is
-template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    const bool next_early = arguments.next_early != 0;
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, next_early);
-}
-
-// output = activation(gate) up of norm(input) weight^T + bias, or of the input as it is
-template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, true);
-}
-
-// Both of an input that is normed and added to a residual first.
-template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_linear(const __grid_constant__ AddedNormLinear arguments) {
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, arguments.next_early != 0);
-}
-template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_norm_gate_up(const __grid_constant__ AddedNormLinear arguments) {
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    const AddedInputs<T> inputs = one_input<T>(arguments, G::PARTIAL);
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, true);
-}
-
-// output = activation(input weight^T + bias) times other rows, of the rounded input, or of one that is added first
-template <typename T, typename G, bool ADAPTED = false>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) token_gate(const __grid_constant__ NormLinear arguments) {
-    const ThroughOutput<T> output = through_output<T>(arguments);
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments), arguments.linear, output, true);
-}
-template <typename T, typename G, bool ADAPTED = false>
-__global__ void __launch_bounds__(THREADS, G::BLOCKS) added_token_gate(const __grid_constant__ AddedNormLinear arguments) {
-    const ThroughOutput<T> output = through_output<T>(arguments);
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED, false>(one_input<T>(arguments, G::PARTIAL), arguments.linear, output, true);
-}
+// By what becomes of sums: scale (sums + bias), activation(gate) up, or activation(sums + bias) times other rows; of norm(input)
+// or, not NORMED, of the rounded input, which the kernels called added_ first add to a residual.
+#define KERNEL_OF_INPUT(NAME, ARGUMENTS, OUTPUT, IS_NORMED, NEXT_EARLY)                                            \
+    template <typename T, typename G, bool ADAPTED = false, bool NORMED = IS_NORMED>                               \
+    __global__ void __launch_bounds__(THREADS, G::BLOCKS) NAME(const __grid_constant__ ARGUMENTS arguments) {      \
+        const auto inputs = one_input<T>(arguments, G::PARTIAL);                                                   \
+        const auto output = OUTPUT<T>(arguments);                                                                  \
+        multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(inputs, arguments.linear, output, NEXT_EARLY);      \
+    }
+KERNEL_OF_INPUT(norm_linear, NormLinear, float_output, true, arguments.next_early != 0)
+KERNEL_OF_INPUT(added_norm_linear, AddedNormLinear, float_output, true, arguments.next_early != 0)
+KERNEL_OF_INPUT(norm_gate_up, NormLinear, gated_output, true, true)
+KERNEL_OF_INPUT(added_norm_gate_up, AddedNormLinear, gated_output, true, true)
+KERNEL_OF_INPUT(token_gate, NormLinear, through_output, false, true)
+KERNEL_OF_INPUT(added_token_gate, AddedNormLinear, through_output, false, true)
+#undef KERNEL_OF_INPUT
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.
 template <typename T, typename SECOND>

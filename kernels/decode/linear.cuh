@@ -190,6 +190,7 @@ __device__ __forceinline__ void multiply_normalized(
     if constexpr (NORMED) inputs.copy_weights(norm_weights, columns);
     Weights<T, G, ADAPTED> weights(linear, shared);
     weights.begin(shared + G::norm_bytes(PARTS, batch, steps));
+    inputs.prefetch();
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
     weights.adapters.clear_next();

@@ -4,72 +4,25 @@
 namespace decode {
 namespace packed {
 
-// output = scale (norm(input) weight^T + bias)
-ROWS_KERNEL(norm_linear, NormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    multiply_input<T, G, true, false>(arguments, output);
-}
-
-// The same of the rounded input.
-ROWS_KERNEL(rounded_linear, NormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    multiply_input<T, G, false, true>(arguments, output);
-}
-
-// output = activation(gate) up of norm(input) weight^T + bias
-ROWS_KERNEL(norm_gate_up, NormLinear) {
-    using G = ROWS_GEOMETRY(true);
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, true, false>(arguments, output);
-}
-
-// The same of the rounded input.
-ROWS_KERNEL(rounded_gate_up, NormLinear) {
-    using G = ROWS_GEOMETRY(true);
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, false, true>(arguments, output);
-}
-
-// The same of the input as it is.
-ROWS_KERNEL(gate_up, NormLinear) {
-    using G = ROWS_GEOMETRY(true);
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, false, false>(arguments, output);
-}
-
-// The same of inputs that are normed and added to a residual first.
-ROWS_KERNEL(added_norm_linear, AddedNormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    multiply_input<T, G, true, false>(arguments, output);
-}
-ROWS_KERNEL(added_rounded_linear, AddedNormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    const FloatOutput output = float_output(arguments.output, arguments.linear);
-    multiply_input<T, G, false, true>(arguments, output);
-}
-ROWS_KERNEL(added_norm_gate_up, AddedNormLinear) {
-    using G = ROWS_GEOMETRY(true);
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, true, false>(arguments, output);
-}
-ROWS_KERNEL(added_rounded_gate_up, AddedNormLinear) {
-    using G = ROWS_GEOMETRY(true);
-    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, false, true>(arguments, output);
-}
-
-// output = activation(input weight^T + bias) times other rows, of the rounded input
-ROWS_KERNEL(token_gate, NormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
-}
-ROWS_KERNEL(added_token_gate, AddedNormLinear) {
-    using G = ROWS_GEOMETRY(false);
-    multiply_input<T, G, false, true>(arguments, through_output<T>(arguments));
-}
+// Kernels by what their inputs are: normed inside, rounded, or as they are, where added_ first added to a residual; and by what
+// becomes of sums: scale (sums + bias), activation(gate) up, or activation(sums + bias) times other rows.
+#define ROWS_OF_INPUT(NAME, ARGUMENTS, PAIRED, NORMED, ROUNDED, OUTPUT)                     \
+    ROWS_KERNEL(NAME, ARGUMENTS) {                                                          \
+        using G = ROWS_GEOMETRY(PAIRED);                                                    \
+        multiply_input<T, G, NORMED, ROUNDED>(arguments, OUTPUT<T>(arguments));             \
+    }
+ROWS_OF_INPUT(norm_linear, NormLinear, false, true, false, float_output)
+ROWS_OF_INPUT(rounded_linear, NormLinear, false, false, true, float_output)
+ROWS_OF_INPUT(norm_gate_up, NormLinear, true, true, false, gated_output)
+ROWS_OF_INPUT(rounded_gate_up, NormLinear, true, false, true, gated_output)
+ROWS_OF_INPUT(gate_up, NormLinear, true, false, false, gated_output)
+ROWS_OF_INPUT(token_gate, NormLinear, false, false, true, through_output)
+ROWS_OF_INPUT(added_norm_linear, AddedNormLinear, false, true, false, float_output)
+ROWS_OF_INPUT(added_rounded_linear, AddedNormLinear, false, false, true, float_output)
+ROWS_OF_INPUT(added_norm_gate_up, AddedNormLinear, true, true, false, gated_output)
+ROWS_OF_INPUT(added_rounded_gate_up, AddedNormLinear, true, false, true, gated_output)
+ROWS_OF_INPUT(added_token_gate, AddedNormLinear, false, false, true, through_output)
+#undef ROWS_OF_INPUT
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
 ROWS_KERNEL(linear_residual, LinearResidual) {

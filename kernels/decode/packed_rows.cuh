@@ -306,6 +306,7 @@ __device__ __forceinline__ void multiply_input(const Arguments& arguments, const
     }
     Source<G> stream(linear, shared);
     stream.start();
+    inputs.prefetch();
     OwnPair<T, G, Output> pair(linear, output);
     wait_for_previous_kernel();
     if (!arguments.next_early && !G::LATE) launch_next_kernel();

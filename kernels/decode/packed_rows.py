@@ -113,7 +113,7 @@ def packed_rows_ways(
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(one, layout, gpu))
+    forms = (*_experts_forms(experts_rows, sharing, layout, gpu), *_forms(one, layout, gpu, experts_rows > 0))
     for weight_tiles, depth, blocks, resident, *more in forms:
         late, most = (*more, False, 0)[:2]
         most = most or (8 // weight_tiles if one else 2)
@@ -133,11 +133,14 @@ def _experts_forms(rows: int, sharing: int, layout: DeviceLayout, gpu: Capacity)
     return tuple(forms[sharing == SLICES] for most, forms in _EXPERTS.items() if rows <= most)[:1]
 
 
-def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
+def _forms(one: bool, layout: DeviceLayout, gpu: Capacity, of_experts: bool) -> tuple[tuple[int, ...], ...]:
     """What was found fast in whole steps."""
     if not gpu.has_clusters:
         return _ALONE
     tiles = -(-layout.rows // (2 * BLOCK_ROWS * gpu.multiprocessors))
+    share = slice_steps(layout.columns) // slices_end_every(layout.columns)  # blocks of weights, of a warp
+    if not of_experts and 4 * layout.rows <= 2 * BLOCK_ROWS * gpu.multiprocessors and 2 < share <= 6:
+        return (1, share, 2, 2), *_OVERLAPPING  # few blocks, whose weights all come before their kernel waits
     if not one or layout.columns != padded_columns(layout.columns):
         return _OVERLAPPING
     if tiles > 8:

@@ -19,7 +19,7 @@ A call gives what enqueues it, so that an encoder's launches are prepared once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
@@ -27,6 +27,8 @@ from edgellm.kernels.errors import KernelError
 
 #: The largest head, and the widest rows of a norm: a block holds one of them.
 MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
+#: The most rows that one sees in local attention: a lane has each.
+MAX_PAST = 32
 #: Linear layers take rows of a multiple of so many columns.
 WIDTH_STEP = 8
 #: The activations without a gate, and the numbers by which kernels know them; none has a number, too.
@@ -39,6 +41,16 @@ ACTIVATION_MACROS = (
 )
 
 Launchable = Callable[[], None]
+
+#: Rows as they come, in float32, with zeros behind, and those that others are made of; a number for each column, what
+#: values are kept within, and query, key and value heads.
+Rows: TypeAlias = Annotated[OwnArray, "RK mixed"]
+FloatRows: TypeAlias = Annotated[OwnArray, "RK float32"]
+PaddedRows: TypeAlias = Annotated[OwnArray, "RP mixed"]
+GivenRows: TypeAlias = Annotated[OwnArray, "SK mixed"]
+OfColumns: TypeAlias = Annotated[OwnArray, "K compute"]
+Bounds: TypeAlias = Annotated[OwnArray, "B compute"]
+Heads: TypeAlias = Annotated[OwnArray, "3GRD compute"]
 
 
 def padded_width(columns: int) -> int:
@@ -58,6 +70,13 @@ def heads_refusal(size: int) -> str | None:
     if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0:
         return None
     return f"encoder attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8), not {size}"
+
+
+def local_refusal(past: int, size: int) -> str | None:
+    """Why local attention does not take heads of so many elements that see so many rows, or None if it does."""
+    if 0 < past <= MAX_PAST and 0 < size <= MAX_HEAD_SIZE:
+        return None
+    return f"local attention takes up to {MAX_PAST} rows and heads of {MAX_HEAD_SIZE}, not {past} and {size}"
 
 
 def _check_padded(sizes: dict[str, Any]) -> str | None:
@@ -159,18 +178,39 @@ def _check_attention(sizes: dict[str, Any]) -> str | None:
     return _check_heads(sizes)
 
 
+def _check_centered(sizes: dict[str, Any]) -> str | None:
+    if not sizes["K"] <= min(sizes["S"], MAX_HEAD_SIZE):
+        return f"a weight of {sizes['K']} for rows of {sizes['S']} columns; expected up to as many, and {MAX_HEAD_SIZE}"
+    return None
+
+
+def _check_convolution(sizes: dict[str, Any]) -> str | None:
+    if sizes["S"] != 2 * sizes["K"]:
+        return f"rows of {sizes['S']} columns; expected {sizes['K']}, and as many gates"
+    return _check_norm(sizes)
+
+
+def _check_local(sizes: dict[str, Any]) -> str | None:
+    width, past, first = sizes["E"], sizes["past"], sizes["first"]
+    if (refusal := local_refusal(past, sizes["D"])) is not None:
+        return refusal
+    if width % sizes["D"] or sizes["W"] != 3 * width or past > sizes["P"] or not 0 <= first <= sizes["S"] - width:
+        return f"qkv of {sizes['W']}, context of {width}, relative rows of {sizes['S']} columns do not fit each other"
+    return None
+
+
 class EncoderKernels(Protocol):
     """One implementation of all."""
 
     @limited(_check_norm)
     def norm(
         self,
-        values: Annotated[OwnArray, "RK mixed"],
-        weight: Annotated[OwnArray, "K compute"],
-        bias: Annotated[OwnArray, "K compute"] | None,
+        values: Rows,
+        weight: OfColumns,
+        bias: OfColumns | None,
         epsilon: float,
         offset: float,
-        output: Annotated[OwnArray, "RP mixed"],
+        output: PaddedRows,
         next_early: bool,
     ) -> Launchable:
         """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
@@ -180,66 +220,43 @@ class EncoderKernels(Protocol):
         before this one has finished."""
 
     @limited(_check_activation)
-    def activate(
-        self, values: Annotated[OwnArray, "RK float32"], activation: int, output: Annotated[OwnArray, "RP compute"]
-    ) -> Launchable:
+    def activate(self, values: FloatRows, activation: int, output: Annotated[OwnArray, "RP compute"]) -> Launchable:
         """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
         by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
     @limited(_check_columns)
     def copy_rows(
-        self,
-        values: Annotated[OwnArray, "SK mixed"],
-        rows: Annotated[OwnArray, "R int32"] | None,
-        output: Annotated[OwnArray, "RP mixed"],
-        column: int,
+        self, values: GivenRows, rows: Annotated[OwnArray, "R int32"] | None, output: PaddedRows, column: int
     ) -> Launchable:
         """Columns from `column` on of row r of the output get row rows[r] of the values, clamped to 0..S-1 (None: row
         r, of R), all behind them zeros. Of parts side by side the first is launched first."""
 
-    def add_rows(
-        self,
-        values: Annotated[OwnArray, "RK mixed"],
-        other: Annotated[OwnArray, "RK mixed"],
-        output: Annotated[OwnArray, "RK float32"],
-    ) -> Launchable:
+    def add_rows(self, values: Rows, other: Rows, output: FloatRows) -> Launchable:
         """The sum of two. The output may be the values."""
 
-    def add_scaled_rows(
-        self,
-        values: Annotated[OwnArray, "RK float32"],
-        other: Annotated[OwnArray, "RK float32"],
-        scale: Annotated[OwnArray, "K compute"],
-        output: Annotated[OwnArray, "RK float32"],
-    ) -> Launchable:
+    def add_scaled_rows(self, values: FloatRows, other: FloatRows, scale: OfColumns, output: FloatRows) -> Launchable:
         """values + other * scale, column by column, rounded once. The output may be the values."""
 
     @limited(_check_squares)
     def average_pool(
-        self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
+        self, values: GivenRows, side: int, size: int, output: Annotated[OwnArray, "MK float32"]
     ) -> Launchable:
         """The means over squares of `size` by `size` of values that are a picture, `side` rows a line, both in reading
         order. The columns of a square are added up first, each from its uppermost row on, then the sums from the
         left."""
 
     @limited(_check_bounds)
-    def clip_rows(
-        self,
-        values: Annotated[OwnArray, "RK mixed"],
-        bounds: Annotated[OwnArray, "B compute"],
-        output: Annotated[OwnArray, "RP mixed"],
-        column: int,
-    ) -> Launchable:
+    def clip_rows(self, values: Rows, bounds: Bounds, output: PaddedRows, column: int) -> Launchable:
         """Columns from `column` on of the output get the values, no less than the first of the `bounds` and no more
         than the second, all behind them zeros. Of parts side by side the first is launched first."""
 
     @limited(_check_bounds)
     def clipped_gate(
         self,
-        gate: Annotated[OwnArray, "RK float32"],
-        values: Annotated[OwnArray, "RK float32"],
-        gate_bounds: Annotated[OwnArray, "B compute"],
-        bounds: Annotated[OwnArray, "B compute"],
+        gate: FloatRows,
+        values: FloatRows,
+        gate_bounds: Bounds,
+        bounds: Bounds,
         activation: int,
         output: Annotated[OwnArray, "RK compute"],
     ) -> Launchable:
@@ -260,25 +277,64 @@ class EncoderKernels(Protocol):
     @limited(_check_norm)
     def standard_norm(
         self,
-        values: Annotated[OwnArray, "RK float32"],
-        bias: Annotated[OwnArray, "K compute"] | None,
-        scale: Annotated[OwnArray, "K compute"] | None,
+        values: FloatRows,
+        bias: OfColumns | None,
+        scale: OfColumns | None,
         factor: float,
         epsilon: float,
-        output: Annotated[OwnArray, "RK float32"],
+        output: FloatRows,
     ) -> Launchable:
         """An RMS norm without a weight of (factor * values - bias) * scale, or of factor * values."""
 
     @limited(_check_unfold)
-    def unfold(
-        self, values: Annotated[OwnArray, "SK mixed"], convolution: Convolution, output: Annotated[OwnArray, "RP mixed"]
-    ) -> Launchable:
+    def unfold(self, values: GivenRows, convolution: Convolution, output: PaddedRows) -> Launchable:
         """What each place of a convolution reads, side by side. The channel is the slowest of a result's columns, zeros
         stand behind."""
 
+    @limited(_check_centered)
+    def centered_norm(
+        self,
+        values: Annotated[OwnArray, "RS float32"],
+        weight: OfColumns,
+        mask: Annotated[OwnArray, "R1 float32"] | None,
+        epsilon: float,
+        output: Annotated[OwnArray, "RK compute"],
+    ) -> Launchable:
+        """A layer norm without a bias of the first K columns of each row, times the mask; at least 0."""
+
+    @limited(_check_norm)
+    def add_normed(
+        self, values: FloatRows, weight: OfColumns, epsilon: float, residual: FloatRows, share: float, output: FloatRows
+    ) -> Launchable:
+        """residual + share * an RMS norm of the values. The output may be the residual."""
+
+    @limited(_check_convolution)
+    def gated_convolution(
+        self,
+        values: Annotated[OwnArray, "RS float32"],
+        weight: Annotated[OwnArray, "KW compute"],
+        norm: OfColumns,
+        epsilon: float,
+        output: Annotated[OwnArray, "RK compute"],
+    ) -> Launchable:
+        """See `GatedConvolution` of the engines: x sigmoid(x) of an RMS norm of each column's causal convolution."""
+
+    @limited(_check_local)
+    def local_attention(
+        self,
+        qkv: Annotated[OwnArray, "RW float32"],
+        relative: Annotated[OwnArray, "PS float32"],
+        first: int,
+        past: int,
+        cap: float,
+        scale: Annotated[OwnArray, "D compute"],
+        context: Annotated[OwnArray, "RE compute"],
+    ) -> Launchable:
+        """See `LocalAttention` of the engines, of up to `MAX_PAST` rows."""
+
     def product(
         self,
-        values: Annotated[OwnArray, "RK mixed"],
+        values: Rows,
         weight: Annotated[OwnArray, "KC compute"],
         scale: float,
         output: Annotated[OwnArray, "RC mixed"],
@@ -287,10 +343,7 @@ class EncoderKernels(Protocol):
 
     @limited(_check_heads)
     def prepare_heads(
-        self,
-        qkv: Annotated[OwnArray, "RW mixed"],
-        rotary: Annotated[OwnArray, "RD float32"] | None,
-        heads: Annotated[OwnArray, "3GRD compute"],
+        self, qkv: Annotated[OwnArray, "RW mixed"], rotary: Annotated[OwnArray, "RD float32"] | None, heads: Heads
     ) -> Launchable:
         """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
         then sine half: element j is paired with element j + D/2."""
@@ -298,7 +351,7 @@ class EncoderKernels(Protocol):
     @limited(_check_attention)
     def attention(
         self,
-        heads: Annotated[OwnArray, "3GRD compute"],
+        heads: Heads,
         window: int,
         visible: Annotated[OwnArray, "R bool"] | None,
         scale: float,

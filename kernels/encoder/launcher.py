@@ -14,8 +14,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 
-#: Threads of a block that has a row; rows and columns of a tile of a product.
-_THREADS, _TILE = 256, 64
+#: Threads of a block that has a row, and their warps; rows and columns of a tile of a product.
+_THREADS, _ROW_WARPS, _TILE = 256, 8, 64
 _WARPS, _STAGES, _KEYS = 4, 2, 64
 #: The sizes that heads are padded to.
 _SIZES = (64, 80, 128)
@@ -55,7 +55,7 @@ def _stage_bytes(padded: int) -> int:
 def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
     """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
     kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
-    macros = _NORM_MACROS if file == "norms.cu" else _ROW_MACROS
+    macros = _NORM_MACROS if file in ("norms.cu", "conformer.cu") else _ROW_MACROS
     return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), macros)
 
 
@@ -87,61 +87,64 @@ class CudaEncoder(Launcher):
         sizes, packed = self._packed("norm", *arguments)
         width = _columns_at_once(sizes["K"], sizes["P"])
         _check_aligned("norm", width, values, weight, bias, output)
-        kernel = row_kernel("rows.cu", "norm", values.dtype, weight.dtype, output.dtype, width)
-        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
+        kinds = values.dtype, weight.dtype, output.dtype, width
+        return self._in_blocks("rows.cu", "norm", kinds, sizes["R"], packed, 4 * sizes["K"])
 
     def activate(self, values: DeviceArray, activation: int, output: DeviceArray) -> Launch:
-        sizes, packed = self._packed("activate", values, activation, output)
-        return self._by_row("activate", (output.dtype,), (values, output), (sizes["K"], sizes["P"]), packed)
+        return self._by_row("rows.cu", "activate", (output.dtype,), values, activation, output)
 
     def copy_rows(self, values: DeviceArray, rows: DeviceArray | None, output: DeviceArray, column: int) -> Launch:
-        sizes, packed = self._packed("copy_rows", values, rows, output, column)
-        kinds, widths = (values.dtype, output.dtype), (sizes["K"], sizes["P"], column)
-        return self._by_row("copy_rows", kinds, (values, output), widths, packed)
+        kinds = values.dtype, output.dtype
+        return self._by_row("rows.cu", "copy_rows", kinds, values, rows, output, column, column=column)
 
     def add_rows(self, values: DeviceArray, other: DeviceArray, output: DeviceArray) -> Launch:
-        sizes, packed = self._packed("add_rows", values, other, output)
-        return self._by_row("add_rows", (values.dtype, other.dtype), (values, other, output), (sizes["K"],), packed)
+        return self._by_row("rows.cu", "add_rows", (values.dtype, other.dtype), values, other, output)
 
-    def add_scaled_rows(
-        self, values: DeviceArray, other: DeviceArray, scale: DeviceArray, output: DeviceArray
-    ) -> Launch:
-        """A sum, one part of it scaled; see the contract."""
-        sizes, packed = self._packed("add_scaled_rows", values, other, scale, output)
-        arrays = values, other, scale, output
-        return self._by_row("add_scaled_rows", (scale.dtype,), arrays, (sizes["K"],), packed)
+    def add_scaled_rows(self, values, other, scale, output):
+        return self._by_row("rows.cu", "add_scaled_rows", (scale.dtype,), values, other, scale, output)
 
     def average_pool(self, values: DeviceArray, side: int, size: int, output: DeviceArray) -> Launch:
-        sizes, packed = self._packed("average_pool", values, side, size, output)
-        return self._by_row("average_pool", (values.dtype,), (values, output), (sizes["K"],), packed)
+        return self._by_row("rows.cu", "average_pool", (values.dtype,), values, side, size, output)
 
     def clip_rows(self, values: DeviceArray, bounds: DeviceArray, output: DeviceArray, column: int) -> Launch:
-        sizes, packed = self._packed("clip_rows", values, bounds, output, column)
-        kinds, widths = (values.dtype, bounds.dtype, output.dtype), (sizes["K"], sizes["P"], column)
-        return self._by_row("clip_rows", kinds, (values, output), widths, packed, "bounds.cu")
+        kinds = values.dtype, bounds.dtype, output.dtype
+        return self._by_row("bounds.cu", "clip_rows", kinds, values, bounds, output, column, column=column)
 
     def clipped_gate(self, gate, values, gate_bounds, bounds, activation, output):
-        arguments = gate, values, gate_bounds, bounds, activation, output
-        sizes, packed = self._packed("clipped_gate", *arguments)
-        arrays = gate, values, output
-        return self._by_row("clipped_gate", (output.dtype,), arrays, (sizes["K"],), packed, "bounds.cu")
+        given = gate, values, gate_bounds, bounds, activation, output
+        return self._by_row("bounds.cu", "clipped_gate", (output.dtype,), *given)
 
     def normed_heads(self, qkv, query_weight, key_weight, epsilon, output):
         sizes, packed = self._packed("normed_heads", qkv, query_weight, key_weight, epsilon, output)
-        kernel = row_kernel("norms.cu", "normed_heads", query_weight.dtype)
-        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
+        return self._in_blocks("norms.cu", "normed_heads", (query_weight.dtype,), sizes["R"], packed)
 
     def standard_norm(self, values, bias, scale, factor, epsilon, output):
         sizes, packed = self._packed("standard_norm", values, bias, scale, factor, epsilon, output)
-        kernel = row_kernel("norms.cu", "standard_norm", "float32" if bias is None else bias.dtype)
-        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
+        kind = "float32" if bias is None else bias.dtype
+        return self._in_blocks("norms.cu", "standard_norm", (kind,), sizes["R"], packed, 4 * sizes["K"])
 
     def unfold(self, values: DeviceArray, convolution: Convolution, output: DeviceArray) -> Launch:
         """What a convolution reads; see the contract. A thread has an element."""
         sizes, packed = self._packed("unfold", values, convolution, output)
-        kernel = row_kernel("rows.cu", "unfold", values.dtype, output.dtype)
         blocks = -(-sizes["R"] * sizes["P"] // _THREADS)
-        return Launch(self._module, kernel, (blocks, 1, 1), _THREADS, 0, (packed,))
+        return self._in_blocks("rows.cu", "unfold", (values.dtype, output.dtype), blocks, packed)
+
+    def centered_norm(self, values, weight, mask, epsilon, output):
+        sizes, packed = self._packed("centered_norm", values, weight, mask, epsilon, output)
+        return self._in_blocks("conformer.cu", "centered_norm", (output.dtype,), -(-sizes["R"] // _ROW_WARPS), packed)
+
+    def add_normed(self, values, weight, epsilon, residual, share, output):
+        sizes, packed = self._packed("add_normed", values, weight, epsilon, residual, share, output)
+        return self._in_blocks("conformer.cu", "add_normed", (weight.dtype,), sizes["R"], packed, 4 * sizes["K"])
+
+    def gated_convolution(self, values, weight, norm, epsilon, output):
+        sizes, packed = self._packed("gated_convolution", values, weight, norm, epsilon, output)
+        return self._in_blocks("conformer.cu", "gated_convolution", (output.dtype,), sizes["R"], packed, 4 * sizes["K"])
+
+    def local_attention(self, qkv, relative, first, past, cap, scale, context):
+        sizes, packed = self._packed("local_attention", qkv, relative, first, past, cap, scale, context)
+        blocks = -(-sizes["R"] * sizes["E"] // sizes["D"] // _ROW_WARPS)
+        return self._in_blocks("conformer.cu", "local_attention", (context.dtype,), blocks, packed)
 
     def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
         sizes, packed = self._packed("product", values, weight, scale, output)
@@ -154,8 +157,7 @@ class CudaEncoder(Launcher):
     def prepare_heads(self, qkv: DeviceArray, rotary: DeviceArray | None, heads: DeviceArray) -> Launch:
         sizes, packed = self._packed("prepare_heads", qkv, rotary, heads)
         _check_aligned("prepare_heads", 4, qkv, rotary, heads)
-        kernel = row_kernel("heads.cu", "prepare_heads", qkv.dtype, heads.dtype)
-        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
+        return self._in_blocks("heads.cu", "prepare_heads", (qkv.dtype, heads.dtype), sizes["R"], packed)
 
     def attention(self, heads, window, visible, scale, context, tiles=None):
         """Attention within windows; see the contract. `tiles`: other than the fastest."""
@@ -168,20 +170,20 @@ class CudaEncoder(Launcher):
         kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
-    def _by_row(
-        self,
-        name: str,
-        dtypes: tuple[str, ...],
-        arrays: tuple[DeviceArray, ...],
-        widths: tuple[int, ...],
-        packed: Any,
-        file: str = "rows.cu",
+    def _by_row(self, file: str, name: str, kinds: tuple[str, ...], *arguments: Any, column: int = 0) -> Launch:
+        """The launch of a kernel whose blocks have a row of the result each; rows begin at a `column` of it."""
+        sizes, packed = self._packed(name, *arguments)
+        columns = sizes["K"], sizes.get("P", sizes["K"])
+        width = _columns_at_once(*columns, column)
+        found = [each for each in arguments if isinstance(each, DeviceArray)]
+        _check_aligned(name, width, *(each for each in found if each.dtype != "int32" and each.shape[-1] in columns))
+        return self._in_blocks(file, name, (*kinds, width), found[-1].shape[0], packed)
+
+    def _in_blocks(
+        self, file: str, name: str, kinds: tuple[Any, ...], blocks: int, packed: Any, shared: int = 0
     ) -> Launch:
-        """The launch of a kernel of a file whose blocks have a row of the last of the arrays each."""
-        width = _columns_at_once(*widths)
-        _check_aligned(name, width, *arrays)
-        kernel = row_kernel(file, name, *dtypes, width)
-        return Launch(self._module, kernel, (arrays[-1].shape[0], 1, 1), _THREADS, 0, (packed,))
+        """The launch of a kernel of so many blocks."""
+        return Launch(self._module, row_kernel(file, name, *kinds), (blocks, 1, 1), _THREADS, shared, (packed,))
 
 
 def _columns_at_once(*widths: int) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import LinearWeights
-from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, checked_launch, launched, product
+from edgellm.kernels.decode.heads_twin import rms_norm
+from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels, capped, checked_launch, launched, product
 from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, Convolution, EncoderKernels
 
 _check = Contracts(EncoderKernels, np.ndarray)
@@ -83,6 +84,42 @@ class NumpyEncoder:
         padded = np.pad(images, ((0, 0), (above, above), (left, left), (0, 0)))
         seen = np.lib.stride_tricks.sliding_window_view(padded, (down, across), (1, 2))[:, ::stride, ::stride]
         _write(output, seen.reshape(len(output), -1))
+
+    @checked_launch(_check)
+    def centered_norm(self, values, weight, mask, epsilon, output):
+        x = values[:, : len(weight)]
+        x = x - x.mean(axis=1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + np.float32(epsilon)) * weight
+        np.maximum(x if mask is None else x * mask, 0, out=output)
+
+    @checked_launch(_check)
+    def add_normed(self, values, weight, epsilon, residual, share, output):
+        np.copyto(output, residual + np.float32(share) * rms_norm(values, weight, epsilon))
+
+    @checked_launch(_check)
+    def gated_convolution(self, values, weight, norm, epsilon, output):
+        taps, gate = weight.shape[1], values[:, len(weight) :]
+        padded = np.pad(values[:, : len(weight)] / (1 + np.exp(-gate)), ((taps - 1, 0), (0, 0)))
+        seen = np.lib.stride_tricks.sliding_window_view(padded, taps, 0)
+        np.copyto(output, activated(rms_norm((seen * weight).sum(axis=2), norm, epsilon), "silu"))
+
+    @checked_launch(_check)
+    def local_attention(self, qkv, relative, first, past, cap, scale, context):
+        (rows, width), size = context.shape, len(scale)
+        query, key, value = qkv.reshape(rows, 3, -1, size).swapaxes(0, 1)  # [R, n, D] each
+        query = query * (np.logaddexp(0, scale) / np.float32(math.sqrt(size) * math.log(2)))
+        key = key * np.float32(math.log(1 + math.e) / math.log(2))
+        positions = relative[:past, first : first + width].reshape(past, 1, -1, size)
+        weights = np.full((past, *query.shape[:2]), -np.inf, np.float32)
+        for back in range(min(past, rows)):
+            scores = (query[back:] * (key[: rows - back] + positions[back])).sum(axis=2)
+            weights[back, back:] = capped(scores, cap)
+        weights = np.exp(weights - weights.max(axis=0))
+        weights /= weights.sum(axis=0)
+        summed = np.zeros_like(query)
+        for back in range(min(past, rows)):
+            summed[back:] += weights[back, back:, :, None] * value[: rows - back]
+        np.copyto(context, summed.reshape(context.shape))
 
     @checked_launch(_check)
     def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> None:

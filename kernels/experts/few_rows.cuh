@@ -107,6 +107,16 @@ __device__ __forceinline__ bool find_group(const Product& given, Group& group) {
     return group.count > 0;
 }
 
+// Gates and ups let the next kernel begin when the choice has ended, and not before: so downs know their experts, and begin to
+// read them, before they wait for gates and ups. LATE: they let it begin elsewhere, later.
+template <int KIND, bool LATE = false> __device__ __forceinline__ void begin_behind_choice() {
+    if (KIND != SUMS) wait_for_previous_kernel();
+    if (!LATE) launch_next_kernel();
+}
+template <int KIND> __device__ __forceinline__ void wait_for_inputs() {
+    if (KIND == SUMS) wait_for_previous_kernel();
+}
+
 // Whether no expert is here that the block's pair chose: another rank has it.
 __device__ __forceinline__ bool is_of_others(const Product& given) { return __ldcg(given.expert_ids + blockIdx.y) < 0; }
 

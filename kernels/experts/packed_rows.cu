@@ -9,6 +9,7 @@ template <typename T, typename G, int KIND, typename Pairs>
 __device__ __forceinline__ void multiply_pairs(const experts::Product& given, const Pairs& pairs, char* shared) {
     using Output = experts::GroupOutput<T, KIND, Pairs>;
     if (experts::is_of_others(given)) {
+        experts::wait_for_inputs<KIND>();
         if constexpr (KIND == experts::SUMS) experts::add_finished<T, G::UNIT>(given, pairs);
         return;
     }
@@ -18,6 +19,7 @@ __device__ __forceinline__ void multiply_pairs(const experts::Product& given, co
     stream.start();
     OwnPair<T, G, Output> pair(linear, output);
     pair.read(0);
+    experts::wait_for_inputs<KIND>();
     stage_input<T, G>(static_cast<const T*>(given.input), output, shared + G::BEHIND, linear);
     multiply_staged(linear, stream, pair, shared + G::BEHIND, reinterpret_cast<float*>(shared + G::AREAS_BEGIN));
     if constexpr (KIND == experts::SUMS) experts::add_finished<T, G::UNIT>(given, pairs);
@@ -26,13 +28,13 @@ __device__ __forceinline__ void multiply_pairs(const experts::Product& given, co
 // Of geometries for ONE row each pair is by itself.
 template <typename T, typename G, int KIND> __device__ __forceinline__ void multiply(const experts::Product& given) {
     extern __shared__ __align__(16) char shared[];
-    if (!G::LATE) launch_next_kernel();
-    wait_for_previous_kernel();
+    experts::begin_behind_choice<KIND, G::LATE>();
     if constexpr (G::ONE) {
         multiply_pairs<T, G, KIND>(given, experts::OnePair{static_cast<int>(blockIdx.y)}, shared);
     } else {
         __shared__ experts::Group group;
         if (experts::find_group(given, group)) multiply_pairs<T, G, KIND>(given, group, shared);
+        else experts::wait_for_inputs<KIND>();
     }
 }
 

@@ -80,11 +80,22 @@ def plain_step(drafts: Learner, sequence: Answer, seconds: float, blocked: float
     drafts.record(None, [1], seconds, blocked=blocked)
 
 
+class Clock:
+    """A clock that stands still but for what it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
 @pytest.fixture(scope="module", autouse=True)
 def asks_freely() -> Iterator[None]:
     """What is taken does not depend on how long the index takes on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         ask_freely(patch)
+        patch.setattr(learner, "time", Clock())
         yield
 
 
@@ -231,16 +242,6 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more(monkeypatc
         sequence.say(TEXT[12:18])
         choice(drafts, [sequence], 100)
     assert promised() > 2 * distrusted
-
-
-class Clock:
-    """A clock that stands still but for what it is told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -67,7 +67,7 @@ def prepare(
     prompts: dict[str, Any] = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
     prompts["experts"] = CudaSortedExperts(module, dtype)
     if share is not None:
-        prompts["rank"] = CudaRank(module, dtype, RanksArgument(own=share[0], count=share[1]))
+        prompts["rank"] = CudaRank(module, dtype, RanksArgument(own=share[0], count=share[1], blocks=64))
     kernels = StepKernels(few, many, recurrent=CudaRecurrent(module), encoder=CudaEncoder(module), **prompts)
     choice, _ = kernel_choice(config, shape, dtype, module.shared_limit, packed=packed, share=share)
     if choice is not None:

@@ -25,6 +25,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.states import decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
@@ -229,12 +230,19 @@ def random_model(
     return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
+def with_experts(program: Program, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Experts' matrices of a program as NumPy has them, by name."""
+    found = {}
+    for spec in (own for own in program.weights.values() if own.experts):
+        parts = np.split(arrays[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
+        found[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
+    return found
+
+
 def computed(config: ModelConfig, shape: EngineShape, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What operations compute of a program."""
     bindings: dict[str, Any] = {name: array.copy() for name, array in arrays.items()}
-    for spec in (own for own in model_program(config, shape).weights.values() if own.experts):
-        parts = np.split(bindings[spec.name], np.cumsum([size[0] for _, size in spec.parts])[:-1])
-        bindings[spec.name] = ExpertMatrices(spec, [(part, "float32") for part in parts])
+    bindings |= with_experts(model_program(config, shape), bindings)
     ProgramGraph(NumpyOperations(bindings, bindings), model_program(config, shape)).run()
     return bindings
 

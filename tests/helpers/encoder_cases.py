@@ -119,6 +119,13 @@ def first_of_each(rows: int, window: int) -> np.ndarray:
     return np.arange(rows) % window < 1 + np.arange(rows) // window * 37 % window
 
 
+def local_attention(rows: int, heads: int, size: int, past: int) -> Case:
+    """Attention to rows before, of columns 40 and on of positions."""
+    given, width = values(rows, 3 * heads * size), heads * size
+    positions, scale = values(past + 1, 50 + width, seed=1), Compute(values(size, seed=2))
+    return Case("local_attention", (given, positions, 40, past, 2.0, scale, Compute(nothing(rows, width))))
+
+
 BOUNDS = Compute(np.array([-0.5, 0.75], np.float32))
 CHOSEN = np.array([3, 0, 0, 6, -5, 99, 2], np.int32)
 CASES = {
@@ -184,6 +191,29 @@ CASES = {
         ),
     ),
     "plain_standard_norm": Case("standard_norm", (values(9, 75), None, None, 9.0, 1e-6, nothing(9, 75))),
+    **{
+        f"centered_norm_of_{width}": Case(
+            "centered_norm",
+            (values(35, 128), Compute(values(width, seed=1, mean=1)), mask, 1e-6, Compute(nothing(35, width))),
+        )
+        for width, mask in ((128, (np.arange(35)[:, None] < 30).astype(np.float32)), (12, None))
+    },
+    "added_norm": Case(
+        "add_normed",
+        (
+            *(values(9, 1024), Compute(values(1024, seed=1, mean=1)), 1e-6, values(9, 1024, seed=2), 0.5),
+            nothing(9, 1024),
+        ),
+    ),
+    "gated_convolution": Case(
+        "gated_convolution",
+        (
+            *(values(20, 600), Compute(values(300, 5, seed=1)), Compute(values(300, seed=2, mean=1)), 1e-6),
+            Compute(nothing(20, 300)),
+        ),
+    ),
+    "local_attention": local_attention(41, 3, 128, 12),
+    "local_attention_of_few": local_attention(5, 2, 40, 32),
     "places": Case(
         "unfold", (Compute(values(2 * 9 * 7, 24)), Convolution(24, 9, 7, 3, 3, 2, 1, 1), Compute(nothing(40, 216)))
     ),

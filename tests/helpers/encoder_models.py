@@ -4,7 +4,7 @@ kernels' twins."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.audio import AudioConfig
+from edgellm.engines.model.audio import AudioConfig, ConformerConfig
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape, audio_shape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
@@ -148,6 +148,15 @@ SPEECH_MODELS["voxtral"] = replace(
     window_chunks=1,
     merged=4,
 )
+_CONFORMER = ConformerConfig(
+    **{each.name: getattr(SPEECH_MODELS["qwen3_asr"], each.name) for each in fields(AudioConfig)}
+    | {"family": "gemma4", "mel_bins": 20, "channels": 20, "halvings": 2, "chunk_frames": 20, "window_chunks": 1},
+    **{"second_channels": 12, "kernel": 5, "past": 5, "cap": 2.0, "share": 0.5, "clipped": True, "encoded_size": 40},
+    **{"begin": 6, "end": 7},
+)
+SPEECH_MODELS |= {"gemma4": _CONFORMER, "gemma4_without_bounds": replace(_CONFORMER, clipped=False, num_layers=2)}
+
+SPEECH_MODELS["qwen2_audio"] = replace(SPEECH_MODELS["voxtral"], family="qwen2_audio", intermediate_size=44, merged=2)
 
 
 def grids_of(config: VisionConfig) -> list[Grid]:
@@ -179,14 +188,17 @@ def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict
 
 def lengths_of(config: AudioConfig) -> list[int]:
     """Frames of windows for an encoder: whole ones, and others where it takes them."""
-    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family == "qwen3_asr")
+    if isinstance(config, ConformerConfig):
+        return [4 * config.run_rows, 147, 7]
+    return [config.window_frames] + [config.window_frames * 2 // 5, 7] * (config.family != "voxtral")
 
 
 def random_speech(config: AudioConfig, frames: int, whole: bool) -> tuple[EngineShape, dict[str, np.ndarray]]:
     """The shape that takes so many frames, or a `whole` window, and its weights and inputs."""
-    shape = audio_shape(config.window_rows if whole else config.chunk_rows(frames))
-    features = np.random.default_rng(4).standard_normal((config.mel_bins, frames), np.float32)
-    return shape, random_weights(config, shape) | audio_inputs(config, shape, features)
+    shape = audio_shape(config.run_rows if whole else config.chunk_rows(frames))
+    size = config.mel_bins, frames if config.family not in ("voxtral", "qwen2_audio") else config.window_frames
+    features = np.random.default_rng(4).standard_normal(size, np.float32)
+    return shape, random_weights(config, shape) | audio_inputs(config, shape, features, frames)
 
 
 def random_weights(config: ModelConfig, shape: EngineShape) -> dict[str, np.ndarray]:

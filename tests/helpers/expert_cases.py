@@ -10,9 +10,11 @@ from device_bits import from_bits, to_bits
 from gpu_device import device_copy
 from packed_weights import GGUF_FORMATS, packed_copy, random_of, random_packed
 
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.experts.contract import Activation, ExpertWeights, Routing
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Routers of each kind: of published sizes, of numbers that fill no warp, of one expert of two.
 ROUTINGS = {
@@ -25,6 +27,20 @@ ROUTINGS = {
     "most": Routing(512, 32),
     "one_of_two": Routing(2, 1),
 }
+
+
+def absent_experts(kind: str, dtype: str, experts: int) -> list[ExpertWeights]:
+    """Gates and ups, and downs, of so many of Qwen3-30B-A3B's experts, "dense" or of a format, at an address that
+    nothing reads."""
+    sizes = ((experts * 1536, 2048), (experts * 2048, 768))
+    if kind == "dense":
+        biases = (DeviceArray(1 << 20, (experts, size[0] // experts), dtype) for size in sizes)
+        dense = (DeviceArray(1 << 20, size, dtype) for size in sizes)
+        return [ExpertWeights(LinearWeights(*pair), experts) for pair in zip(dense, biases, strict=True)]
+    format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
+    layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
+    packed = [PackedMatrix(layout, DeviceArray(1 << 20, layout.shape, "uint8")) for layout in layouts]
+    return [ExpertWeights(LinearWeights(each), experts) for each in packed]
 
 
 def random_scores(routing: Routing, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

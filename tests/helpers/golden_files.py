@@ -7,8 +7,8 @@ descriptions and expected values are. A folder of many models is packed as one, 
 is stored once.
 Tools that make goldens read them by these functions, too, so that references compute with the bits that tests get.
 
-Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
-Expected logits are stored with fewer bits, `shortened`.
+Of expected values [.., T, V] of which only an eighth is stored, `every_eighth`, each token is among them and, where
+tokens are eight or more, each row of the last weight. They and all logits are stored with fewer bits, `shortened`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import struct
 import tarfile
@@ -33,8 +34,11 @@ from golden_codes import Tensors, codes, rounded
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, CODES, WHOLE, PACKED, ARCHIVE = ".drawn.json", ".codes.json", ".safetensors", ".xz", ".tar.xz"
-#: What ends the names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
-LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
+#: What ends the names of logits in `expected.safetensors`, and those of values of which an eighth is stored there.
+LOGITS, EIGHTH = "logits", ".eighth"
+#: Names of what is only compared, within bounds wider than what `shortened` changes; "rows" and "features" without a
+#: number are what something else is computed from.
+_COMPARED = re.compile(rf".*({LOGITS}|{re.escape(EIGHTH)})|(features|rows)\d+")
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
@@ -81,11 +85,11 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         path.unlink()
     if (expected := target / f"expected{WHOLE}").exists():
         tensors = read_tensors(expected)
-        stored = [name for name in tensors if name.endswith(EVERY_FOURTH)]
+        stored = [name for name in tensors if name.endswith(EIGHTH)]
         for name in stored:
             dtype, shape, data = tensors.pop(name)
-            logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            tensors[name.removesuffix(EVERY_FOURTH) + LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            values = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
+            tensors[name.removesuffix(EIGHTH)] = dtype, list(values.shape), values.tobytes()
         if stored:
             write_tensors(expected, tensors, read_metadata(expected))
     return target
@@ -103,21 +107,21 @@ def open_archive(archive: Path, folder: Path) -> None:
 
 
 def write_archive(folder: Path) -> None:
-    """Pack a folder as one file in its place, the same bytes for the same files; those that are packed are unpacked
-    first."""
+    """Pack a folder as one file in its place, the same bytes for the same files, of which those of a name follow each
+    other; those that are packed are unpacked first."""
     for path in folder.rglob(f"*{PACKED}"):
         path.with_suffix("").write_bytes(lzma.decompress(path.read_bytes()))
         path.unlink()
     for path in folder.rglob(f"expected{WHOLE}"):
         tensors, metadata = read_tensors(path), read_metadata(path)
         short = {
-            name: (dtype, shape, shortened(data) if name.endswith((LOGITS, EVERY_FOURTH)) and dtype == "F32" else data)
+            name: (dtype, shape, shortened(data) if dtype == "F32" and _COMPARED.fullmatch(name) else data)
             for name, (dtype, shape, data) in tensors.items()
         }
         write_tensors(path, short, metadata)
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w", format=tarfile.USTAR_FORMAT) as files:
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        for path in sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: (path.name, path)):
             member = tarfile.TarInfo(str(path.relative_to(folder)))
             member.size = path.stat().st_size
             with path.open("rb") as content:
@@ -156,28 +160,28 @@ def shortened(data: bytes) -> bytes:
 def packed(data: bytes) -> bytes:
     """The shortest of what text, bytes and numbers of 16 and of 32 bits are packed best by."""
     found = []
-    for context, position, alignment in ((3, 0, 2), (0, 0, 0), (0, 1, 1), (1, 2, 2)):
-        options = {"lc": context, "lp": position, "pb": alignment, "preset": 9 | lzma.PRESET_EXTREME}
+    for context, position, alignment in ((3, 0, 2), (0, 0, 0), (0, 1, 1), (1, 2, 2), (0, 2, 0)):
+        options = {"lc": context, "lp": position, "pb": alignment, "preset": 9 | lzma.PRESET_EXTREME, "nice_len": 273}
         found.append(lzma.compress(data, check=lzma.CHECK_CRC32, filters=[{"id": lzma.FILTER_LZMA2, **options}]))
     return min(found, key=len)
 
 
-def every_fourth(logits: np.ndarray) -> np.ndarray:
-    """A fourth of logits [.., T, V]: [.., T, V / 4], of token t those of the ids that leave t % 4 when divided by 4."""
-    fours = logits.reshape(*logits.shape[:-1], -1, 4)
-    return np.take_along_axis(fours, _places(fours.shape), axis=-1)[..., 0]
+def every_eighth(values: np.ndarray) -> np.ndarray:
+    """An eighth of values [.., T, V]: [.., T, V / 8], of token t those whose index leaves t % 8 when divided by 8."""
+    eights = values.reshape(*values.shape[:-1], -1, 8)
+    return np.take_along_axis(eights, _places(eights.shape), axis=-1)[..., 0]
 
 
-def with_gaps(fourth: np.ndarray) -> np.ndarray:
-    """float32 logits [.., T, V] of which `every_fourth` is `fourth`, the others NaN."""
-    fours = np.full((*fourth.shape, 4), np.nan, np.float32)
-    np.put_along_axis(fours, _places(fours.shape), fourth[..., None], axis=-1)
-    return fours.reshape(*fourth.shape[:-1], -1)
+def with_gaps(eighth: np.ndarray) -> np.ndarray:
+    """float32 [.., T, V] of which `every_eighth` is `eighth`, the others NaN."""
+    eights = np.full((*eighth.shape, 8), np.nan, np.float32)
+    np.put_along_axis(eights, _places(eights.shape), eighth[..., None], axis=-1)
+    return eights.reshape(*eighth.shape[:-1], -1)
 
 
 def _places(shape: tuple[int, ...]) -> np.ndarray:
-    """Which of each four ids [.., T, V / 4, 4] is stored."""
-    tokens = np.arange(shape[-3]) % 4
+    """Which of each eight values [.., T, V / 8, 8] is stored."""
+    tokens = np.arange(shape[-3]) % 8
     return np.broadcast_to(tokens[:, None, None], (*shape[:-1], 1))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from golden_files import golden_folder
+from golden_files import golden_folder, largest_difference
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
@@ -111,5 +111,5 @@ def golden_config(name: str) -> VisionConfig:
 
 
 def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as part of the largest expected value."""
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+    """The largest difference to what is expected, as part of the largest value."""
+    return largest_difference(found, expected) / float(np.abs(found).max())

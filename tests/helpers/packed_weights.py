@@ -32,6 +32,14 @@ def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray
     return bits, (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def assert_same_bits(found: np.ndarray, expected: np.ndarray, signed_zeros: bool = True) -> None:
+    """Two arrays of 16-bit floats have the same bits; unless `signed_zeros`, a zero of either sign is one."""
+    both = [each.view(np.uint16).copy() for each in (found, expected)]
+    for each in both:
+        each[(each == 0x8000) & (not signed_zeros)] = 0
+    np.testing.assert_array_equal(*both)
+
+
 def random_packed(
     rows: int,
     columns: int,

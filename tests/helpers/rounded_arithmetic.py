@@ -40,8 +40,9 @@ class Distance:
 
     @classmethod
     def between(cls, found: np.ndarray, expected: np.ndarray) -> Distance:
-        """Of two arrays of one shape."""
-        differences, scale = (found - expected).astype(np.float64), np.abs(expected).max()
+        """Of two arrays of one shape, where anything is expected."""
+        known = ~np.isnan(expected)
+        differences, scale = (found - expected)[known].astype(np.float64), np.abs(expected[known]).max()
         return cls(float(np.sqrt(np.mean(differences**2)) / scale), float(np.abs(differences).max() / scale))
 
     def relative_to(self, other: Distance) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.sampling_state import StepRules
+from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -45,3 +45,50 @@ def watch_steps(runner: DecodingRunner, watched: Callable[[Callable[[], Any], in
     decode, drafted = runner.decode, runner.round
     runner.decode = lambda batch, *more: watched(lambda: decode(batch, *more), batch, None)
     runner.round = lambda batch, plan, *more: watched(lambda: drafted(batch, plan, *more), batch, plan)
+
+
+def stepped(
+    runner: DecodingRunner,
+    samplings: Sequence[SamplingValues],
+    step: Callable[[int, list[list[int]]], tuple[DraftPlan | None, Sequence[GivenTree] | None]],
+    count: int,
+    prompts: Sequence[Sequence[int]],
+) -> tuple[list[list[int]], int]:
+    """The first `count` tokens of each slot, and how many steps they took; `step(number, found)` says what is done."""
+    prompts = prompts[: len(samplings)]
+    found = [
+        runner.start(slot, prompt, 0, sampling).wait().tolist()
+        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    steps = 0
+    while min(map(len, found)) < count:
+        plan, trees = step(steps, found)
+        if plan is not None and plan.is_given and not runner.takes_given(len(prompts), plan):
+            plan = trees = None
+        elif plan is not None:
+            room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
+            plan = fitting(plan, room)
+            trees = None if plan is None else trees
+        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
+            tokens.extend(emitted)
+        steps += 1
+    for slot in range(len(prompts)):
+        runner.stop(slot)
+    return [tokens[:count] for tokens in found], steps
+
+
+def answers(
+    runner: DecodingRunner,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingValues],
+    plans: Sequence[DraftPlan | None],
+    count: int = 16,
+) -> tuple[list[list[int]], int]:
+    """The same by the plans in turn, with a tree for those that take one."""
+    trees = [GivenTree([5, 6], [-1, 0])] * len(prompts)
+
+    def step(number: int, found: list[list[int]]) -> tuple[DraftPlan | None, Sequence[GivenTree] | None]:
+        plan = plans[number % len(plans)]
+        return plan, trees if plan is not None and plan.is_given else None
+
+    return stepped(runner, samplings, step, count, prompts)

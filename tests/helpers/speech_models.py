@@ -16,7 +16,7 @@ from edgellm.media.audio import AudioEncoder
 
 #: What float32 sums in another order differ by, of numbers around 1.
 TOLERANCE = 1e-4
-CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral", "gemma4")}
+CHECKPOINTS = {name: golden_folder("speech") / name for name in ("qwen3_asr", "voxtral", "qwen2_audio", "gemma4")}
 CHECKPOINT = CHECKPOINTS["qwen3_asr"]
 
 
@@ -46,6 +46,12 @@ def speech_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def voxtral_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of Voxtral."""
     return _built("voxtral", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def qwen2_audio_engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of Qwen2-Audio."""
+    return _built("qwen2_audio", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

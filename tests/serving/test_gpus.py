@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,9 +41,9 @@ def one() -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM, params: SamplingParams) -> list[list[int]]:
+def answers(llm: LLM, params: SamplingParams, prompts: Sequence[str] = PROMPTS) -> list[list[int]]:
     """All at once, as many as the model takes together."""
-    found = [llm.stream(prompt, params) for prompt in PROMPTS]
+    found = [llm.stream(prompt, params) for prompt in prompts]
     return [list(each.result().token_ids) for each in found]
 
 

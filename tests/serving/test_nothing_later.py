@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from absent_serving import ServingOnNothing, ranks_on_nothing
 from every_kind import ALL_PARAMS, DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 from packed_checkpoints import write_packed
-from tiny_families import WINDOWED
+from tiny_families import MIXTURES, RECURRENT, WINDOWED
 
 from edgellm import LLM, SpecDecodeRuntime
 from edgellm.engines.building.builder import build_engine_directory
@@ -58,20 +59,33 @@ def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callab
         assert backend.made.counts[CAPTURED] == captured
 
 
-@pytest.mark.parametrize("name", ["tree", pytest.param("packed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree",
+        "lfm2_biases",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("packed", "qwen3_5", "nemotron_h_moe", "gemma4")),
+    ],
+)
 def test_gpus_that_share_a_model_make_nothing_later(
-    name: str, on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str,
+    on_nothing: Callable[[int], list],
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Each has its weights and rows, and captures hold the steps of both; what moves rows moves those of all."""
-    model, drafting = None, DRAFTINGS.get(name)
-    if name == "packed":
-        (checkpoint, _), model = (
-            write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None),
-            tmp_path / "m",
-        )
-        build_engine_directory(
-            checkpoint, model, EngineLimits(1, 128, 1024, max_lora_rank=8, lora_slots=2), None, "float16"
-        )
+    model, drafting, limits = [tmp_path / "model"], DRAFTINGS["suffix"], EngineLimits(1, 128, 1024)
+    if name == "tree":
+        model, drafting = [], DRAFTINGS["tree"]
+    elif name == "packed":
+        checkpoint, _ = write_packed(SHIPPED_MODEL, tmp_path / "packed", tmp_path / "twin", None)
+        drafting, limits = None, replace(limits, max_lora_rank=8, lora_slots=2)
+    else:
+        family = (WINDOWED | MIXTURES | RECURRENT)[name] | {"max_position_embeddings": 1024}
+        checkpoint = make_checkpoint(tmp_path / "checkpoint", **family)
+    if model:
+        build_engine_directory(checkpoint, *model, limits, None, "bfloat16" if name == "gemma4" else "float16")
     made = on_nothing(2)
     opened: list[Any] = []
 
@@ -80,7 +94,7 @@ def test_gpus_that_share_a_model_make_nothing_later(
         return opened[-1]
 
     monkeypatch.setattr("edgellm.opened_model.open_backend", open_backend)
-    with LLM(*([] if model is None else [model]), drafting=drafting, gpus=2) as llm:
+    with LLM(*model, drafting=drafting, gpus=2) as llm:
         (backend,) = opened
         assert backend.gpus == 2 and not made
         before = [set(each.module.sources) for each in (backend, *backend.others)]

@@ -1,4 +1,4 @@
-"""Qwen3-ASR and Voxtral against transformers: features, rows of encoders, prompts, and the logits of every prefix."""
+"""Models that hear against transformers: features, rows of encoders, prompts, and the logits of every prefix."""
 
 from __future__ import annotations
 
@@ -44,9 +44,14 @@ AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"
 PROMPTS = {
     "qwen3_asr": f"<|im_start|>user\n{AUDIO * len(SECONDS)}{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
     "voxtral": f"<s>[INST]{'[BEGIN_AUDIO][AUDIO]' * len(SECONDS)}{QUESTION}[/INST]",
+    "qwen2_audio": "<|im_start|>user\n"
+    + "".join(f"Audio {number}: <|audio_bos|><|AUDIO|><|audio_eos|>\n" for number in (1, 2))
+    + f"{QUESTION}<|im_end|>\n<|im_start|>assistant\n",
     "gemma4": f"<bos><turn>user\n{'<|audio|>' * len(SECONDS)}{QUESTION}\n<turn>model\n",
 }
 SOUNDS = [(sound(seconds), RATE) for seconds in SECONDS]
+#: Those of each golden: longer ones than a window transformers cuts for Qwen2-Audio.
+HEARD = {name: SOUNDS[name == "qwen2_audio" :] for name in PROMPTS}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
@@ -92,15 +97,15 @@ def engines_of(name: str, request: pytest.FixtureRequest) -> Path:
 def test_all_is_as_transformers_has_it(name: str, request: pytest.FixtureRequest) -> None:
     expected, ids = expected_speech(name), expected_speech(name)["token_ids"].tolist()
     llm = LLM(engines_of(name, request), backend="numpy", drafting=None)
-    for asked in (Request(PROMPTS[name], audio=SOUNDS), Request(messages=message(*map(heard, SOUNDS)))):
+    for asked in (Request(PROMPTS[name], audio=HEARD[name]), Request(messages=message(*map(heard, HEARD[name])))):
         assert llm._runtime.prompt_ids(asked) == ids
 
     def compute(runtime: Any) -> np.ndarray:
         sounds = runtime._media.by_name["audio"]
-        pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in SOUNDS]
+        pieces = [sounds.prepare(MediaReference(each, False, "RGB", "sound", "audio")) for each in HEARD[name]]
         for index, piece in enumerate(pieces):
-            features = log_mel(SOUNDS[index][0], sounds.opened().mel)
-            np.testing.assert_array_equal(np.concatenate(piece.features, axis=1), features)
+            features = log_mel(HEARD[name][index][0], sounds.opened().mel)
+            np.testing.assert_array_equal(piece.features(0, len(piece.digests)), features)
             # Of Gemma 4's transformers takes transforms of float32.
             near = TOLERANCE * (3 if name == "gemma4" else 1)
             np.testing.assert_allclose(features.flatten()[::SPARSE], expected[f"features{index}"], atol=near)
@@ -132,7 +137,9 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
 ) -> None:
     directory, samples = EngineDirectory.open(gemma4_engines), sound(5.3)
     assert directory.audio is not None and directory.audio.lead_windows == 3
-    whole, streamed = (AudioEncoder(NumpyBackend(directory.config), directory, Metrics()) for _ in range(2))  # type: ignore
+    on_kernels = EncoderBackend(directory.audio, directory.config)
+    backends: tuple[Any, Any] = NumpyBackend(directory.config, audio=directory.audio), on_kernels
+    whole, streamed = (AudioEncoder(each, directory, Metrics()) for each in backends)
     rows, frames, encode = list[np.ndarray](), list[int](), streamed._encoded
     streamed._encoded = lambda *given: frames.append(given[0].shape[1]) or encode(*given)  # type: ignore
     for encoder, lengths in ((whole, [5.3]), (streamed, [0.63, 0.9, 1.7, 2.93, 4.0, 5.3])):
@@ -152,30 +159,13 @@ def test_rows_of_gemma_4_are_final_and_follow_from_few_before_them(
     np.testing.assert_allclose(np.concatenate([each.rows for each in whole.encode([prepared])]), expected, atol=1e-4)
 
 
-def test_gemma_4_hears_on_the_host_wherever_its_language_model_is(gemma4_engines: Path) -> None:
-    directory = EngineDirectory.open(gemma4_engines)
-    assert directory.audio is not None and directory.audio.on_host
-    assert set(directory.models) == {"base", "vision"} and not directory.limits.audio_rows
-    parameters = sum(math.prod(spec.shape) for spec in model_weights(directory.audio))
-    assert directory_facts(gemma4_engines, False)["memory"]["audio weights"] == 4 * parameters
-    backend = NumpyBackend(directory.config)
-    backend.name, backend.compute_dtype = "tensorrt", "bfloat16"
-    encoder = AudioEncoder(backend, directory, Metrics())  # type: ignore[arg-type]
-    assert set(encoder.memory) == {"audio embeddings"}
-    encoder.load()
-    piece = encoder.prepare(MediaReference((sound(2.0), RATE), False, "RGB", "sound", "audio"))
-    bits = np.concatenate([each.rows for each in encoder.encode([piece])]).astype(np.uint32) << 16
-    expected = expected_speech("gemma4")["rows2"]
-    np.testing.assert_allclose(bits.view(np.float32).flatten()[::13], expected, rtol=2**-8, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 def test_engines_of_whole_windows_give_the_same_rows(name: str, request: pytest.FixtureRequest) -> None:
-    """As on a GPU: what is not heard yet is masked, weights have zeros behind them; Gemma 4's are NumPy's rows."""
+    """As on a GPU: what is not heard yet is masked, weights have zeros behind them."""
     directory = EngineDirectory.open(engines_of(name, request))
     encoder = AudioEncoder(EncoderBackend(directory.audio, directory.config), directory, Metrics())
     encoder.load()
-    for index, each in enumerate(SOUNDS):
+    for index, each in enumerate(HEARD[name]):
         piece = encoder.prepare(MediaReference(each, False, "RGB", "sound", "audio"))
         for _ in range(2):  # the second time, of rows that are kept
             rows = np.concatenate([each.rows for each in encoder.encode([piece])])
@@ -212,12 +202,43 @@ def test_final_windows_are_neither_encoded_nor_computed_again(llm: LLM, monkeypa
     assert response.usage.reused_tokens == 1 + len("user\n") + 1 + 4 * 13
 
 
-def test_answers_in_a_batch_and_drafted_are_those_alone(llm: LLM, speech_engines: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_asr", "qwen2_audio"])
+def test_answers_in_a_batch_drafted_and_from_a_snapshot_are_those_alone(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    engines, path = engines_of(name, request), tmp_path / "heard.safetensors"
     requests = [Request.of(messages=message(heard(each)), **GREEDY) for each in SOUNDS]
-    alone = [llm.submit(each).result().token_ids for each in requests]
-    with LLM(speech_engines, backend="numpy", drafting="auto") as drafting:
+    system = [{"type": "text", "text": "Listen: "}, heard(SOUNDS[2])]
+    asked: list[dict[str, Any]] = [{"role": "system", "content": system}, *message(heard(SOUNDS[1]))]
+    with LLM(engines, backend="numpy", drafting=None) as llm:
+        alone = [llm.submit(each).result().token_ids for each in requests]
+        after = llm.chat(asked, **GREEDY).token_ids
+        kept = llm.cache_system_prompt(system, save=path)
+    with LLM(engines, backend="numpy", drafting="auto", snapshots=[path]) as drafting:
         together = drafting.handle(requests)
+        known = drafting.chat(asked, **GREEDY)
     assert [each.token_ids for each in together] == alone  # type: ignore[union-attr]
+    assert (known.token_ids, known.usage.reused_tokens) == (after, kept.tokens)
+
+
+def test_a_sound_longer_than_a_window_of_qwen2_audio_is_heard_in_windows(
+    qwen2_audio_engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, samples = EngineDirectory.open(qwen2_audio_engines), sound(2.5)
+    samples[:1600] = np.sin(np.arange(1600) * 0.7)  # the loudest, which all is measured by
+    backend: Any = NumpyBackend(directory.config, audio=directory.audio)
+    encoder, rows = AudioEncoder(backend, directory, Metrics()), dict[float, np.ndarray]()
+    encoder.load()
+    pieces, encoded = {}, encoded_frames(monkeypatch)
+    for seconds in (0.02, 2.0, 2.02, 2.03, 2.5):
+        each = (samples[: round(seconds * RATE)], RATE)
+        pieces[seconds] = encoder.prepare(MediaReference(each, False, "RGB", "sound", "audio"))
+        rows[seconds] = np.concatenate([each.rows for each in encoder.encode([pieces[seconds]])])
+    frames = {seconds: piece.frames for seconds, piece in pieces.items()}
+    assert frames == {0.02: (3,), 2.0: (200,), 2.02: (200,), 2.03: (200, 3), 2.5: (200, 50)}
+    assert [len(each) for each in rows.values()] == [1, 50, 50, 51, 62]
+    np.testing.assert_array_equal(rows[2.03][:50], rows[2.5][:50])
+    assert encoded == [200] * 5  # the first window of the last two is final
 
 
 @pytest.mark.parametrize(
@@ -267,6 +288,8 @@ def test_gemma_4_is_built_without_ears_where_a_release_left_them_out(tmp_path: P
         ("voxtral", {"audio_config": {"max_source_positions": 41}}, "intermediate_size is 64, expected a multiple of"),
         ("voxtral", {"audio_config": {"hidden_size": 32, "num_attention_heads": 3}}, "of num_attention_heads, 3"),
         ("voxtral", {"audio_config": {"num_hidden_layers": 1}}, "unknown: audio_tower.layers"),
+        ("qwen2_audio", {"audio_config": {"max_source_positions": 301}}, "301, expected an even number"),
+        ("qwen2_audio", {"audio_config": {"encoder_attention_heads": 3}}, "of encoder_attention_heads, 3"),
         ("gemma4", {"audio_config": {"attention_context_right": 4}}, "attention_context_right is 4, supported is 0"),
         ("gemma4", {"audio_config": {"subsampling_conv_channels": [6, 4]}}, "the first a multiple of 4"),
         ("gemma4", {"audio_config": {"num_attention_heads": 3}}, "a multiple of 2 and of num_attention_heads, 3"),
@@ -305,7 +328,7 @@ def test_checkpoints_that_are_wrong_are_not_built(tmp_path: Path, name: str, val
 def test_a_directory_of_another_encoder_is_refused(speech_engines: Path) -> None:
     directory = EngineDirectory.open(speech_engines)
     assert directory.audio is not None and directory.limits.audio_rows == directory.audio.window_rows == 26
-    with pytest.raises(EngineDirectoryError, match="windows of 26 rows and a width of 32, expected 13 and 32"):
+    with pytest.raises(EngineDirectoryError, match="runs of 26 rows and a width of 32, expected 13 and 32"):
         _ = replace(directory, limits=replace(directory.limits, audio_rows=13)).audio
     described = json.loads((speech_engines / "edgellm.json").read_text())
     del described["limits"]["audio_rows"]

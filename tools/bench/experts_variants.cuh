@@ -38,10 +38,10 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
         commit_copies();
     };
     copy();
-    if (HOST_AHEAD) wait_for_previous_kernel();
+    wait_for_previous_kernel();
     int surely[EACH];  // what was chosen, where it was read while gates and ups chose
 #pragma unroll
-    for (int e = 0; HOST_AHEAD && HOST_ROUTES && e < EACH; ++e) surely[e] = __ldcg(given.expert_ids + min(team + e * G::TEAMS, chosen - 1));
+    for (int e = 0; HOST_ROUTES && e < EACH; ++e) surely[e] = __ldcg(given.expert_ids + min(team + e * G::TEAMS, chosen - 1));
     char* activations = shared + G::BEHIND;
     float *area = reinterpret_cast<float*>(shared + G::AREAS_BEGIN), *products = area + G::AREA;
     const int chunks = SLICES * steps * 4;  // of a row
@@ -58,7 +58,7 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
     if (number < chosen) weight = __ldcg(addition.weights + number);
     if (number == 0) before = decode::to_float(static_cast<const T*>(addition.residual)[place]);
     wait_for_copies<0>();
-    if (HOST_AHEAD && HOST_ROUTES) {
+    if (HOST_ROUTES) {
         bool is_other = false;  // the same for all lanes of a warp
 #pragma unroll
         for (int e = 0; e < EACH; ++e) is_other |= surely[e] != ids[e], ids[e] = surely[e];
@@ -86,7 +86,7 @@ template <typename T, typename G> __device__ __forceinline__ void multiply_row(c
         for (int d = 0; d < BLOCK_STEPS; ++d) {
             const uint4 x = read_shared_16(own + number * 64 + d * step_bytes);
             unsigned low[4], high[4];
-            held.eight[0].begin(groups[0], d), held.eight[1].begin(groups[1], d);
+            held.eight[0].begin(groups[0], d, mask), held.eight[1].begin(groups[1], d, mask);
             held.eight[0].values(groups[0], d, mask, low);
             held.eight[1].values(groups[1], d, mask, high);
 #pragma unroll

@@ -5,14 +5,12 @@
 Shapes and weights are those of `experts_speed.py` in int4. Of each number of rows microseconds of a layer (CUDA graphs
 of all layers), and of its kernels. Nothing of what is tried is in the kernels that ship: their sources are edited here.
 
-- ahead: gates and ups let the next kernel start when the router has ended, and not before, so that downs know their
-  experts and begin to read before they wait for gates and ups. With other forms of `PackedRows` these find room, too.
 - row adds: of one row, a block of downs has its columns of all experts and adds them, without a word to other blocks.
 - asks: gates and ups ask the second-level cache for the same experts' downs, 1 when their own weights are under way, 2
   when they have been multiplied.
 - fences: who comes last is found by an atomic between two fences, in place of one instruction.
 - routes: of one row, each block of gates and ups chooses for itself, 1 by the scores of a router without a last block,
-  2 in clusters of eight blocks that score, too: two launches in place of three. With `ahead`, downs read what was
+  2 in clusters of eight blocks that score, too: two launches in place of three. Downs that add rows read what was
   chosen before gates and ups end, and again behind that, lest it was another choice. `blocks` are those of a pair.
 """
 
@@ -57,22 +55,14 @@ _BEGIN = "template <typename T, typename G, int KIND, typename Pairs>\n"
 _MULTIPLIES = {
     _BEGIN: Path(__file__).with_suffix(".cuh").read_text("utf-8") + "\n" + _BEGIN,
     "    stream.start();\n": """    stream.start();
-    if (HOST_AHEAD && KIND == experts::SUMS) wait_for_previous_kernel();
     if (HOST_ASKS == 1 && KIND == experts::GATED) ask_for_downs(given);
 """,
     "\n    if constexpr (KIND == experts::SUMS) experts::add": """
     if (HOST_ASKS == 2 && KIND == experts::GATED) ask_for_downs(given);
     if constexpr (KIND == experts::SUMS) experts::add""",
-    "    if (!G::LATE) launch_next_kernel();\n    wait_for_previous_kernel();\n": """
-    constexpr bool IS_SUMS = KIND == experts::SUMS;
-    if (!HOST_AHEAD || IS_SUMS) launch_next_kernel();
-    if (!HOST_AHEAD || !IS_SUMS) wait_for_previous_kernel();
-    if (HOST_AHEAD && !IS_SUMS) launch_next_kernel();
-    if constexpr (HOST_ROW_ADDS && G::ONE && IS_SUMS) return multiply_row<T, G>(given, shared);
+    "    experts::begin_behind_choice<KIND, G::LATE>();\n": """    experts::begin_behind_choice<KIND, G::LATE>();
+    if constexpr (HOST_ROW_ADDS && G::ONE && KIND == experts::SUMS) return multiply_row<T, G>(given, shared);
     else
-""",
-    "(given, group, shared);\n": """(given, group, shared);
-        else if (HOST_AHEAD && IS_SUMS) wait_for_previous_kernel();
 """,
 }
 #: Of experts/router.cu: without the choice, and of scores in shared memory.
@@ -90,7 +80,6 @@ class Variant(NamedTuple):
     """What is tried, and forms by columns of the matrix: weight tiles, depth, blocks, how many have registers; and the
     blocks of a pair in gates and ups that route."""
 
-    ahead: int = 0
     row_adds: int = 0
     asks: int = 0
     fences: int = 0
@@ -99,7 +88,7 @@ class Variant(NamedTuple):
     blocks: int = 33
 
     def __str__(self) -> str:
-        said = [f"{name}={value}" for name, value in zip(self._fields[:5], self[:5], strict=True) if value]
+        said = [f"{name}={value}" for name, value in zip(self._fields[:4], self[:4], strict=True) if value]
         said += [f"{self.blocks} blocks"] * (self.routes > 0)
         return ", ".join(said + [f"K={columns} {form}" for columns, form in self.forms]) or "as it ships"
 
@@ -107,25 +96,22 @@ class Variant(NamedTuple):
 def variants(rows: int, hidden: int, size: int) -> list[Variant]:
     """All, by themselves and together."""
     few, ring, downs = (hidden, (1, 0, 1, 2)), (hidden, (2, 3, 1, 2)), (size, (1, 2, 2, 2))
-    found = [Variant(), Variant(fences=1), Variant(ahead=1), Variant(ahead=1, forms=(downs,))]
+    found = [Variant(), Variant(fences=1), Variant(forms=(downs,))]
     if rows > 1:
-        found += [Variant(asks=1), Variant(asks=2), Variant(1, 0, 2)]
         forms = (1, 0, 2, 2), (2, 1, 2, 2), (2, 2, 1, 1)
-        return found + [Variant(1, forms=((size, form),)) for form in forms]
-    found += [Variant(ahead=1, forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
-    found += [Variant(row_adds=1), Variant(1, 1)]
-    found += [Variant(1, adds, forms=(form,)) for adds in (0, 1) for form in (few, ring)]
-    found += [Variant(routes=1), Variant(row_adds=1, routes=1), Variant(1, 1, routes=1)]
+        return found + [Variant(asks=1), Variant(asks=2), *(Variant(forms=((size, form),)) for form in forms)]
+    found += [Variant(forms=(form, *more)) for form in (few, ring) for more in ((), (downs,))]
+    found += [Variant(row_adds=1, forms=forms) for forms in ((), (few,), (ring,))]
+    found += [Variant(adds, routes=1) for adds in (0, 1)]
     shapes = (32, 0, 2), (16, 0, 2), (16, 3, 1), (16, 6, 1), (32, 2, 2)  # blocks of a pair; depth, and blocks
     for blocks, *form in shapes:
-        forms = ((hidden, (1, *form, 2)),)
-        found += [Variant(*way, routes=2, forms=forms, blocks=blocks) for way in ((0, 0), (0, 1), (1, 1))]
+        found += [Variant(adds, routes=2, forms=((hidden, (1, *form, 2)),), blocks=blocks) for adds in (0, 1)]
     return found
 
 
 def patched(kernel: Kernel, variant: Variant) -> Kernel:
     """The same of edited sources."""
-    headers, own = {}, (variant.ahead, variant.row_adds, variant.asks, variant.routes)
+    headers, own = {}, (variant.row_adds, variant.asks, variant.routes)
     is_routed = "routed_gated" in kernel.expression
     for file, edits, is_needed in (
         ("experts/router.cu", _ROUTES, variant.routes and (is_routed or "::route<" in kernel.expression)),
@@ -139,7 +125,7 @@ def patched(kernel: Kernel, variant: Variant) -> Kernel:
             assert text.count(before) == 1, before
             text = text.replace(before, after)
         headers[file] = text
-    names = "HOST_AHEAD", "HOST_ROW_ADDS", "HOST_ASKS", "HOST_ROUTES"
+    names = "HOST_ROW_ADDS", "HOST_ASKS", "HOST_ROUTES"
     macros = *kernel.source.macros, *zip(names, own, strict=True)
     source = replace(kernel.source, headers=(*kernel.source.headers, *headers.items()))
     return kernel._replace(source=replace(source, macros=macros) if any(own) else source)

@@ -27,6 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -172,12 +174,18 @@ def first_token_seconds(engine_directory: Path) -> float:
     return seconds
 
 
-def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str, weights: str) -> dict[str, Any]:
-    """The decode loop of one model behind so many tokens, with the host reading each token while the next step runs."""
+def measure_loop(
+    work: Path, shape: str, tokens: int, kv_cache: str, weights: str, kinds: bool = False
+) -> dict[str, Any]:
+    """The decode loop of one model behind so many tokens, with the host reading each token while the next step runs;
+    `kinds`: see `print_kinds`."""
     limits = EngineLimits(1, 16, max(CAPACITY, tokens + 2 * LOOP_STEPS), kv_cache=kv_cache)
     directory = shape_directory(work, shape, limits, weights)
     with random_runner(directory) as runner:
-        return loop_behind(runner, directory, tokens) | {"most_above_ms": MOST_ABOVE.get((shape, weights))}
+        found = loop_behind(runner, directory, tokens) | {"most_above_ms": MOST_ABOVE.get((shape, weights))}
+        if kinds:
+            print_kinds(runner, tokens)
+        return found
 
 
 def loop_behind(runner: BaseEngineRunner, directory: RandomDirectory, tokens: int) -> dict[str, Any]:
@@ -248,25 +256,41 @@ def measure_windows(work: Path, shape: str, kv_cache: str, weights: str) -> dict
 def step_microseconds(runner: BaseEngineRunner, tokens: int) -> dict[str, float]:
     """Of the GPU, for a decode step's engine behind so many tokens: the whole, the whole without its attentions, and of
     one layer's attention to all rows and of one to a window, where all of a kind follow each other."""
-    backend, start = runner.backend, runner._state.kvcache_start_index[:1]
-    decode = next(shape for shape in runner.engines.loaded if shape.phase == "decode")
-    engine = runner._engine(decode, slice(0, 1))
-    engine.enqueue()  # which prepares its launches
+    engine, microseconds = decode_launches(runner, tokens)
     attends = ["keys_by_position::attention" in launch.name for launch in engine._launches]
     attentions = list(compress(engine._launches, attends))
     kinds: dict[str, list[Any]] = {"attention to all rows": [], "attention to a window": []}
     for step, launch in zip(engine.program.attentions, attentions, strict=True):
         kinds["attention to all rows" if step.window is None else "attention to a window"].append(launch)
     others = [launch for launch, is_attention in zip(engine._launches, attends, strict=True) if not is_attention]
+    found = {"step": microseconds(engine._launches), "without attention": microseconds(others)}
+    found |= {kind: microseconds(launches) / len(launches) for kind, launches in kinds.items() if launches}
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def decode_launches(runner: BaseEngineRunner, tokens: int) -> tuple[Any, Callable[[list[Any]], float]]:
+    """The engine of decode steps, its launches prepared, and what times some of them as one graph behind so many
+    tokens."""
+    backend, start = runner.backend, runner._state.kvcache_start_index[:1]
+    engine: Any = runner._engine(next(shape for shape in runner.engines.loaded if shape.phase == "decode"), slice(0, 1))
+    engine.enqueue()  # which prepares its launches
 
     def microseconds(launches: list[Any]) -> float:
         graph = backend.capture(lambda: [launch() for launch in launches], "launches")
         backend.upload(start, np.asarray([tokens], np.int32))
         return 1000 * gpu_milliseconds(backend.stream, graph, 20, before=graph)
 
-    found = {"step": microseconds(engine._launches), "without attention": microseconds(others)}
-    found |= {kind: microseconds(launches) / len(launches) for kind, launches in kinds.items() if launches}
-    return {name: round(value, 2) for name, value in found.items()}
+    return engine, microseconds
+
+
+def print_kinds(runner: BaseEngineRunner, tokens: int) -> None:
+    """Print what a decode step takes of the GPU, and how much less without the launches of each kernel."""
+    engine, microseconds = decode_launches(runner, tokens)
+    whole = microseconds(engine._launches)
+    print(f"{whole:9.1f} us, {len(engine._launches)} launches; of these:")
+    for name, count in Counter(launch.name for launch in engine._launches).most_common():
+        less = whole - microseconds([launch for launch in engine._launches if launch.name != name])
+        print(f"{less:9.1f} us, {less / count:6.2f} each of {count:3} {name}", flush=True)
 
 
 def planned_memory(directory: RandomDirectory) -> dict[str, dict[str, float]]:

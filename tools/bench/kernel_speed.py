@@ -299,9 +299,9 @@ def preferred(form: tuple[int, ...], wide: bool | None) -> Iterator[None]:
     """One row times K types takes a form, where there is room, in layers that are `wide` or not; None: in none."""
     ships = packed_rows._forms
 
-    def forms(one: bool, layout: Any, gpu: Any) -> tuple[tuple[int, ...], ...]:
+    def forms(one: bool, layout: Any, gpu: Any, of_experts: bool) -> tuple[tuple[int, ...], ...]:
         is_wide = -(-layout.rows // (16 * gpu.multiprocessors)) > 8
-        found = ships(one, layout, gpu)
+        found = ships(one, layout, gpu, of_experts)
         return (form, *found) if one and layout.kind == "levels" and is_wide is wide else found
 
     packed_rows._forms = forms

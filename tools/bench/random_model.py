@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from random_gguf import type_in_mixture
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.draft_weights import chosen_format
@@ -41,7 +42,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, device_layout, to_device_layout
 from edgellm.kernels.quantization.packed_weight import LEVEL_COLUMNS, Levels, PackedWeight, WeightFormat, rounded
-from edgellm.kernels.quantization.row_runs import PackedLayout, PackedRuns, RunsLayout
+from edgellm.kernels.quantization.row_runs import AnyPacked, PackedLayout, PackedRuns, RunsLayout
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
@@ -107,9 +108,8 @@ class RandomWeights:
     def load_weights(
         self, checkpoint: Any, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
-        """A buffer for each spec, filled as `RandomTensors` says."""
-        random = np.random.default_rng(checkpoint.seed)
-        normal, weights = random.standard_normal(_DRAWN, np.float32), {}
+        """A buffer for each spec, filled as `RandomTensors` says; of one name and shape with the same values."""
+        normal, weights = np.random.default_rng(checkpoint.seed).standard_normal(_DRAWN, np.float32), {}
         blocks: dict[tuple[float, str], np.ndarray] = {}
         for spec in specs:
             weights[spec.name] = self.empty(spec.shape, spec.dtype)
@@ -119,6 +119,7 @@ class RandomWeights:
                 self.upload(flat, _stored(np.ones(size, np.float32), dtype))
                 continue
             kind, place = (checkpoint.scales.get(spec.name, SCALE), dtype), 0
+            random = np.random.default_rng([checkpoint.seed, *spec.name.encode()])
             if kind not in blocks:
                 blocks[kind] = _stored(normal * kind[0], dtype)
             block = blocks[kind]
@@ -148,31 +149,60 @@ class RandomTensorRTBackend(RandomWeights, CudaBackend):
         """As `RandomWeights` does, those of the directory's layouts packed."""
         every = [each for layouts in self._packed.values() for each in layouts.items()]
         packed = {
-            spec.name: layout.runs
+            spec.name: layout
             for spec in specs
             for name, layout in every
             if spec.name == name and spec.shape == (sum(run.rows for run in layout.runs), layout.runs[0].columns)
         }
         found = super().load_weights(checkpoint, [spec for spec in specs if spec.name not in packed], progress)
-        templates = {run.format: self._template(run) for runs in packed.values() for run in runs}
-        for name, runs in packed.items():
-            made = tuple(PackedMatrix(run, self._repeated(templates[run.format], run)) for run in runs)
-            found[name] = made[0] if len(made) == 1 else PackedRuns(made)
+        found |= random_packed(self, packed)
         self.load_kernels(found)
         return found
 
-    def _template(self, layout: DeviceLayout) -> DeviceArray:
-        """The blocks of an `even_weight`."""
-        made, data = to_device_layout(even_weight(layout.format, 1024, 8192), layout.dtype)
-        assert (made.small, made.block_bytes) == (layout.small, layout.block_bytes)
-        return uploaded(self, data.reshape(-1))
 
-    def _repeated(self, template: DeviceArray, layout: DeviceLayout) -> DeviceArray:
-        data = self.empty(layout.shape, "uint8")
+class RandomRanks(CudaRanks):
+    """GPUs that share a model without a draft: each has random weights of the shapes of its part."""
+
+    def __init__(self, directory: RandomDirectory, gpus: Sequence[int]) -> None:
+        super().__init__(directory, directory.layouts, gpus=gpus)
+
+    def load_weights(
+        self, checkpoint: Any, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Any]:
+        """As `RandomWeights` does, on each GPU."""
+        parts = self._parts
+
+        def made(rank: int, backend: CudaBackend) -> dict[str, Any]:
+            packed, held = parts.layouts[rank], [spec for spec in specs if parts._holds(rank, spec.name)]
+            dense = [replace(own, shape=parts._shape(rank, own.name)) for own in held if own.name not in packed]
+            return RandomWeights.load_weights(backend, checkpoint, dense) | random_packed(backend, packed)
+
+        parts.load = lambda *given: self.each(made)  # type: ignore[method-assign]
+        try:
+            return super().load_weights(checkpoint, specs, progress)
+        finally:
+            del parts.load
+
+
+def random_packed(backend: Any, layouts: Mapping[str, PackedLayout]) -> dict[str, AnyPacked]:
+    """Packed weights of layouts, in memory of a GPU: the blocks of an `even_weight`, again and again."""
+    templates, found = dict[WeightFormat, DeviceArray](), dict[str, AnyPacked]()
+
+    def repeated(layout: DeviceLayout) -> PackedMatrix:
+        if layout.format not in templates:
+            made, values = to_device_layout(even_weight(layout.format, 1024, 8192), layout.dtype)
+            assert (made.small, made.block_bytes) == (layout.small, layout.block_bytes)
+            templates[layout.format] = uploaded(backend, values.reshape(-1))
+        data, template = backend.empty(layout.shape, "uint8"), templates[layout.format]
         flat, size = data.reshape(-1), template.nbytes
         for place in range(0, flat.nbytes, size):
-            self.copy(flat[place : place + size], template[: flat.nbytes - place])
-        return data
+            backend.copy(flat[place : place + size], template[: flat.nbytes - place])
+        return PackedMatrix(layout, data)
+
+    for name, layout in layouts.items():
+        made = tuple(map(repeated, layout.runs))
+        found[name] = made[0] if len(made) == 1 else PackedRuns(made)
+    return found
 
 
 def even_weight(format: WeightFormat, rows: int, columns: int) -> PackedWeight:

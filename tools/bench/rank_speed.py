@@ -1,20 +1,31 @@
-"""How long GPUs that share a model take to add what they have, within a captured graph.
+"""How long GPUs that share a model take: to add what they have, within a captured graph, and for whole models.
 
 python -m tools.bench.rank_speed                 two ranks on the first GPU, of which one waits for the other
 python -m tools.bench.rank_speed --gpus 0 1      on two GPUs
+python -m tools.bench.rank_speed --gpus 0 1 --models llama-8b:float16 llama-8b:int4
+
+`--models` are shapes and weights of `random_model.py`: prompts, steps, memory, and whether tokens are the same again.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.rank_memory import WAIT_SECONDS, RankMemory, RankStreams
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.model.memory_plan import MEBIBYTE
+from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.ranks.launcher import CudaRank
 
@@ -22,6 +33,8 @@ from edgellm.kernels.ranks.launcher import CudaRank
 SHAPES = ((1, 2048), (1, 4096), (16, 4096), (512, 4096), (4096, 4096))
 #: Sums in a graph.
 _COUNT = 50
+#: Tokens of a short prompt and of a long one; steps.
+_SHORT, _LONG, _STEPS = 128, 4000, 64
 
 
 class Ranks(NamedTuple):
@@ -106,11 +119,51 @@ def microseconds(ranks: Ranks, shape: tuple[int, int]) -> float:
     return min(times)
 
 
+def model_figures(shape: str, weights: str, gpus: Sequence[int]) -> list[float]:
+    """Print what a model takes on one GPU or several; milliseconds of a prompt and of steps, and MiB of the first."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from random_model import RandomRanks, RandomTensorRTBackend, loop_milliseconds, random_prompt, shape_directory
+
+    with TemporaryDirectory() as folder, ExitStack() as opened:
+        directory = shape_directory(Path(folder), shape, EngineLimits(1, 2048, 4608), weights)
+        backend: Any = RandomRanks(directory, gpus) if len(gpus) > 1 else RandomTensorRTBackend(directory)
+        runner = BaseEngineRunner(backend, directory.config, directory.limits, directory.checkpoint())
+        opened.callback(runner.close)
+
+        def prompt(tokens: int) -> float:
+            begin = time.perf_counter()
+            runner.start(0, random_prompt(tokens), 0, SamplingValues()).wait()
+            return (time.perf_counter() - begin) * 1000
+
+        def answer() -> list[int]:
+            prompt(_LONG)
+            return [int(runner.decode(1).wait()[0]) for _ in range(_STEPS)]
+
+        again = "the same" if answer() == answer() else "OTHERS"
+        found = [min(prompt(_LONG) for _ in range(4))]
+        found += [min(loop_milliseconds(runner, tokens, _STEPS) for _ in range(3)) for tokens in (_LONG, _SHORT)]
+        each = backend.each if len(gpus) > 1 else lambda run: [run(0, backend)]
+        used = [(total - free) / MEBIBYTE for free, total in each(lambda rank, own: own.free_memory())]
+        print(
+            f"{shape} {weights} on {list(gpus)}: {_LONG} tokens {found[0]:.1f} ms; a step behind these {found[1]:.3f}, "
+            f"behind {_SHORT} {found[2]:.3f}; {[round(size) for size in used]} MiB in use; tokens again {again}",
+            flush=True,
+        )
+        return [*found, used[0]]
+
+
 def main() -> None:
     """Print a line for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[0, 0])
+    parser.add_argument("--models", nargs="+", metavar="SHAPE:WEIGHTS", help="such as llama-8b:int4, in place of sums")
     given = parser.parse_args()
+    for name in given.models or ():
+        shape, _, weights = name.partition(":")
+        one, all_of_them = (model_figures(shape, weights, gpus) for gpus in (given.gpus[:1], given.gpus))
+        print("  of one GPU's", *(f"{new / old:.3f}" for new, old in zip(all_of_them, one, strict=True)), flush=True)
+    if given.models:
+        return
     with opened_ranks(given.gpus) as ranks:
         print(f"{len(given.gpus)} ranks on GPUs {given.gpus}")
         for shape in SHAPES:

@@ -1,11 +1,12 @@
-"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, or Voxtral Mini's, whole and while
-somebody speaks.
+"""Speed of transcription: real-time factors with the shapes of Qwen3-ASR 1.7B, Voxtral Mini or Gemma 4 E2B, whole and
+while somebody speaks.
 
-    python tools/bench/speech_speed.py [--model voxtral] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
+    python tools/bench/speech_speed.py [--model gemma4-e2b] [--work DIRECTORY] [--output RESULTS.json] [--layers N]
 
-Random weights in fp16, batch 1, noise of 60 seconds (`--seconds`), three tokens a second. `whole_factor` is the time of
-`LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every half second, each of whose
-calls writes five tokens anew and those of half a second more; medians of three sounds and one stream, each new.
+Random weights in fp16 (Gemma 4: bf16), batch 1, noise of 60 seconds (`--seconds`), three tokens a second.
+`whole_factor` is the time of `LLM.transcribe` by the sound's length, `stream_factor` that of `SpeechStream.hear` every
+half second, each of whose calls writes five tokens anew and those of half a second more; medians of three sounds and
+one stream, each new.
 `encoder_ms` is the encoder of a whole sound, one window after the other, and `features_ms` its log-mel
 features on the host, both within the first; `call_ms` are calls of the stream: median and longest.
 """
@@ -18,8 +19,8 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from random_checkpoint import SHAPES, write_checkpoint
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.families import FAMILIES
-from edgellm.engines.families.audio_encoders import audio_weights
+from edgellm.engines.families.audio_encoders import _read_conformer, _read_transformer, audio_weights
 from edgellm.engines.model.audio import AudioConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
@@ -41,70 +42,45 @@ from edgellm.multimodal.log_mel import log_mel
 from edgellm.speech_stream import SpeechStream
 
 RATE, TOKENS_A_SECOND, STEP, UNFIXED = 16000, 3, 0.5, 5
-QWEN3_ASR = AudioConfig(
-    family="qwen3_asr",
-    mel_bins=128,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_layers=24,
-    num_heads=16,
-    channels=480,
-    halvings=3,
-    chunk_frames=100,
-    window_chunks=8,
-    merged=1,
-    out_hidden_size=2048,
-    tensor_prefix="model.audio_tower.",
-    projector_prefix="model.multi_modal_projector.",
-)
-VOXTRAL = replace(
-    QWEN3_ASR,
-    family="voxtral",
-    hidden_size=1280,
-    intermediate_size=5120,
-    num_layers=32,
-    num_heads=20,
-    channels=1280,
-    halvings=1,
-    chunk_frames=3000,
-    window_chunks=1,
-    merged=4,
-    out_hidden_size=3072,
-)
 #: Behind the bytes of the random model's tokenizer, the sound's first.
 MARKERS = {
+    "gemma4": ("<|audio|>", "<|audio>", "<audio|>"),
     "qwen3_asr": ("<|audio_pad|>", "<|audio_start|>", "<|audio_end|>"),
     "voxtral": ("[AUDIO]", "[BEGIN_AUDIO]", "<s>", "[INST]", "[/INST]", "[TRANSCRIBE]"),
 }
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}<|audio_start|>"
-    "<|audio_pad|><|audio_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'audio' %}AUDIO"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if not (loop.last and continue_final_message) %}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-def model_config(audio: AudioConfig, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
-    """The config.json and the encoder; so many layers of each for a rehearsal."""
-    is_voxtral = audio.family == "voxtral"
-    # Voxtral's language model is that of the family's defaults.
-    text = {"model_type": "llama"} if is_voxtral else SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}
+def model_config(family: str, layers: int | None) -> tuple[dict[str, Any], AudioConfig]:
+    """The config.json and the encoder; so many layers of each for a rehearsal. Encoders are those of defaults."""
+    text, encoder = {
+        "qwen3_asr": (SHAPES["qwen3-1.7b"] | {"model_type": "qwen3"}, {"output_dim": 2048}),
+        "voxtral": ({"model_type": "llama"}, {}),  # its language model, too
+        "gemma4": (SHAPES["gemma4-e2b"], {}),
+    }[family]
     if layers is not None:
-        text, audio = text | {"num_hidden_layers": layers}, replace(audio, num_layers=layers)
-    key = "num_hidden_layers" if is_voxtral else "encoder_layers"
-    encoder = {key: audio.num_layers} | ({} if is_voxtral else {"output_dim": audio.out_hidden_size})
+        text = text | {"num_hidden_layers": layers}
+        encoder["encoder_layers" if family == "qwen3_asr" else "num_hidden_layers"] = layers
+        if family == "gemma4":
+            text = text | {"layer_types": text["layer_types"][-layers:], "num_kv_shared_layers": 0}
     config = {
-        "architectures": [FAMILIES[audio.family].architecture],
-        "model_type": audio.family,
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
         "text_config": text,
         "audio_config": encoder,
-        "audio_token_id": 256,
+        **{"audio_token_id": 256, "boa_token_id": 257, "eoa_token_id": 258},
         "torch_dtype": "float16",
-        "tie_word_embeddings": not is_voxtral,
+        "tie_word_embeddings": family != "voxtral",
         "eos_token_id": 257,
     }
-    return config, audio
+    read: Any = _read_conformer if family == "gemma4" else _read_transformer
+    return config, read(SimpleNamespace(config=config, tensors=()))
 
 
 def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> None:
@@ -112,9 +88,11 @@ def write_model(directory: Path, config: dict[str, Any], audio: AudioConfig) -> 
     write_checkpoint(directory, config, others=audio_weights(audio))
     (directory / "preprocessor_config.json").write_text('{"feature_size": 128}')
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.add_special_tokens(list(MARKERS[audio.family]))
+    sound, *around = markers = MARKERS[audio.family]
+    tokenizer.add_special_tokens(list(markers))
+    template = TEMPLATE.replace("AUDIO", sound if audio.family == "gemma4" else sound.join(around[:2]))
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def noise(seconds: float, seed: int) -> np.ndarray:
@@ -164,20 +142,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--model", default="qwen3_asr", choices=list(MARKERS))
+    parser.add_argument("--model", default="qwen3_asr", choices=["qwen3_asr", "voxtral", "gemma4-e2b"])
     parser.add_argument("--layers", type=int, help="of both models, for a rehearsal")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--backend", default="tensorrt", choices=("tensorrt", "numpy"))
     arguments = parse(parser)
-    audio = VOXTRAL if arguments.model == "voxtral" else QWEN3_ASR
-    (config, audio), seconds = model_config(audio, arguments.layers), arguments.seconds
+    (config, audio), seconds = model_config(arguments.model.removesuffix("-e2b"), arguments.layers), arguments.seconds
     name = f"{audio.family}_{audio.num_layers}"
     checkpoint, engines = arguments.work / name, arguments.work / f"{name}_engines"
     began = time.perf_counter()
     if not (checkpoint / "tokenizer_config.json").exists():
         write_model(checkpoint, config, audio)
-    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=1280)
-    build_engine_directory(checkpoint, engines, limits, [], "float16", weights="link", force=True)
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=2048 if audio.family == "gemma4" else 1280)
+    dtype = "bfloat16" if audio.family == "gemma4" else "float16"
+    build_engine_directory(checkpoint, engines, limits, [], dtype, weights="link", force=True)
     results: dict[str, Any] = {**provenance(), "sound_seconds": seconds, "making_seconds": time.perf_counter() - began}
     began = time.perf_counter()
     with LLM(engines, backend=arguments.backend, drafting=None) as llm:

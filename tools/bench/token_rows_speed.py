@@ -7,8 +7,8 @@ The first table: tokens read, their embeddings of all layers gathered in a mappe
 of 256 elements of 16 bits; E4B has 42 x 256 = 10752. The file is 0.6 GB or more below the temporary folder, and is
 removed. Tokens are drawn anew each time; "again" are the same tokens. `--host`: the gathering alone, without a GPU.
 `--packed`: rows in blocks of a type of GGUF files, which are dequantized to bfloat16 as they are gathered.
-Behind it the decode loop behind 128 tokens, which waits for its rows in each step, beside the time of a step's bytes
-(see `gpu_speed.py loops`, which takes `--shapes gemma4-e2b`, too).
+Behind it what each kernel takes of a decode step behind 128 tokens, and the loop of such steps, which waits for its
+rows in each, beside the time of a step's bytes (see `gpu_speed.py loops`, which takes `--shapes gemma4-e2b`, too).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def measure_step() -> None:
     from gpu_speed import measure_loop
 
     with tempfile.TemporaryDirectory() as folder:
-        found = measure_loop(Path(folder), "gemma4-e2b", 128, "compute", "int4")
+        found = measure_loop(Path(folder), "gemma4-e2b", 128, "compute", "int4", kinds=True)
     step, least = found["loop_ms"], found["bytes_ms"]
     read = (found["weight_bytes"] + found["state_bytes"]) / 1e9
     print(f"gemma4-e2b int4: a step {step:.3f} ms, its {read:.3f} GB {least:.3f} ms: {step / least:.2f} times these")

@@ -57,6 +57,7 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     attentions.append((256, AttentionKind(False, tile_warps=1)))
     attentions += [(128, AttentionKind(neighbours=True)), (128, AttentionKind(norms_behind=True))]
     attentions += [(size, AttentionKind(window=size == 256, values_normed=True)) for size in (256, 512)]
+    attentions.append((512, AttentionKind(in_turn=2, values_normed=True)))
     attentions += [(64, AttentionKind(False, True)), (128, AttentionKind(True, True))]
     attentions += [(size, AttentionKind(shares, int8, window=True)) for size, shares, int8 in of_windows]
     attentions += [(64, AttentionKind(shares, window=window, sinks=True)) for shares, window in _SINKS]
@@ -115,6 +116,8 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     kernels += [row_kernel("bounds.cu", *names, width) for names in clipped for width in (1, 4)]
     kernels += [row_kernel("norms.cu", "normed_heads", dtype)]
     kernels += [row_kernel("norms.cu", "standard_norm", kind) for kind in (dtype, "float32")]
+    conformer = ("centered_norm", "add_normed", "gated_convolution", "local_attention")
+    kernels += [row_kernel("conformer.cu", name, dtype) for name in conformer]
     activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
     kernels += [prompt_kernel("activated", dtype, TILINGS[-1], 3, activation=number) for number in activations]
     return [kernel.source for kernel in kernels]

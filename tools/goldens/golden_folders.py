@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -20,13 +21,13 @@ from golden_codes import differences, digest, drawn_weight
 from golden_files import (
     CODES,
     DRAWN,
-    EVERY_FOURTH,
+    EIGHTH,
     LOGITS,
     WHOLE,
     Law,
     copy_with_tensors,
     describe,
-    every_fourth,
+    every_eighth,
     read_metadata,
     read_tensors,
     write_description,
@@ -113,9 +114,13 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
     write_description(path, description)
 
 
-def stored_logits(logits: torch.Tensor, name: str = LOGITS) -> dict[str, torch.Tensor]:
-    """What is stored of float32 logits [.., T, V] of that name, which ends with `LOGITS`."""
-    return {name.removesuffix(LOGITS) + EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
+def with_eighths(expected: Mapping[str, torch.Tensor], names: str = LOGITS) -> dict[str, torch.Tensor]:
+    """The same with an eighth of each of the float32 values [.., T, V] whose names match a regular expression."""
+    found = dict(expected)
+    for name in expected:
+        if re.search(names, name):
+            found[name + EIGHTH] = torch.from_numpy(every_eighth(found.pop(name).float().numpy()))
+    return found
 
 
 @contextmanager

@@ -6,8 +6,8 @@ Needs torch, transformers and peft. Each folder is an adapter as `save_pretraine
 described (`tests/helpers/golden_files.py`), for the model whose name precedes the dot, and `expected.safetensors`: the
 float32 logits that PEFT computes in float32 for the inputs of that model's own `expected.safetensors`, from the
 adapter's files read again. For a model of `tests/goldens/decoder` these are the `logits` [2, T, V] of the `token_ids`,
-for one of `tests/goldens/image_prompts` the `logits` [V] after the prompt with images and the `continued_logits` [n, V]
-of the tokens `continued` after it.
+for one of `tests/goldens/image_prompts` those [1 + n, V] after the prompt with images and of the tokens `continued`
+after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from golden_folders import VERSIONS, draw_tensors, golden_folder, stored_logits, whole, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, with_eighths, write_folders
 from make_image_prompts import IMAGE
 from safetensors.torch import load_file, save_file
 
@@ -224,8 +224,8 @@ def make_adapter(name: str, directory: Path) -> None:
     if any(not torch.equal(found[key].to(value.dtype), value) for key, value in drawn.items()):
         raise RuntimeError(f"{name}: PEFT did not read what it wrote")
     expected = compute(name, model)
-    stored = expected if name in IMAGE_ADAPTERS else stored_logits(expected["logits"])
-    save_file(stored, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
+    metadata = {**VERSIONS, "peft": peft.__version__}
+    save_file(with_eighths(expected), directory / "expected.safetensors", metadata=metadata)
     changed = (expected["logits"] - without["logits"]).abs()
     print(f"{name}: logits changed by {changed.mean():.3f} on average, {changed.max():.2f} at most")
 
@@ -256,9 +256,7 @@ def _image_logits(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         pixels |= {"image_grid_thw": inputs["grids"], "mm_token_type_ids": (token_ids == IMAGE).int()}
     elif "greedy" in inputs:  # images that see themselves
         pixels |= {"token_type_ids": (token_ids == IMAGE).int()}
-    logits = model(input_ids=token_ids, **pixels).logits[0].float()
-    prompt = len(inputs["token_ids"])
-    return {"logits": logits[prompt - 1].contiguous(), "continued_logits": logits[prompt:].contiguous()}
+    return {"logits": model(input_ids=token_ids, **pixels).logits[0, len(inputs["token_ids"]) - 1 :].float()}
 
 
 def _tidy(directory: Path) -> None:

@@ -41,7 +41,7 @@ _FAMILIES = (
     *("qwen3_moe", "olmoe", "granitemoe", "lfm2_moe", "gpt_oss", "qwen3_5_moe_text", "qwen3_5_moe", "qwen3_vl_moe"),
     "nemotron_h",
     *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen3_5", "paligemma"),
-    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr", "voxtral", "minicpmv4_6"),
+    *("smolvlm", "idefics3", "lfm2_vl", "internvl", "qwen3_asr", "voxtral", "qwen2_audio", "minicpmv4_6"),
 )
 #: What changes nothing, or is not the language model's.
 _LEFT_OUT = (

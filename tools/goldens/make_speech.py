@@ -1,21 +1,23 @@
-"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR, a Voxtral and a Gemma 4 that sees, too, of a few
-thousand random weights, by transformers.
+"""Makes the golden files of `tests/goldens/speech`: a Qwen3-ASR, a Voxtral, a Qwen2-Audio and a Gemma 4 that sees,
+too, of a few thousand random weights, by transformers.
 
     python tools/goldens/make_speech.py tests/goldens/speech
 
 Needs torch, transformers (5.23 or later) and soxr. The weights are only described (`tests/helpers/golden_files.py`),
-windows are of two seconds, Voxtral's of 0.8. `expected.safetensors` has for each sound i of `synthetic_sound.SECONDS`
-every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder and projector make of it;
-the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32 logits those [T, 3] at
-`synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled` from 44,100 to 16,000 Hz
-by soxr. Gemma 4's rows are divided by what its language model multiplies by; it has both of a prompt of a picture and
-a sound of `HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
+windows are of two seconds, Voxtral's of 0.8. `expected.safetensors` has for each sound i of
+`synthetic_sound.SECONDS` every 499th of its `features{i}` [128, F] and every 13th of the `rows{i}` [M, H] that encoder
+and projector make of it; the `token_ids` [T] of the prompt of all with `synthetic_sound.QUESTION`, and of its float32
+logits those [T, 3] at `synthetic_sound.places`; Qwen3-ASR's every 499th sample of the first sound, too, `resampled`
+from 44,100 to 16,000 Hz by soxr. Qwen2-Audio hears the last two sounds, for its processor cuts longer ones. Gemma 4's
+rows are divided by what its language model multiplies by; it has both of a prompt of a picture and a sound of
+`HALF_ROW` seconds, too: `both_token_ids`, `both_logits`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import soxr
@@ -33,6 +35,9 @@ from transformers import (
     Gemma4Processor,
     Gemma4VideoProcessor,
     PreTrainedTokenizerFast,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
     Qwen3ASRConfig,
     Qwen3ASRFeatureExtractor,
     Qwen3ASRForConditionalGeneration,
@@ -91,6 +96,16 @@ _VOXTRAL_TEMPLATE = """<s>{%- for message in messages -%}
 {%- for part in message.content %}{% if part.type == 'audio' %}[BEGIN_AUDIO][AUDIO]{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"""
 
+_QWEN2_SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"]
+_QWEN2_ENCODER = {
+    **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16},
+    "max_source_positions": 100,
+}
+#: Sounds have numbers, and a line each.
+_QWEN2_SOUND = "{% set count.value = count.value + 1 %}Audio {{ count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
+_QWEN2_TEMPLATE = "{%- set count = namespace(value=0) -%}" + _TEMPLATE.replace(
+    "<|audio_start|><|audio_pad|><|audio_end|>", _QWEN2_SOUND
+)
 
 _GEMMA4_NAMES = ("image_token", "boi_token", "eoi_token", "audio_token", "boa_token", "eoa_token")
 _GEMMA4_SPECIAL = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
@@ -130,6 +145,30 @@ def make_tokenizer(special: list[str], words: list[AddedToken], **named: object)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
+def asked(sounds: int) -> list[dict[str, Any]]:
+    """A message of so many sounds, and the question."""
+    return [{"role": "user", "content": [{"type": "audio"}] * sounds + [{"type": "text", "text": QUESTION}]}]
+
+
+def opened_model(directory: Path, kind: Any) -> Any:
+    """The model of a kind whose weights stand in a directory, where these are drawn from now on."""
+    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
+    with whole(directory) as complete:
+        return kind.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def heard(index: int, features: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is stored of a sound's features [bands, F] and rows [M, H]."""
+    stored = {f"features{index}": features.flatten()[::SPARSE], f"rows{index}": rows.flatten()[::13]}
+    return {name: values.clone() for name, values in stored.items()}
+
+
+def answered(name: str, token_ids: torch.Tensor, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is stored of a prompt [T] and its logits [T, V]."""
+    chosen = logits.gather(1, torch.from_numpy(places(*logits.shape)))
+    return {f"{name}token_ids": token_ids, f"{name}logits": chosen}
+
+
 def make_processor() -> Qwen3ASRProcessor:
     """The processor of Qwen3-ASR."""
     named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "extra_special_tokens": _AUDIO}
@@ -145,31 +184,22 @@ def make(directory: Path) -> None:
         directory
     )
     processor.save_pretrained(directory)
-    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
-    expected: dict[str, torch.Tensor] = {}
-    with whole(directory) as complete:
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = Qwen3ASRForConditionalGeneration.from_pretrained(complete, **options).eval()
-    given = []
+    model = opened_model(directory, Qwen3ASRForConditionalGeneration)
+    expected, given = dict[str, torch.Tensor](), []
     for index, seconds in enumerate(SECONDS):
         found = processor.feature_extractor(
             sound(seconds), sampling_rate=RATE, padding=True, return_attention_mask=True
         )
         features, mask = found["input_features"], found["attention_mask"]
-        rows = model.model.get_audio_features(features, mask).pooler_output
-        frames = int(mask.sum())
-        expected[f"features{index}"] = features[0, :, :frames].flatten()[::SPARSE].clone()
-        expected[f"rows{index}"] = rows.flatten()[::13].clone()
-        given.append(rows)
-    messages = [{"role": "user", "content": [{"type": "audio"}] * len(SECONDS) + [{"type": "text", "text": QUESTION}]}]
+        given.append(model.model.get_audio_features(features, mask).pooler_output)
+        expected |= heard(index, features[0, :, : int(mask.sum())], given[-1])
     text = processor.tokenizer.apply_chat_template(
-        messages, chat_template=_TEMPLATE, tokenize=False, add_generation_prompt=True
+        asked(len(SECONDS)), chat_template=_TEMPLATE, tokenize=False, add_generation_prompt=True
     )
     pieces = text.split("<|audio_pad|>")
     filled = "".join(piece + "<|audio_pad|>" * len(rows) for piece, rows in zip(pieces, [*given, []], strict=True))
     token_ids = torch.tensor(processor.tokenizer.encode(filled))
-    logits = _logits(model, token_ids, given)
-    expected |= {"token_ids": token_ids, "logits": logits.gather(1, torch.from_numpy(places(*logits.shape)))}
+    expected |= answered("", token_ids, _logits(model, token_ids, given))
     _check(processor, model, given[0])
     quick = soxr.resample(sound(SECONDS[0], 44100), 44100, RATE, "VHQ")
     expected["resampled"] = torch.from_numpy(np.ascontiguousarray(quick[::SPARSE]))
@@ -191,10 +221,7 @@ def make_voxtral(directory: Path) -> None:
     tokenizer.chat_template = _VOXTRAL_TEMPLATE
     tokenizer.save_pretrained(directory)
     extractor.save_pretrained(directory)
-    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
-    with whole(directory) as complete:
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = VoxtralForConditionalGeneration.from_pretrained(complete, **options).eval()
+    model = opened_model(directory, VoxtralForConditionalGeneration)
     frames = 2 * _VOXTRAL_ENCODER["max_source_positions"]
     asked = {"sampling_rate": RATE, "padding": True, "truncation": False, "return_tensors": "pt"}
     expected, text, given = dict[str, torch.Tensor](), "<s>[INST]", []
@@ -206,15 +233,37 @@ def make_voxtral(directory: Path) -> None:
             pad_to_multiple_of=frames * 160,
             **asked,
         )
-        rows = model.model.get_audio_features(features).pooler_output
-        whole_sound = features.transpose(0, 1).reshape(128, -1)
-        expected[f"features{index}"] = whole_sound.flatten()[::SPARSE].clone()
-        expected[f"rows{index}"] = rows.flatten()[::13].clone()
-        given.append(rows)
-        text += "[BEGIN_AUDIO]" + "[AUDIO]" * len(rows)
+        given.append(model.model.get_audio_features(features).pooler_output)
+        expected |= heard(index, features.transpose(0, 1), given[-1])
+        text += "[BEGIN_AUDIO]" + "[AUDIO]" * len(given[-1])
     token_ids = torch.tensor(tokenizer.encode(f"{text}{QUESTION}[/INST]", add_special_tokens=False))
-    logits = _logits(model, token_ids, given)
-    expected |= {"token_ids": token_ids, "logits": logits.gather(1, torch.from_numpy(places(*logits.shape)))}
+    expected |= answered("", token_ids, _logits(model, token_ids, given))
+    save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
+
+
+@torch.no_grad()
+def make_qwen2_audio(directory: Path) -> None:
+    """The same of Qwen2-Audio, by its processor and the whole model."""
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=2)
+    tokenizer = make_tokenizer(_QWEN2_SPECIAL, [], eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template=_QWEN2_TEMPLATE)
+    config = Qwen2AudioConfig(
+        audio_config=_QWEN2_ENCODER,
+        text_config={**_TEXT, "model_type": "qwen2"},
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        eos_token_id=258,
+    )
+    Qwen2AudioForConditionalGeneration(config).save_pretrained(directory)
+    processor.save_pretrained(directory)
+    model, found = opened_model(directory, Qwen2AudioForConditionalGeneration), list[torch.Tensor]()
+    sounds = [sound(each) for each in SECONDS[1:]]
+    text = processor.apply_chat_template(asked(len(sounds)), add_generation_prompt=True, tokenize=False)
+    given = processor(text=[text], audio=sounds, sampling_rate=RATE, return_tensors="pt")
+    model.model.multi_modal_projector.register_forward_hook(lambda module, inputs, output: found.append(output))
+    expected = answered("", given["input_ids"][0], model(**given).logits[0])
+    for index, frames in enumerate(given["feature_attention_mask"].sum(1).tolist()):
+        rows = found[0][index, : (frames + 1) // 2 // 2]
+        expected |= heard(index, given["input_features"][index], rows)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
 
 
@@ -238,28 +287,22 @@ def make_gemma4(directory: Path) -> None:
     )
     Gemma4ForConditionalGeneration(config).save_pretrained(directory)
     processor.save_pretrained(directory)
-    draw_tensors(directory / "model.safetensors", _SEED, 0.3)
-    with whole(directory) as complete:
-        options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = Gemma4ForConditionalGeneration.from_pretrained(complete, **options).eval()
+    model = opened_model(directory, Gemma4ForConditionalGeneration)
     expected, sounds = dict[str, torch.Tensor](), [sound(seconds) for seconds in SECONDS]
     text = f"<bos><turn>user\n{'<|audio|>' * len(SECONDS)}{QUESTION}\n<turn>model\n"
     given = processor(text=[text], audio=sounds, return_tensors="pt", add_special_tokens=False)
     features, mask = given["input_features"], given["input_features_mask"]
     found = model.model.get_audio_features(features, mask, return_dict=True)
     for index in range(len(SECONDS)):
-        expected[f"features{index}"] = features[index][mask[index]].T.flatten()[::SPARSE].clone()
         rows = found.pooler_output[index][found.attention_mask[index]] * HIDDEN**-0.5
-        expected[f"rows{index}"] = rows.flatten()[::13].clone()
+        expected |= heard(index, features[index][mask[index]].T, rows)
     picture = Image.fromarray(synthetic_image(30, 44))
     text = f"<bos><turn>user\n<|image|><|audio|>{QUESTION}\n<turn>model\n"
     both = processor(
         text=[text], images=[[picture]], audio=[sound(HALF_ROW)], return_tensors="pt", add_special_tokens=False
     )
     for name, inputs in {"": given, "both_": both}.items():
-        logits = model(**inputs).logits[0]
-        expected[f"{name}token_ids"] = inputs["input_ids"][0]
-        expected[f"{name}logits"] = logits.gather(1, torch.from_numpy(places(*logits.shape)))
+        expected |= answered(name, inputs["input_ids"][0], model(**inputs).logits[0])
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
 
 
@@ -283,4 +326,5 @@ def _check(processor: Qwen3ASRProcessor, model: Qwen3ASRForConditionalGeneration
 
 
 if __name__ == "__main__":
-    write_folders(__doc__, {"qwen3_asr": make, "voxtral": make_voxtral, "gemma4": make_gemma4})
+    makers = {"qwen3_asr": make, "voxtral": make_voxtral, "qwen2_audio": make_qwen2_audio, "gemma4": make_gemma4}
+    write_folders(__doc__, makers)

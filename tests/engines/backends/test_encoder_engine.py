@@ -30,7 +30,7 @@ from edgellm.engines.backends.padded_weights import Padding, padded_weights
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.encoder_steps import EncoderAttention
-from edgellm.engines.model.limits import vision_shape
+from edgellm.engines.model.limits import audio_shape, vision_shape
 from edgellm.engines.model.steps import LinearResidual, NormLinear, Scale, Step
 
 _MOST_SHARED = 99 << 10
@@ -172,6 +172,14 @@ def test_what_no_kernel_does_is_refused_by_name() -> None:
     for change, message in cases:
         refusal = encoder_refusal(replace(program, steps=change(program.steps)), "float16", _MOST_SHARED)
         assert refusal is not None and message in refusal, message
+    hears = SPEECH_MODELS["gemma4"]
+    for changes, message in (
+        ({"past": 33}, "up to 32 rows and heads of 128, not 33 and 16"),
+        ({"second_channels": 136}, "136 channels, up to 128"),
+        ({"chunk_frames": 4096}, "places, up to 65536"),
+    ):
+        loud = replace(hears, **changes)
+        assert message in str(encoder_refusal(model_program(loud, audio_shape(loud.run_rows)), "float16", _MOST_SHARED))
     narrow = model_program(replace(config, hidden_size=36), vision_shape(64))
     assert "widths must be multiples of 8, not 36" in str(encoder_refusal(narrow, "float16", _MOST_SHARED))
     odd = model_program(replace(config, out_hidden_size=20), vision_shape(64))

@@ -30,6 +30,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families.audio_encoders import audio_inputs
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineShape
@@ -168,6 +169,22 @@ def test_speech_equals_operations(gpu: Any, name: str, dtype: str) -> None:
         difference = relative(found, expected)
         print(f"{name} {frames} {dtype}: {difference:.3%}")
         assert difference < TOLERANCE[dtype]
+
+
+@DTYPES
+def test_rows_of_gemma_4_have_the_same_bits_in_a_later_run(gpu: Any, dtype: str) -> None:
+    """Which begins with as many windows as the rows behind them follow from."""
+    config = SPEECH_MODELS["gemma4"]
+    lead, cut = config.lead_windows * config.window_rows, 5 * config.window_frames
+    shape, arrays = random_speech(config, 4 * config.run_rows, whole=True)
+    features = arrays["features"].reshape(-1, config.mel_bins).T
+    later = arrays | audio_inputs(config, shape, features[:, cut:], features.shape[1] - cut)
+    one, other = (
+        OnDevice(gpu, config, shape, each, dtype, "prompt").bits("audio_embeddings", shape.tokens)
+        for each in (arrays, later)
+    )
+    first = config.rows(cut)
+    np.testing.assert_array_equal(one[first + lead :], other[lead : shape.tokens - first])
 
 
 @DTYPES

@@ -43,6 +43,7 @@ from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.encoder_steps import Product
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
+from edgellm.engines.model.row_steps import TOKEN_ROWS
 from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.sharding import sharded
 from edgellm.engines.model.steps import Experts, Input, LinearResidual, NormLinear, Reduce, Reshape, Step
@@ -124,6 +125,26 @@ def test_a_decode_step_is_what_operations_compute(family: str, way: type) -> Non
     config, shape = (FAMILIES | SCALED)[family], EngineShape("decode", 3, 1, 48, 48)
     arrays = random_model(config, 3, 48, [5, 0, 40])
     assert_equal(config, shape, launched(way, config, shape, arrays), computed(config, shape, arrays))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_part_of_a_step_needs_no_rows_of_tokens_own(batch: int) -> None:
+    """The first layer up to what its MLP gives."""
+    config, shape = SCALED["gemma4"], EngineShape("decode", batch, 1, 48, 48)
+    arrays = random_model(config, batch, 48, [5, 0, 40][:batch])
+    expected = launched(FewRows, config, shape, arrays)["logits"]
+    engine, rows = numpy_kernel_engine(config, shape, FewRows, {}), arrays[TOKEN_ROWS].copy()
+    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensors}
+    bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
+    engine.bind(bound | {"logits": np.zeros_like(expected), TOKEN_ROWS: rows})
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
+    before, behind = engine.around_rows()
+    taken, rows[...] = rows.copy(), np.nan
+    before()
+    assert engine._rows_taken > 5
+    rows[...] = taken
+    behind()
+    np.testing.assert_array_equal(engine._bound["logits"], expected)
 
 
 @pytest.mark.parametrize("step", ["decode", "verify", "prefill", "long prefill"])

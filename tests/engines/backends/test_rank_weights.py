@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from absent_gpu import Module
+from decode_models import RECURRENT
 from golden_files import golden_folder
 from golden_sequences import Sequences
 from mxfp4_checkpoints import write_mxfp4
 from packed_weights import GGUF_FORMATS, random_of, random_packed
 from tiny_families import MIXTURES
 
+from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.cuda_ranks import CudaRanks
 from edgellm.engines.backends.device_layouts import packed_layouts
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_ranks import piece
 from edgellm.engines.backends.packed_loading import _prepare
-from edgellm.engines.backends.rank_memory import RankedArray
 from edgellm.engines.backends.rank_weights import RankWeights, pieces_of
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import ExpertMatrices, load_numpy_weights
@@ -31,10 +37,15 @@ from edgellm.engines.model.decoder import decoder_weights, embedding_name
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.sharding import Cut
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, columns_of, rows_of
+from edgellm.engines.runners.states import ModelStates
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.recurrent.contract import AcceptedPath
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 GOLDENS = golden_folder("decoder")
 
@@ -60,10 +71,15 @@ def on_host(values: np.ndarray) -> DeviceArray:
     return DeviceArray(values.ctypes.data, values.shape, values.dtype.name, values)
 
 
-def seen(array: DeviceArray) -> np.ndarray:
-    """What is in an array of the host's memory."""
+def view(array: DeviceArray) -> np.ndarray:
+    """An array of the host's memory."""
     buffer = (ctypes.c_char * array.nbytes).from_address(array.pointer)
-    return np.frombuffer(buffer, np.dtype(array.dtype)).reshape(array.shape).copy()
+    return np.frombuffer(buffer, np.dtype(array.dtype)).reshape(array.shape)
+
+
+def seen(array: DeviceArray) -> np.ndarray:
+    """What is in it now."""
+    return view(array).copy()
 
 
 def _dense(weight: Any) -> np.ndarray:
@@ -73,7 +89,13 @@ def _dense(weight: Any) -> np.ndarray:
     return weight
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_biases_head_dim_10", "phi3_partial_tied", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3", "llama_biases_head_dim_10", "phi3_partial_tied", "olmo2", "qwen3_moe", "lfm2_moe", "qwen3_5_text"),
+        "gemma4",
+    ],
+)
 def test_each_rank_gets_its_part_of_the_files_alone(name: str) -> None:
     """But for its table of embeddings, which the first rank has whole."""
     config = replace(Sequences(GOLDENS / name).config, dtype="float32")
@@ -171,27 +193,6 @@ def test_columns_in_another_order_are_not_shared() -> None:
         columns_of(stored(weight), 0, 32)
 
 
-def test_states_are_looked_at_by_slots_and_heads() -> None:
-    """As transfers of snapshots do: a part of the heads, of which a rank may have none."""
-    whole = np.arange(3 * 4 * 5 * 2, dtype=np.float32).reshape(3, 4, 5, 2)
-    halves = [np.ascontiguousarray(whole[:, begin : begin + 2]) for begin in (0, 2)]
-    parts = tuple((((begin, begin + 2),), on_host(half)) for begin, half in zip((0, 2), halves, strict=True))
-    array = RankedArray(whole.shape, "float32", parts)
-    one = array[1:2]
-    assert array.nbytes == whole.nbytes and one.shape == (1, 4, 5, 2)
-    for part, place in one.beside(on_host(whole[1:2])):
-        np.testing.assert_array_equal(seen(part), seen(place))
-    slot = one.reshape(4, 5, 2)
-    for begin, end in ((0, 4), (1, 3), (2, 3)):
-        looked = slot[begin:end]
-        assert looked.shape == (end - begin, 5, 2)
-        for ((first, last),), part in looked.parts:
-            np.testing.assert_array_equal(seen(part), whole[1, begin + first : begin + last])
-        assert sum(last - first for ((first, last),), _ in looked.parts) == end - begin
-    with pytest.raises(ValueError, match="cannot view heads of several GPUs"):
-        array.reshape(12, 5, 2)
-
-
 @pytest.mark.parametrize(("name", "takes"), [("awq_group32", False), ("gptq_v2_desc_act", False), ("ct_nvfp4", True)])
 def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, takes: bool) -> None:
     """Groups of 32 of 96 columns, and an act order; groups of 16 are cut."""
@@ -207,3 +208,82 @@ def test_packed_weights_that_gpus_cannot_share_are_refused_by_name(name: str, ta
     for rank in range(2):
         for weight, layout in parts.layouts[rank].items():
             assert isinstance(layout, DeviceLayout) and (layout.rows, layout.columns) == parts._shape(rank, weight)
+
+
+class HostRanks(CudaRanks):
+    """Ranks whose memory is the host's, and whose kernels are twins."""
+
+    def __init__(self, config: Any, count: int, patch: pytest.MonkeyPatch) -> None:
+        directory: Any = SimpleNamespace(config=config, limits=EngineLimits(), dtype="float32", draft=None)
+        self._parts, self._ranks = RankWeights(directory, count, {}), [self]
+        self._ranks += [object.__new__(CudaBackend) for _ in range(1, count)]
+        for each in self._ranks:
+            each.compute_dtype, each._module = "float32", Module()  # type: ignore[assignment]
+
+        def copy_rows(of_rank: Any, array: DeviceArray, values: np.ndarray, rows: int, up: bool) -> None:
+            assert values.flags.c_contiguous
+            pair = view(array)[:, :rows], values[:, :rows]
+            np.copyto(*pair if up else pair[::-1])
+
+        def zeros(of_rank: Any, *kind: Any) -> DeviceArray:
+            return on_host(np.zeros(*kind))
+
+        patched = {
+            "current": lambda of_rank: nullcontext(),
+            "synchronize": lambda of_rank: None,
+            "zeros": zeros,
+            "empty": zeros,
+            "zeros_side_by_side": lambda of_rank, edge: {name: zeros(of_rank, *kind) for name, kind in edge.items()},
+            "copy": lambda of_rank, target, source: np.copyto(view(target), view(source)),
+            "upload_rows": lambda *given: copy_rows(*given[:4], up=True),
+            "download_rows": lambda *given: copy_rows(*given[:4], up=False),
+        }
+        for name, method in patched.items():
+            patch.setattr(CudaDevice, name, method)
+        for name in ("commit_columns", "commit_matrices", "commit_scans"):
+            patch.setattr(CudaRecurrent, name, partialmethod(_commit, name))
+
+    def run(self, launches: Sequence[Sequence[Callable[[], object]]]) -> None:
+        for (launch,) in launches:
+            launch()
+
+
+def _commit(kernels: Any, name: str, layers: Any, path: Any) -> Any:
+    own = [type(layer)(*map(view, layer)) for layer in layers]
+    return getattr(NumpyRecurrent(), name)(own, AcceptedPath(*map(view, path)))
+
+
+@pytest.mark.parametrize(("name", "count"), [("gated_delta_nets", 4), ("state_spaces", 2), ("short_convolutions", 2)])
+def test_states_of_ranks_are_those_of_one(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from snapshots by parts, change places, begin anew, take what was accepted of a tree, and go back."""
+    config, random, drawn, found = RECURRENT[name], np.random.default_rng(3), dict[Any, np.ndarray](), []
+    for backend in (NumpyBackend(config), HostRanks(config, count, monkeypatch)):
+        of_ranks = isinstance(backend, HostRanks)
+        given: Any = on_host if of_ranks else np.asarray
+        states = ModelStates(backend, decoder_states(config), 3, 20, given(np.arange(3, dtype=np.int32)), is_base=True)
+        shapes, places = states.saved(20), {(slot, p.name): p for slot in range(3) for p in states.of_slot(slot, 20)}
+        for key, place in places.items():
+            values = drawn.setdefault(key, random.standard_normal(shapes[key[1]][0], np.float32))
+            for group in range(len(values)):
+                own = slice(group, group + 1)
+                backend.upload_rows(place.memory[own], values[own], place.rows)
+        states.swap(0, 2)
+        states.copy(0, 1)
+        states.clear_slot(2)
+        kept: Any = states.kept_inputs(3, 5).of(2, 5)
+        for key, array in kept.items():
+            values = drawn.setdefault(key, -np.abs(random.standard_normal(array.shape, np.float32)))
+            for ranges, part in array.parts if of_ranks else [([(0, values.shape[2])], array)]:
+                columns = [values[..., begin:end] for begin, end in ranges]
+                (view(part) if of_ranks else part)[...] = np.concatenate(columns, axis=-1)
+        path = np.array([[0, 1, 3], [0, 2, 0]], np.int32), np.array([3, 0], np.int32)
+        states.replay(slice(0, 2), kept, *map(given, path))()
+        found.append({key: np.zeros_like(drawn[key]) for key in places})
+        for key, place in places.items():
+            backend.download_rows(place.memory, found[-1][key], place.rows)
+    for (slot, name), expected in found[0].items():
+        np.testing.assert_array_equal(found[1][slot, name], expected, err_msg=f"{slot} {name}")
+        is_rows, is_moved = name[1] == "_", (expected == drawn[(2, 2, 0)[slot], name]).all()
+        assert is_moved == (is_rows or slot == 1) and (expected == 0).all() == (slot == 2 and not is_rows)
+    with pytest.raises(ValueError, match="cannot view heads of several GPUs"):
+        states.tensors[name].reshape(1)

@@ -138,6 +138,7 @@ def test_unknown_family_lists_the_supported_ones(change: dict) -> None:
     ("change", "error", "message"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, CheckpointError, "contradicts itself"),
+        ({"model_type": "voxtral_realtime"}, UnsupportedModelError, "take Voxtral Mini or, for streams, Qwen3-ASR"),
         ({"architectures": [], "model_type": "gpt2"}, UnsupportedModelError, "supported are llama, qwen2, qwen3"),
         ({"architectures": [{"a": 1}]}, CheckpointError, "expected a list of names"),
         ({"architectures": None, "model_type": None}, CheckpointError, "neither architectures nor model_type"),

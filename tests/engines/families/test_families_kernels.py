@@ -54,7 +54,17 @@ NAMES = [name for name in TAKEN if not CONFIGS[name].is_recurrent]
 def test_every_family_is_among_them() -> None:
     with_images = {
         *("qwen2_5_vl", "qwen3_vl", "llava", "gemma3", "qwen3_5_moe", "qwen3_vl_moe", "gemma4", "gemma4_unified"),
-        *("smolvlm", "idefics3", "lfm2_vl", "internvl", "paligemma", "qwen3_asr", "voxtral", "minicpmv4_6"),
+        *(
+            "smolvlm",
+            "idefics3",
+            "lfm2_vl",
+            "internvl",
+            "paligemma",
+            "qwen3_asr",
+            "voxtral",
+            "qwen2_audio",
+            "minicpmv4_6",
+        ),
     }
     heads_of_12 = {"olmoe", "granitemoe", "lfm2_moe"}
     assert {CONFIGS[name].family for name in TAKEN} == FAMILIES.keys() - with_images - heads_of_12

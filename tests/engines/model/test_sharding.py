@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import RECURRENT, TREE, computed, random_model
+from decode_models import MIXED, RECURRENT, TREE, computed, random_model, with_experts
 from golden_files import golden_folder, largest_difference
 from golden_sequences import Sequences
 
@@ -31,18 +31,17 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 GOLDENS = golden_folder("decoder")
 #: Each with something of its own: sinks and biases of experts, a gate of the head, windows, norms behind, heads shared
 #: by several ranks, biases, fused projections, a tied head, features that rounding shows, recurrent layers, norms
-#: of all heads.
+#: of all heads, embeddings of each layer and rows of keys and values that later layers attend to.
 SHARED = [
     *(("gpt_oss", 2), ("qwen3_moe", 2), ("granitemoe", 2), ("gemma2", 2), ("gemma3", 2), ("cwm_window_5", 2)),
     *(("llama_biases_head_dim_10", 4), ("qwen2_yarn", 3), ("phi3_partial_tied", 4), ("starcoder2", 3), ("minicpm", 3)),
     *(("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("lfm2", 3), ("lfm2_moe", 2), ("olmo2", 2), ("olmo2", 4)),
+    *(("gemma4", 2), ("gemma4_plain", 2), ("gemma4_unified", 2)),
 ]
 REFUSED = [
     ("qwen3", 3, "the 4 query heads of layer 0 cannot be shared equally by 3 GPUs: take a number that divides them"),
     ("qwen2_yarn", 2, "the 3 key-value heads of layer 0 cannot be shared equally by 2 GPUs"),
     ("qwen3_5_text_narrow", 2, "the 3 value heads of layer 1 cannot be shared equally by 2 GPUs"),
-    ("gemma4_plain", 2, "the attention of layer 0 cannot be shared"),
-    ("nemotron_h_latent", 2, "whose experts have a width of their own, is not shared: take one GPU"),
 ]
 
 
@@ -119,11 +118,13 @@ def test_experts_are_whole_and_their_sums_are_parts() -> None:
 
 @pytest.mark.parametrize("phase", ["decode", "verify", "prefill"])
 @pytest.mark.parametrize(
-    ("family", "ranks"), [*((name, 2) for name in RECURRENT), ("gated_delta_nets", 4), ("short_convolutions", 4)]
+    ("family", "ranks"),
+    [*((name, 2) for name in (*RECURRENT, "latent_experts")), ("gated_delta_nets", 4), ("short_convolutions", 4)],
 )
 def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: str, ranks: int, phase: str) -> None:
-    """And what steps keep for their commit; key heads that several ranks have are written by each, alike."""
-    config, batch = RECURRENT[family], 1 if phase == "prefill" else 3
+    """And what steps keep for their commit; key heads that several ranks have are written by each, alike. So are rows
+    of a width of experts' own."""
+    config, batch = (RECURRENT | MIXED)[family], 1 if phase == "prefill" else 3
     parents: Sequence[int | None] = {"decode": (None,), "verify": TREE}.get(phase, (None, *range(7)))
     shape = EngineShape(phase, batch, len(parents), 48, 48, len(parents) if phase == "verify" else 1)
     arrays, program = random_model(config, batch, 48, [5, 0, 19][:batch], tuple(parents)), model_program(config, shape)
@@ -134,6 +135,7 @@ def test_states_of_recurrent_layers_are_shared_and_lie_as_those_of_one(family: s
     arrays |= {name: np.array(own, np.int32) for name, own in given.items() if name in program.inputs}
     expected, bound = computed(config, shape, arrays), {name: array.copy() for name, array in arrays.items()}
     bound |= {name: np.full(size, np.nan, np.float32) for name, (size, _) in program.outputs.items()}
+    bound |= with_experts(program, bound)
     with closing(NumpyRanks(ranks, config)) as backend:
         engine = backend.load_engine(shape)
         engine.bind(bound)

@@ -50,7 +50,7 @@ def test_each_weight_has_the_bits_that_the_package_gives_it(name: str) -> None:
             assert (values.dtype, values.shape) == (np.float32, shape)
             np.testing.assert_array_equal(packed.rows(3, 9).values(), values[3:9])
             assert packed.codes.flags.c_contiguous and packed.scales.shape == (shape[0], packed.format.groups(shape[1]))
-            found[part.removesuffix(".weight")] = hashlib.sha256((values + 0.0).tobytes()).hexdigest()
+            found[part.removesuffix(".weight")] = hashlib.sha256((values + 0.0).tobytes()).hexdigest()[:16]
             formats.add(packed.format)
         assert read_vision(checkpoint) is None or "vl" in name  # its tower is dense
     assert found == expected
@@ -77,6 +77,7 @@ def test_settings_of_modelopt_stand_in_either_file(tmp_path: Path) -> None:
         specs = decoder_weights(decoder_config(one.config, one.generation_config))
         for part, shape in (part for spec in specs for part in spec.parts):
             assert one.weight_format(part, shape) == other.weight_format(part, shape), part
+    del settings["quant_method"]  # as ModelOpt 0.31 left it out
     settings["quant_algo"] = "MXFP8"
     (within / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     with pytest.raises(CheckpointError, match="'quant_algo' is 'MXFP8', expected FP8"):

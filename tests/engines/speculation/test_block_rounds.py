@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 from block_checkpoints import BLOCK
-from runner_steps import fitting, take_step
+from runner_steps import answers, take_step
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, given, tree
-from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
 GREEDY, SAMPLED = SamplingValues(), SamplingValues(temperature=0.7, seed=11)
@@ -23,32 +22,6 @@ PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 16
 
 MakeEngines, OpenRunner = Callable[..., EngineDirectory], Callable[..., object]
-
-
-def answers(
-    runner: DecodingRunner,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingValues],
-    plans: Sequence[DraftPlan | None],
-    count: int = COUNT,
-) -> tuple[list[list[int]], int]:
-    """The first `count` tokens of each slot, the plans in turn, and how many steps they took."""
-    found = [
-        runner.start(slot, prompt, 0, sampling).wait().tolist()
-        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    steps = 0
-    while min(map(len, found)) < count:
-        room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
-        plan = plans[steps % len(plans)]
-        plan = None if plan is None else fitting(plan, room)
-        trees = [GivenTree([5, 6], [-1, 0])] * len(prompts) if plan is not None and plan.is_given else None
-        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
-            tokens.extend(emitted)
-        steps += 1
-    for slot in range(len(prompts)):
-        runner.stop(slot)
-    return [tokens[:count] for tokens in found], steps
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ none of these prompts has such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
-from runner_steps import fitting, take_step
+import runner_steps
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -34,6 +35,7 @@ SAMPLINGS = {
 }
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
 COUNT = 28
+answers = partial(runner_steps.answers, count=COUNT)
 
 
 @pytest.fixture(
@@ -49,38 +51,12 @@ def eagle(
         yield runner
 
 
-def answers(
-    runner: DecodingRunner,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingValues],
-    choose: Callable[[int], DraftPlan | None],
-    count: int = COUNT,
-) -> tuple[list[list[int]], int]:
-    """The first `count` tokens of each slot, and how many steps they took; `choose(step)` gives the plan of a step."""
-    found = [
-        runner.start(slot, prompt, 0, sampling).wait().tolist()
-        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    steps = 0
-    while min(map(len, found)) < count:
-        room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
-        plan = choose(steps)
-        if plan is not None:
-            plan = fitting(plan, room)
-        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan).wait(), strict=True):
-            tokens.extend(emitted)
-        steps += 1
-    for slot in range(len(prompts)):
-        runner.stop(slot)
-    return [tokens[:count] for tokens in found], steps
-
-
 @pytest.mark.parametrize("name", ["greedy", "filtered", "everything"])
 def test_one_slot(eagle: DecodingRunner, name: str) -> None:
     sampling = SAMPLINGS[name]
-    plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)
+    plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], [None])
     for plan in PLANS:
-        drafted, steps = answers(eagle, PROMPTS[:1], [sampling], lambda step, plan=plan: plan)
+        drafted, steps = answers(eagle, PROMPTS[:1], [sampling], [plan])
         assert drafted == plain, plan.name
         assert steps <= plain_steps
 
@@ -88,8 +64,8 @@ def test_one_slot(eagle: DecodingRunner, name: str) -> None:
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[-1]], ids=lambda plan: plan.name)
 def test_slots_of_different_lengths_and_samplings(eagle: DecodingRunner, plan: DraftPlan) -> None:
     samplings = [SAMPLINGS[name] for name in ("greedy", "everything", "filtered", "sampled")]
-    alone = [answers(eagle, [p], [s], lambda step: None)[0][0] for p, s in zip(PROMPTS, samplings, strict=True)]
-    together, _ = answers(eagle, PROMPTS, samplings, lambda step: plan)
+    alone = [answers(eagle, [p], [s], [None])[0][0] for p, s in zip(PROMPTS, samplings, strict=True)]
+    together, _ = answers(eagle, PROMPTS, samplings, [plan])
     assert together == alone
 
 
@@ -98,8 +74,8 @@ def test_a_changing_mixture_of_plans_and_plain_steps(eagle: DecodingRunner) -> N
     kinds = [*PLANS, None, None, None, None, None, None, None, PLANS[0], None, PLANS[2]]
     for name in ("greedy", "everything"):
         sampling = [SAMPLINGS[name]] * 2
-        plain, _ = answers(eagle, PROMPTS[:2], sampling, lambda step: None)
-        mixed, _ = answers(eagle, PROMPTS[:2], sampling, lambda step: kinds[step % len(kinds)])
+        plain, _ = answers(eagle, PROMPTS[:2], sampling, [None])
+        mixed, _ = answers(eagle, PROMPTS[:2], sampling, kinds)
         assert mixed == plain
 
 
@@ -109,13 +85,13 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
     """So that the other tests do accept: fewer steps than tokens by far."""
     for generation in (1, 3, "mtp", "nemotron_mtp"):
         with open_eagle(make_engines(generation, True)) as runner:
-            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: PLANS[2])
+            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], [PLANS[2]])
             assert COUNT / steps > 1.7
-            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: chain(3))
+            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], [chain(3)])
             assert COUNT / steps > 1.5
-            sampled, steps = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))
+            sampled, steps = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], [chain(4, sampled=True)])
             assert COUNT / steps > 1.4
-            again, _ = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))
+            again, _ = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], [chain(4, sampled=True)])
             assert again == sampled
 
 
@@ -131,9 +107,9 @@ def test_packed_drafts_change_no_token(
         with open_eagle(directory) as runner:
             for name in ("greedy", "everything"):
                 samplings = [SAMPLINGS[name]] * 2
-                plain, _ = answers(runner, PROMPTS[:2], samplings, lambda step: None)
+                plain, _ = answers(runner, PROMPTS[:2], samplings, [None])
                 for plan in (PLANS[0], PLANS[2]):
-                    drafted, steps = answers(runner, PROMPTS[:2], samplings, lambda step, plan=plan: plan)
+                    drafted, steps = answers(runner, PROMPTS[:2], samplings, [plan])
                     assert drafted == plain, f"{name}, {plan.name}"
                     found.append(steps)
         rounds.append(found)
@@ -143,18 +119,18 @@ def test_packed_drafts_change_no_token(
 
 def test_sampled_chains_are_greedy_at_temperature_0(eagle: DecodingRunner) -> None:
     for name in ("greedy", "penalized"):
-        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
-        chained, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: chain(3, sampled=True))
+        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], [None])
+        chained, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], [chain(3, sampled=True)])
         assert chained == plain
 
 
 def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_above(eagle: DecodingRunner) -> None:
     lossy = tree(4, 4, 16, acceptance="typical")
     for name in ("greedy", "penalized"):
-        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
-        assert answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: lossy)[0] == plain
-    _, exact = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: PLANS[2])
-    _, typical = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: lossy)
+        plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], [None])
+        assert answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], [lossy])[0] == plain
+    _, exact = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], [PLANS[2]])
+    _, typical = answers(eagle, PROMPTS[:1], [SAMPLINGS["sampled"]], [lossy])
     assert typical < exact
 
 
@@ -162,7 +138,7 @@ def test_to_the_end_of_the_context(eagle: DecodingRunner) -> None:
     """The last rounds are shorter, the very last step is plain."""
     sampling = "everything"
     count = eagle.limits.kv_capacity - len(PROMPTS[2])
-    plain, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], lambda step: None, count)
+    plain, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], [None], count=count)
     for plan in (PLANS[0], PLANS[2], PLANS[-1]):
-        drafted, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], lambda step, plan=plan: plan, count)
+        drafted, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], [plan], count=count)
         assert drafted == plain

@@ -100,7 +100,7 @@ def test_what_the_host_brings_splits_a_step(
         steps = [launches for key, launches in runner.base.steps.captures.items() if key[0] != "choice"]
         assert steps
         for launches in steps:
-            assert [isinstance(launch, HostStage) for launch in launches] == [True, False]
+            assert [isinstance(launch, HostStage) for launch in launches] == [True, False, True, False]
         rounds = [launches for key, launches in runner._steps.captures.items() if isinstance(key, RoundKey)]
         assert rounds
         for launches in rounds:

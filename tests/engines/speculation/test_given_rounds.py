@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
-from runner_steps import fitting, take_step
+from runner_steps import stepped, take_step
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -25,6 +26,7 @@ SAMPLINGS = {
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
 COUNT, VOCABULARY = 28, 320
 NOTHING = GivenTree([], [])
+answers = partial(stepped, count=COUNT, prompts=PROMPTS)
 GIVEN = [given(1, 1), given(3, 3), given(7, 4), given(15, 4)]
 
 
@@ -44,38 +46,8 @@ def runner(
         plain_runner.close()
 
 
-def answers(
-    runner: DecodingRunner,
-    samplings: Sequence[SamplingValues],
-    step: Callable[[int, list[list[int]]], tuple[DraftPlan | None, Sequence[GivenTree] | None]],
-    count: int = COUNT,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-) -> tuple[list[list[int]], int]:
-    """The first `count` tokens of each slot, and how many steps they took; `step(number, found)` says what is done."""
-    prompts = prompts[: len(samplings)]
-    found = [
-        runner.start(slot, prompt, 0, sampling).wait().tolist()
-        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-    ]
-    steps = 0
-    while min(map(len, found)) < count:
-        plan, trees = step(steps, found)
-        if plan is not None and plan.is_given and not runner.takes_given(len(prompts), plan):
-            plan = trees = None
-        elif plan is not None:
-            room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
-            plan = fitting(plan, room)
-            trees = None if plan is None else trees
-        for tokens, emitted in zip(found, take_step(runner, len(prompts), plan, None, trees).wait(), strict=True):
-            tokens.extend(emitted)
-        steps += 1
-    for slot in range(len(prompts)):
-        runner.stop(slot)
-    return [tokens[:count] for tokens in found], steps
-
-
 def plain(runner: DecodingRunner, samplings: Sequence[SamplingValues], count: int = COUNT) -> list[list[int]]:
-    return answers(runner, samplings, lambda number, found: (None, None), count)[0]
+    return answers(runner, samplings, lambda number, found: (None, None), count=count)[0]
 
 
 def guesses(
@@ -118,7 +90,7 @@ def test_right_candidates_are_accepted_whole(runner: DecodingRunner) -> None:
         following = expected[len(said[0]) : len(said[0]) + 4]
         return given(4, 4), [GivenTree(following, range(-1, len(following) - 1))]
 
-    assert answers(runner, [SAMPLINGS["sampled"]], right, 1 + 5 * 5) == ([expected], 5)
+    assert answers(runner, [SAMPLINGS["sampled"]], right, count=1 + 5 * 5) == ([expected], 5)
 
 
 def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) -> None:
@@ -158,13 +130,13 @@ def test_to_the_end_of_the_context(runner: DecodingRunner) -> None:
     count = runner.limits.kv_capacity - len(PROMPTS[2])
     rng = np.random.default_rng(1)
     for name in ("greedy", "sampled"):
-        (expected,), _ = answers(runner, [SAMPLINGS[name]], lambda *_: (None, None), count, PROMPTS[2:3])
+        (expected,), _ = answers(runner, [SAMPLINGS[name]], lambda *_: (None, None), count=count, prompts=PROMPTS[2:3])
         found, _ = answers(
             runner,
             [SAMPLINGS[name]],
             lambda number, said, expected=expected: (GIVEN[2], [guesses(expected, len(said[0]), GIVEN[2], rng)]),
-            count,
-            PROMPTS[2:3],
+            count=count,
+            prompts=PROMPTS[2:3],
         )
         assert found == [expected]
 

@@ -147,6 +147,15 @@ def tiles_of_rounds(
     return found
 
 
+def test_steps_of_large_heads_leave_room_to_the_layer_before() -> None:
+    """Where kernels overlap: half of the registers; and parts of keys come at once, where there is memory for them."""
+    step = AttentionShape(1, 1, 8, 1, 256, 1088, window=512)
+    assert attention_geometry(step, device("h200")).warps == 4
+    whole = step._replace(size=512, window=0)
+    assert [attention_geometry(whole, device(name)).apart for name in ("h200", "orin")] == [True, False]
+    assert not attention_geometry(whole._replace(int8=True), device("h200")).apart
+
+
 @pytest.mark.parametrize("window", [0, 512])
 @pytest.mark.parametrize("start", [0, 63, 64, 1000, 4095, 30_000, 65_500])
 @pytest.mark.parametrize("tokens", [1, 9, 64])

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from encoder_cases import CASES, Case, activate, attention, heads, norm, nothing, values
+from encoder_cases import CASES, Case, activate, attention, heads, local_attention, norm, nothing, values
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.kernels.encoder.contract import ACTIVATIONS, Convolution, activation_number, heads_refusal, padded_width
@@ -56,39 +56,18 @@ def test_activations(kind: str) -> None:
         activation_number("sigmoid")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "bound" in name or "clipped" in name])
-def test_values_within_bounds(name: str) -> None:
-    given, *others = wide(CASES[name])
-    found = CASES[name].run_twin(TWIN)
-    if CASES[name].kernel == "clip_rows":
-        expected = np.minimum(np.maximum(given, -0.5), 0.75)
-        np.testing.assert_allclose(found[:, : given.shape[1]], expected, atol=1e-6)
-        assert (found[:, given.shape[1] :] == 0).all()
-    else:
-        expected = activated(np.clip(given, -0.5, 0.75), "gelu_tanh") * np.clip(others[0], -0.5, 0.75)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "normed_heads"])
-def test_normed_heads(name: str) -> None:
-    qkv, query, key, epsilon, _ = wide(CASES[name])
-    found, size = CASES[name].run_twin(TWIN), len(query)
-    for number in range(9):
-        head = qkv[:, number * size : (number + 1) * size]
-        expected = head / np.sqrt((head**2).mean(axis=1, keepdims=True) + epsilon)
-        if number < 6:
-            expected = expected * (query * size**0.5 if number < 3 else key)
-            first, second, third, fourth = np.split(expected, 4, axis=1)
-            expected = np.concatenate((third, first, fourth, second), axis=1)
-        np.testing.assert_allclose(found[:, number * size : (number + 1) * size], expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["standard_norm", "plain_standard_norm"])
-def test_standard_norms(name: str) -> None:
-    x, bias, scale, factor, epsilon, _ = wide(CASES[name])
-    y = factor * x if bias is None else (factor * x - bias) * scale
-    expected = y / np.sqrt((y**2).mean(axis=1, keepdims=True) + epsilon)
-    np.testing.assert_allclose(CASES[name].run_twin(TWIN), expected, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "local_attention"])
+def test_local_attention(name: str) -> None:
+    given, positions, first, past, cap, scale, context = wide(CASES[name])
+    found, size, width = CASES[name].run_twin(TWIN), len(scale), context.shape[1]
+    for row in range(len(given)):
+        for column in range(0, width, size):
+            query, own = given[row, column : column + size] * np.log1p(np.exp(scale)), slice(column, column + size)
+            seen = np.arange(max(0, row - past + 1), row + 1)
+            keys = given[seen, width:][:, own] * np.log(1 + np.e) + positions[row - seen, first:][:, own] * np.log(2)
+            weights = np.exp(cap * np.tanh(keys @ query / (size**0.5 * cap * np.log(2) ** 2)))
+            total = weights @ given[seen, 2 * width :][:, own] / weights.sum()
+            np.testing.assert_allclose(found[row, own], total, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kernel == "attention"])
@@ -186,6 +165,9 @@ def test_places_of_convolutions(name: str) -> None:
             Case("unfold", (values(9, 8), Convolution(8, 3, 3, 2, 2, 0, 0, 0), nothing(4, 32))),
             "strides and channels begin at 1",
         ),
+        (local_attention(4, 1, 8, 33), "up to 32 rows and heads of 128, not 33 and 8"),
+        (Case("gated_convolution", (values(2, 24), values(16, 5), values(16), 1e-6, nothing(2, 16))), "of 24 columns"),
+        (Case("centered_norm", (values(2, 8), values(12), None, 1e-6, nothing(2, 12))), "rows of 8 columns"),
         (attention(100, 64, 2, 64), "100 rows in windows of 64; expected up to 65535 whole ones"),
         (attention(64, 64, 2, 20), r"head sizes up to 128 \(multiples of 8\), not 20"),
         (attention(64, 64, 2, 136), "head sizes up to 128"),

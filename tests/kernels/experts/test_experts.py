@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from expert_cases import ACTIVATIONS, ROUTINGS, random_layer, random_scores
+from expert_cases import ACTIVATIONS, ROUTINGS, absent_experts, random_layer, random_scores
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -142,14 +142,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
         kernels.choose(scores, Choice(Routing(128, 8), routed, None, (x, array(1, 2048))))
         kernels.add(sums, Addition(routed, x, total))
     for kind in kinds:
-        sizes = ((16 * 1536, 2048), (16 * 2048, 768))
-        if kind == "dense":
-            both = [ExpertWeights(LinearWeights(array(*size), array(16, size[0] // 16)), 16) for size in sizes]
-        else:
-            format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
-            layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
-            packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
-            both = [ExpertWeights(LinearWeights(each), 16) for each in packed]
+        both = absent_experts(kind, dtype, 16)
         for how in ACTIVATIONS:
             kernels.gate_up(x, routed.expert_ids, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.down_add(array(rows, 8 * 768), both[1], sums, Addition(routed, x, total), counters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from expert_cases import ACTIVATIONS, random_ids, random_layer
+from expert_cases import ACTIVATIONS, absent_experts, random_ids, random_layer
 from packed_weights import GGUF_FORMATS
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -28,7 +28,7 @@ from edgellm.kernels.experts.contract import (
 from edgellm.kernels.experts.prompt_launcher import CudaSortedExperts, expert_tilings
 from edgellm.kernels.experts.twin import NumpyExperts
 from edgellm.kernels.gpu import absent_gpu
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Experts, how many a row goes through, rows: fewer rows than experts, and more; as published.
@@ -152,14 +152,7 @@ def asked(architecture: str, dtype: str, kinds: tuple[str, ...], rows: int) -> A
     own = sorted_pairs(array(sorted_words(pairs, 128, tile), kind="int32"), pairs, 128, tile)
     kernels.sort(array(rows, 8, kind="int32"), 128, own)
     for kind in kinds:
-        sizes = ((128 * 1536, 2048), (128 * 2048, 768))
-        if kind == "dense":
-            both = [ExpertWeights(LinearWeights(array(*size), array(128, size[0] // 128)), 128) for size in sizes]
-        else:
-            format = GGUF_FORMATS.get(kind) or WeightFormat("int4", 128, False, dtype)
-            layouts = [DeviceLayout(format, *size, dtype=dtype) for size in sizes]
-            packed = [PackedMatrix(layout, array(*layout.shape, kind="uint8")) for layout in layouts]
-            both = [ExpertWeights(LinearWeights(each), 128) for each in packed]
+        both = absent_experts(kind, dtype, 128)
         for how in ACTIVATIONS:
             kernels.sorted_gate_up(array(rows, 2048), own, both[0], how, array(rows, 8 * 1536 // how.sums))
         kernels.sorted_down(array(rows, 8 * 768), own, both[1], array(rows, 8 * 2048, kind="float32"))

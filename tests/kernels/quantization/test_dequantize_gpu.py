@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import GGUF_FORMATS, compute_bits, packed_copy, random_of, random_packed, rescaled, with_factors
+from packed_weights import (
+    GGUF_FORMATS,
+    assert_same_bits,
+    compute_bits,
+    packed_copy,
+    random_of,
+    random_packed,
+    rescaled,
+    with_factors,
+)
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.prefill.launcher import dequantize
@@ -24,10 +33,7 @@ def assert_dequantized(
     packed, values = packed_copy(gpu, weight, dtype), gpu.empty(weight.shape, dtype)
     gpu.upload(values, np.full_like(bits, 0xFFFF if dtype == "bfloat16" else np.nan))
     dequantize(gpu.kernel_module, packed, values)()
-    both = [gpu.download(values).view(np.uint16), bits.view(np.uint16).copy()]
-    for each in both:
-        each[(each == 0x8000) & (not signed_zeros)] = 0
-    np.testing.assert_array_equal(*both)
+    assert_same_bits(gpu.download(values), bits, signed_zeros)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
